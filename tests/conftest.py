@@ -7,6 +7,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -42,6 +43,15 @@ def kernels_are_built() -> bool:
         if told().decode() != digest:
             return False
     return True
+
+
+@pytest.fixture(scope="session")
+def family(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of a tiny `target` and of drafters that are right always (`same`), often (`near`)
+    and hardly ever (`far`)."""
+    from tests.engine.small_family import write_family  # imports transformers
+
+    return write_family(tmp_path_factory.mktemp("family"))
 
 
 @pytest.fixture

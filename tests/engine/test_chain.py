@@ -5,26 +5,19 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tests.core.world import Rotating
 from tests.engine.sampling_toys import PROMPT, joint_p_value, sampling_rows, toy_table
-from tests.engine.small_family import make_unreliable, write_family
-from tests.engine.test_exactness import SAMPLINGS, lenient, make_requests, run
+from tests.engine.small_family import make_unreliable
+from tests.engine.test_exactness import SAMPLINGS, Alone, lenient, make_loop, make_requests, run
 from tests.products import covering, slow
 
 from penstock.config import EngineConfig
-from penstock.core.kv.blocks import BlockPool
-from penstock.core.learn import Estimators
-from penstock.core.loop import Loop
-from penstock.core.policies.registry import make_pipeline, make_policy
-from penstock.core.scheduler import Scheduler
-from penstock.core.state import Drafter
 from penstock.core.types import DraftOrder, Request, RoundCosts, SamplingParams
 from penstock.engine.batch import RaggedBatch
 from penstock.engine.build import Engine, load_engine
@@ -48,20 +41,7 @@ CHAINS = {"perfect": "ngram+{same}", "near": "suffix+{near}", "far": "ngram+{far
 KV_TOKENS = 32 * 256
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def family(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return write_family(tmp_path_factory.mktemp("family"))
-
-
-@pytest.fixture(scope="module", params=["eager", "native", *slow(["graphs"])])
+@pytest.fixture(scope="module", params=["native", *slow(["eager", "graphs"])])
 def engine(request: pytest.FixtureRequest, family: dict[str, Path]) -> Engine:
     chains = {name: path.format_map(family) for name, path in CHAINS.items()}
     engine = load_engine(
@@ -77,43 +57,6 @@ def engine(request: pytest.FixtureRequest, family: dict[str, Path]) -> Engine:
     )
     engine.executor.runs_ahead = request.param == "graphs"  # as on a GPU
     return engine
-
-
-def make_loop(
-    engine: Engine,
-    *,
-    k: int = 5,
-    rotating: bool = False,
-    pipeline: str = "off",
-    kv_tokens: int = KV_TOKENS,
-    learn: Estimators | None = None,
-    allocation: tuple[str, dict[str, Any]] | None = None,
-) -> Loop:
-    """A fresh scheduler over the engine's executor."""
-    size = engine.executor.target.block_size
-    blocks = kv_tokens // size
-    drafters = [
-        Drafter(
-            name,
-            None if drafter.runner is None else BlockPool(blocks, size),
-            has_lane=pipeline != "off",
-            is_chained=name in CHAINS,
-        )
-        for name, drafter in engine.executor.drafters.items()
-    ]
-    name, options = allocation or ("fixed", {"k": k})
-    scheduler = Scheduler(
-        BlockPool(blocks, size),
-        drafters,
-        admission=make_policy("admission", "vllm_v1", {"max_num_seqs": 32}),
-        selection=Rotating() if rotating else make_policy("selection", "single"),
-        allocation=make_policy("allocation", name, options),
-        pipeline=make_pipeline(pipeline),
-        max_model_len=512,
-        learn=learn,
-        runs_ahead=engine.executor.runs_ahead,
-    )
-    return Loop(scheduler, engine.executor, engine.clock)
 
 
 class Switching:
@@ -168,22 +111,9 @@ def repeating_requests(sampling: SamplingParams, num: int, drafter: str) -> list
     return requests
 
 
-class Alone(dict[str, list[tuple[int, ...]]]):
-    """Target-only output of each request by itself, by sampling."""
-
-    def __init__(self, engine: Engine) -> None:
-        super().__init__()
-        self._engine = engine
-
-    def __missing__(self, sampling: str) -> list[tuple[int, ...]]:
-        requests = repeating_requests(SAMPLINGS[sampling], 16, "none")
-        self[sampling] = [run(make_loop(self._engine), [r])[0][0] for r in requests]
-        return self[sampling]
-
-
 @pytest.fixture(scope="module")
 def alone(engine: Engine) -> Alone:
-    return Alone(engine)
+    return Alone(engine, repeating_requests, 16)
 
 
 @pytest.mark.parametrize(
@@ -200,8 +130,11 @@ def test_output_is_the_targets_own(
     assert outputs == alone[sampling][:batch]
 
 
-@pytest.mark.parametrize("sampling", ["greedy", "coupled"])
-@pytest.mark.parametrize("pipeline", ["off", "2", "async"])
+@pytest.mark.parametrize(
+    ("engine", "sampling", "pipeline"),
+    covering(BACKENDS, ["greedy", "coupled"], ["off", "2", "async"], strength=1),
+    indirect=["engine"],
+)
 def test_other_sources_in_every_round_change_nothing(
     engine: Engine,
     alone: Alone,
@@ -598,9 +531,9 @@ def test_joint_of_three_positions_is_the_targets(
 def test_other_parts_in_every_round_are_exact_and_false_reports_are_caught(
     switching: Switching,
 ) -> None:
-    assert p_value(None, num_samples=8_000) > 1e-3
+    assert p_value(None, num_samples=4_000) > 1e-3
     assert {(0, 2), (1, 1), (2, 0)} <= switching.seen
-    assert p_value(None, falsify=True, num_samples=8_000) < 1e-9
+    assert p_value(None, falsify=True, num_samples=4_000) < 1e-9
 
 
 def test_noise_is_that_of_the_whole_draft(monkeypatch: pytest.MonkeyPatch) -> None:

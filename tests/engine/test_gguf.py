@@ -14,6 +14,8 @@ import pytest
 import torch
 from tests.engine.small_gguf import KINDS, QUANTIZED, WIDE, finish, write_gguf
 from tests.engine.small_models import BEYOND_KERNELS, CASES, SHAPE, Case, Paging
+from tests.engine.test_loading import refusal
+from tests.products import covering
 
 from penstock.engine.eager import EagerRunner
 from penstock.engine.models.checkpoint import CheckpointError
@@ -45,16 +47,6 @@ def eager(path: Path, dtype: torch.dtype = torch.float32) -> EagerRunner:
     return EagerRunner.load(path, dtype, torch.device("cpu"), 16, 16)
 
 
-def refusal(path: Path, *parts: str) -> None:
-    """Loading must fail with one line that names the file and has all `parts`."""
-    with pytest.raises(CheckpointError) as caught:
-        load_weights(path, DecoderConfig.from_pretrained(path))
-    message = str(caught.value)
-    assert "\n" not in message
-    for part in (str(path), *parts):
-        assert part in message
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_type_gives_the_values_that_were_stored(kind: str, tmp_path: Path) -> None:
     saved = write_gguf(tmp_path / "model.gguf", wide("llama"), kind)
@@ -62,21 +54,14 @@ def test_every_type_gives_the_values_that_were_stored(kind: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "case", ["llama-tied", "llama-mha", "llama-bias", "llama-linear", "qwen2", "qwen3"]
+    "case",
+    [
+        *("llama-tied", "llama-mha", "llama-bias", "llama-linear", "llama-llama3", "llama-yarn"),
+        *("qwen2", "qwen3", "mistral", "phi3", "phi3-partial", "phi3-longrope"),
+        *("gemma3", "gemma3-scaled"),
+    ],
 )
 def test_every_architecture(case: str, tmp_path: Path) -> None:
-    saved = write_gguf(tmp_path / "model.gguf", CASES[case])
-    expected = saved.logits(IDS)
-    torch.testing.assert_close(logits(eager(saved.path)), expected, atol=2e-4, rtol=2e-4)
-    native = NativeRunner.load(saved.path, torch.float32, 16, 16, 1)
-    torch.testing.assert_close(logits(native), expected, atol=2e-4, rtol=2e-4)
-
-
-@pytest.mark.parametrize(
-    "case",
-    ["mistral", "phi3", "phi3-partial", "phi3-longrope", "llama-llama3", "gemma3", "gemma3-scaled"],
-)
-def test_architectures_beside_llamas(case: str, tmp_path: Path) -> None:
     known = CASES[case]
     if case.startswith("gemma3"):  # whose files leave these two unsaid
         usual = {"layer_types": None, "query_pre_attn_scalar": 16, "num_hidden_layers": 7}
@@ -94,11 +79,6 @@ def test_experts(kind: str, tmp_path: Path) -> None:
     changes = CASES["qwen3-moe-norm"].changes | WIDE | {"moe_intermediate_size": 96}
     case = dataclasses.replace(CASES["qwen3-moe-norm"], changes=changes)
     saved = write_gguf(tmp_path / "model.gguf", case, kind)
-    torch.testing.assert_close(logits(eager(saved.path)), saved.logits(IDS), atol=2e-4, rtol=2e-4)
-
-
-def test_yarn(tmp_path: Path) -> None:
-    saved = write_gguf(tmp_path / "model.gguf", CASES["llama-yarn"])
     torch.testing.assert_close(logits(eager(saved.path)), saved.logits(IDS), atol=2e-4, rtol=2e-4)
 
 
@@ -127,8 +107,9 @@ def test_a_matrix_dequantises_as_the_package_does(kind: str, tmp_path: Path) -> 
     assert torch.equal(rounded, expected.bfloat16())
 
 
-@pytest.mark.parametrize("kind", QUANTIZED)
-@pytest.mark.parametrize("case", ["llama", "qwen2", "phi3-partial"])
+@pytest.mark.parametrize(
+    ("kind", "case"), covering(QUANTIZED, ["llama", "qwen2", "phi3-partial"], strength=1)
+)
 def test_quantised_weights_stay_so_in_the_kernels(kind: str, case: str, tmp_path: Path) -> None:
     """Near the eager decoder, which dequantises them, and of no more memory than the file's."""
     saved = write_gguf(tmp_path / "model.gguf", wide(case), kind)
@@ -176,14 +157,6 @@ def test_formats_that_are_not_asked_for_are_dequantised(tmp_path: Path) -> None:
     kinds = [getattr(part, "kind", None) for part in stored["layers.1.qkv"]]
     assert kinds == [None, None, "Q8_0"]
     assert isinstance(stored["layers.1.o"], torch.Tensor)
-
-
-def test_config_fields(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "model.gguf", CASES["qwen3"], "BF16").path
-    config = DecoderConfig.from_pretrained(path)
-    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (6, 2, 16)
-    assert (config.vocab_size, config.max_position_embeddings) == (89, 256)
-    assert (config.variant.qk_norm, config.tie_word_embeddings) == (True, True)
 
 
 @pytest.mark.parametrize(("case", "dtype"), [("llama", torch.bfloat16), ("qwen2", torch.float32)])

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.engine.small_family import VOCAB, write_family
+from tests.engine.small_family import VOCAB
 from tests.engine.test_sessions import (
     FILTERED,
     GREEDY,
@@ -31,11 +31,6 @@ from penstock.engine.eager import EagerRunner
 
 COUPLED = [GREEDY, SEEDED, FILTERED]
 Make = Callable[..., tuple[DraftingSessions, CountingRunner]]
-
-
-@pytest.fixture(scope="module")
-def family(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return write_family(tmp_path_factory.mktemp("family"))
 
 
 @pytest.fixture

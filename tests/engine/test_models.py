@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable
 from functools import partial
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 from tests.engine.small_models import CASES, SHAPE, Checkpoint, Paging
 from tests.engine.test_attention import USABLE
+from tests.products import covering
 
 from penstock.engine.backends import make_attention
 from penstock.engine.batch import RaggedBatch
@@ -24,7 +24,6 @@ NUM_BLOCKS, BLOCK_SIZE = 64, 8
 
 Checkpoints = Callable[[str], Checkpoint]
 
-every_case = pytest.mark.parametrize("case", CASES)
 every_backend = pytest.mark.parametrize("attention", USABLE)
 
 
@@ -45,31 +44,7 @@ def load(
     )
 
 
-@every_backend
-@every_case
-def test_whole_prefill(checkpoint: Checkpoints, case: str, attention: str) -> None:
-    saved, ids = checkpoint(case), tokens(77)
-    batch = Paging(NUM_BLOCKS, BLOCK_SIZE).batch(("a", ids, 0, 77))
-    logits = load(saved, attention).forward(batch)
-    assert logits.dtype == torch.float32
-    torch.testing.assert_close(logits, saved.logits(ids), **TOLERANCE)
-
-
-@every_backend
-@every_case
-def test_chunked_prefill_then_decode(checkpoint: Checkpoints, case: str, attention: str) -> None:
-    saved, ids = checkpoint(case), tokens(100)
-    runner, paging = load(saved, attention), Paging(NUM_BLOCKS, BLOCK_SIZE)
-    edges = [0, 5, 8, 9, 50, 97, 98, 99, 100]
-    logits = [
-        runner.forward(paging.batch(("a", ids, start, stop)))
-        for start, stop in itertools.pairwise(edges)
-    ]
-    torch.testing.assert_close(torch.cat(logits), saved.logits(ids), **TOLERANCE)
-
-
-@every_backend
-@every_case
+@pytest.mark.parametrize(("case", "attention"), covering(CASES, USABLE, strength=1))
 def test_ragged_mix(checkpoint: Checkpoints, case: str, attention: str) -> None:
     """Prefill, chunks, verification and decoding of seven sequences in the same batches."""
     saved = checkpoint(case)
@@ -105,9 +80,9 @@ def test_only_the_rows_that_are_asked_for(checkpoint: Checkpoints) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["llama-tied", "llama-bias", "qwen3", "phi3-partial", "gemma3-scaled", "mistral-window"]
+    ("case", "attention"),
+    covering(["llama-tied", "qwen3", "phi3-partial", "gemma3-scaled"], USABLE, strength=1),
 )
-@every_backend
 def test_bfloat16_stays_near_float32(checkpoint: Checkpoints, case: str, attention: str) -> None:
     saved, ids = checkpoint(case), tokens(60)
     runner = load(saved, attention, torch.bfloat16)

@@ -194,26 +194,6 @@ def test_a_drafter_learns_how_far_its_confidence_goes(checkpoint: Checkpoints) -
     assert len(short.token_ids) < len(long.token_ids)
 
 
-def test_the_text_goes_on_after_a_draft(checkpoint: Checkpoints) -> None:
-    """What a draft wrote beyond the verified text is overwritten and changes nothing."""
-    drafted, plain = load(checkpoint("llama")), load(checkpoint("llama"))
-    batch, texts = prepared(drafted)
-    drafted.draft(batch, STEPS, TEMPERATURES, SEEDS, SALTS)
-    same, _ = prepared(plain)
-    plain.forward(same)
-    everyone = list(range(len(SPANS)))
-    following = [int(texts[i][SPANS[i][1]]) for i in everyone]
-    logits = [r.forward(one_row_each(batch, everyone, following, 1)) for r in (drafted, plain)]
-    assert torch.equal(*logits)
-
-
-def test_drafting_nothing_only_catches_up(checkpoint: Checkpoints) -> None:
-    runner = load(checkpoint("llama"))
-    batch, _ = prepared(runner)
-    draft = runner.draft(batch, np.zeros_like(STEPS), TEMPERATURES, SEEDS, SALTS)
-    assert draft.token_ids.shape == (5, 0)
-
-
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

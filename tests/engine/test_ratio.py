@@ -30,11 +30,6 @@ EXACT = 1e-3  # p-value above which an exact sampler passes; seeds are fixed
 REJECTED = 1e-9  # p-value below which a broken one is caught
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
-
-
 def make_loop(
     draft_step: DraftStep = draft_by_sampling,
     drafter_seed: int = 1,
