@@ -88,14 +88,6 @@ def test_a_failed_run_is_not_a_figure() -> None:
     assert "not measured" in judge(runs, {})["lines"][0]
 
 
-def test_a_flag_is_shown_beside_its_figure() -> None:
-    runs = field(1.001)
-    for one in runs:
-        if one["engine"] == "penstock":
-            one["flag"] = "disturbed"
-    assert all("disturbed" in line for line in judge(runs, {})["lines"])
-
-
 def test_real_models_have_bars_of_their_own() -> None:
     names = ("real mixed", "real code")
     bars = gguf_bars([PeerCheckpoint(name, "real", Path("real.gguf")) for name in names])

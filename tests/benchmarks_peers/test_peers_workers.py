@@ -139,16 +139,6 @@ def test_the_cost_of_verifying_is_told_once_an_engine(worker: Worker) -> None:
     assert cost.ratios[-1] > 1
 
 
-def test_an_engine_that_fails_to_verify_is_told_with_the_reason(worker: Worker) -> None:
-    load(worker)
-    worker.process.kill()
-    worker.process.wait()
-    cell = PeerCell(WorkerSetup(ENGINES["penstock"], PeerCheckpoint("t", "t", Path()), {}), 1)
-    (cost,) = verification_costs([cell], cast("Pool", OneWorker(worker)))
-    assert cost.seconds == ()
-    assert "ended with status" in str(cost.error)
-
-
 def test_look_up_takes_what_followed_the_longest_match_last() -> None:
     assert look_up([1, 2, 3, 4, 9, 1, 2, 3, 4], 2) == [9, 1]
     assert look_up([1, 2, 7, 1, 2, 8, 1, 2], 1) == [8]

@@ -9,7 +9,6 @@ from lab.common.oracles import Misled
 from lab.common.rounds import (
     BarrierTimes,
     GeometricClients,
-    RecordedClient,
     jumping_rates,
     play,
 )
@@ -30,17 +29,6 @@ def test_jumps_are_of_the_size_and_at_the_times_that_are_said() -> None:
     assert rates.max() <= 0.9
     assert set(np.round(steps[steps > 1e-9], 6)) == {0.3}
     assert all(9 <= (steps[:, i] > 1e-9).sum() <= 10 for i in range(8))
-
-
-def test_recorded_rounds_walk_along_their_row() -> None:
-    client = RecordedClient([[3, 2, 1, 4, 1]], seed=(0,))
-    assert client.most_accepted() == 2
-    assert client.num_accepted(1) == 1
-    assert client.most_accepted() == 0
-    assert client.num_accepted(5) == 0
-    assert client.num_accepted(9) == 3
-    # The row has ended: the next one begins.
-    assert client.num_accepted(5) == 2
 
 
 def test_a_round_lasts_as_long_as_its_slowest_draft() -> None:
@@ -65,16 +53,6 @@ def test_all_policies_meet_the_same_luck() -> None:
     assert two[1].mean() == pytest.approx((1 - 0.6**7) / 0.4, abs=0.4)
 
 
-def test_overlaps_are_evidence_over_all_positions() -> None:
-    rates = np.full((4000, 1), 0.6)
-    client = GeometricClients(rates, seed=3, overlaps=True).clients()[0]
-    found = []
-    for _ in range(4000):
-        found.append(client.evidence(3, client.num_accepted(3)))
-    assert np.mean([shown.successes_all / 3 for shown in found]) == pytest.approx(0.6, abs=0.01)
-    assert all(shown.num_decided <= 3 for shown in found)
-
-
 def drifting(seed: int) -> np.ndarray:
     rng = np.random.default_rng(seed)
     return 15 + 4 * np.sin(np.arange(600) / 40) + rng.normal(0, 1, 600)
@@ -97,14 +75,6 @@ def test_figure_2_knows_a_forecast_from_what_contains_the_round() -> None:
     noise = [np.random.default_rng(seed).normal(15, 3, 600) for seed in range(5)]
     smoothed = [curve((np.roll(r, 1) + np.roll(r, 2)) / 2, r) for r in noise]
     assert goodspeed_fig2.forecasts(smoothed).parts == (True, False, False)
-
-
-def test_shuffled_rounds_are_smoothed_by_equation_4_again() -> None:
-    real = drifting(0)
-    found = curve(np.roll(real, 1), real).shuffled(3)
-    assert sorted(found.real) == sorted(real)
-    assert found.forecast[1] == pytest.approx((found.forecast[0] + found.real[0]) / 2)
-    assert abs(found.correlation) < 0.15
 
 
 def figure_4(**utilities: np.ndarray) -> list[str]:
@@ -178,17 +148,6 @@ def test_figure_3_sees_who_waits_longer() -> None:
     ]
     level = figure_3()
     assert level == ["not shown", *3 * ["does not hold"], "holds", "does not hold"]
-
-
-def test_a_round_of_figure_3_takes_what_the_devices_take() -> None:
-    one = goodspeed_fig3.TABLE_I[0]
-    spent = goodspeed_fig3.spend(goodspeed_fig3.NONE, one, 24, 20, seed=0)
-    assert spent.receiving == 0
-    assert spent.rounds == pytest.approx(250)
-    assert spent.verification == pytest.approx(250 * 29.6e9 / 3.35e12, rel=0.02)
-    drafted = goodspeed_fig3.spend(goodspeed_fig3.FIXED, one, 24, 20, seed=0)
-    per_token = 1.2e9 / 300e9 + 4 * 151_936 / 1.25e9
-    assert drafted.receiving / drafted.rounds == pytest.approx(1e-3 + 6 * per_token)
 
 
 def test_a_misled_policy_is_told_of_others() -> None:
