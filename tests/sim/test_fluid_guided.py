@@ -12,7 +12,6 @@ import pytest
 from penstock.config import PolicyConfig
 from penstock.core.kv.blocks import BlockPool
 from penstock.core.learn import Estimators
-from penstock.core.policies.admission.fluid_guided import _lower_hull
 from penstock.core.policies.registry import make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.types import NO_DRAFTER, Request, StepPlan, StepResult
@@ -55,13 +54,6 @@ def other(name: str, workload: Workload, **changes: Any) -> Report:
     )
 
 
-def test_everybody_completes() -> None:
-    workload = make_workload("high", num_requests=400, rate=20.0, arrivals="poisson", seed=1)
-    figures = fluid(workload).figures()
-    assert figures["requests_completed"] == 400
-    assert figures["preemptions"] == 0
-
-
 def test_under_load_it_is_ahead_of_what_is_shipped() -> None:
     workload = make_workload("high", num_requests=3000, rate=33.0, arrivals="poisson", seed=2)
     ours = fluid(workload).latency.mean()
@@ -87,18 +79,6 @@ def test_short_memory_is_used_without_preemption() -> None:
     assert report.result.num_preemptions <= 2
     assert report.result.kv_peak_tokens > 24_000
     assert other("vllm_v1", workload, kv_tokens=25_000).result.num_preemptions > 100
-
-
-def test_short_memory_is_refilled_evenly() -> None:
-    """Ends are spread, so that more decode at once and few steps are left without a prompt."""
-    workload = make_workload("high", num_requests=2500, rate=34.0, arrivals="poisson", seed=5)
-    steps = Steps()
-    ours = fluid(workload, [steps], kv_tokens=25_000)
-    decodes = np.array([d for p, d in steps.rows])[1000:2000]
-    prefills = np.array([p for p, d in steps.rows])[1000:2000]
-    assert decodes.mean() > 135
-    assert (prefills == 0).mean() < 0.15
-    assert ours.result.num_preemptions <= 1
 
 
 @pytest.mark.slow
@@ -226,18 +206,6 @@ def test_a_short_prompt_passes_a_long_one_in_a_queue() -> None:
     by_size = fluid(workload).ttft[-1]
     in_order = fluid(workload, options={"order": "arrival"}).ttft[-1]
     assert by_size < 0.5 * in_order
-
-
-@pytest.mark.parametrize(
-    ("points", "hull"),
-    [
-        ([(0, 1.0)], [(0, 1.0)]),
-        ([(0, 0.0), (1, 5.0), (2, 2.0)], [(0, 0.0), (2, 2.0)]),
-        ([(0, 0.0), (1, 1.0), (2, 3.0)], [(0, 0.0), (1, 1.0), (2, 3.0)]),
-    ],
-)
-def test_lower_hull(points: Any, hull: Any) -> None:
-    assert _lower_hull(points) == hull
 
 
 @pytest.mark.slow

@@ -90,10 +90,10 @@ def test_literal_wait_is_not_punished_for_its_full_stages() -> None:
 
 def test_capacity_is_where_the_criterion_turns() -> None:
     def at(rate: float) -> Workload:
-        return make_workload("low", num_requests=4000, rate=rate, seed=2)
+        return make_workload("low", num_requests=2500, rate=rate, seed=2)
 
     setup = Setup(PROFILE, PolicyConfig.of("sarathi", token_budget=768, max_num_seqs=320))
-    found = capacity(setup, at, 40.0, 120.0, tolerance=0.02)
+    found = capacity(setup, at, 40.0, 120.0, tolerance=0.05)
     assert found.requests_per_s > 120, "the range is widened"
     assert judge_load(setup, at(found.low)).sustained
     assert not judge_load(setup, at(1.1 * found.high)).sustained
@@ -139,5 +139,5 @@ def test_a_load_without_a_setup_is_not_sustained() -> None:
     def at(rate: float) -> Workload:
         return make_workload("low", num_requests=2000, rate=rate)
 
-    found = capacity(setup_at, at, 5.0, 40.0, tolerance=0.01)
+    found = capacity(setup_at, at, 5.0, 40.0, tolerance=0.05)
     assert found.requests_per_s == pytest.approx(12, rel=0.05)
