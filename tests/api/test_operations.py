@@ -68,22 +68,6 @@ def test_metrics_have_vllms_names(http: httpx.Client) -> None:
     assert {f"penstock:{name}" for name in METRICS} <= set(found)
 
 
-@pytest.mark.parametrize(
-    ("latency", "met"),
-    [({"tpot_ms": 60_000, "deadline_ms": 60_000}, 1), ({"deadline_ms": 1e-6}, 0)],
-)
-def test_metrics_count_targets_that_were_met(
-    http: httpx.Client, latency: dict[str, float], met: int
-) -> None:
-    before = samples(http.get("/metrics").text)
-    body = {"prompt": "in time", "max_tokens": 20, "latency": latency}
-    assert http.post("/v1/completions", json=body).status_code == 200
-    after = samples(http.get("/metrics").text)
-    names = ("requests", "met")
-    counts = [f"penstock:latency_target_{name}_total" for name in names]
-    assert [after[name] - before.get(name, 0.0) for name in counts] == [1, met]
-
-
 def test_metrics_count_what_was_served(http: httpx.Client) -> None:
     before = samples(http.get("/metrics").text)
     usage = http.post(

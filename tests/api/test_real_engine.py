@@ -85,16 +85,6 @@ def test_many_at_once_with_every_drafter(real_server: RunningServer, batch: int)
     assert texts("near", seed=100)[1::2] != alone[1::2], "other seeds would be seen"
 
 
-def test_an_unknown_drafter_is_refused_in_openais_form(real_server: RunningServer) -> None:
-    body = {"prompt": PROMPT, "speculation": {"drafter": "nowhere"}}
-    answer = httpx.post(f"{real_server.url}/v1/completions", json=body, timeout=60)
-    assert answer.status_code == 400
-    error = answer.json()["error"]
-    assert error["type"] == "invalid_request_error"
-    assert error["param"] == "speculation.drafter"
-    assert "'nowhere'; choose from auto, none, near, far, ngram" in error["message"]
-
-
 def test_metrics_tell_drafters_apart(real_server: RunningServer) -> None:
     def by_drafter(name: str) -> dict[str, float]:
         text = httpx.get(f"{real_server.url}/metrics", timeout=60).text
