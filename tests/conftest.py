@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from penstock.cli import main
 from penstock.engine.native import loading
@@ -17,9 +18,15 @@ from penstock.engine.native import loading
 Cli = Callable[..., tuple[int, str, str]]
 
 
-def pytest_configure() -> None:
+# Where slow tests are left out; the others have hypothesis's own number of examples.
+settings.register_profile("fast", max_examples=25, deadline=None)
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Give each of several workers a core to itself, before PyTorch counts them: threads that wait
     for each other inside a step are slow on cores that another worker is using."""
+    if "not slow" in config.option.markexpr:
+        settings.load_profile("fast")
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
     if worker and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))

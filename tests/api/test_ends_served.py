@@ -24,7 +24,7 @@ from penstock.engine.tokenizer import load_tokenizer
 from penstock.serving.fork_context import LOAD_ENGINE
 
 WEIGHTS = Path(__file__).parents[2] / "src/penstock/zoo/weights"
-NUM_CLIENTS = 12
+NUM_CLIENTS = 6
 ENDS: dict[str, dict[str, Any]] = {
     "stop": {"stop": ["the", "e ", ". ", "\n"]},
     "stop_token_ids": {"stop_token_ids": list(range(260, 400))},
@@ -155,7 +155,7 @@ async def test_the_same_with_draft_servers() -> None:
             draft_server = await stack.enter_async_context(
                 drafting(int(address.rpartition(":")[2]), WEIGHTS / "draft-tiny")
             )
-            for kind in ("stop", "stop_token_ids"):
+            for kind in ("stop",):
                 bodies = [body_of(i, kind, "none") for i in range(NUM_CLIENTS)]
                 alone = await asyncio.to_thread(made, running.url, bodies)
                 before = await asyncio.to_thread(figures, running.url)
@@ -167,7 +167,7 @@ async def test_the_same_with_draft_servers() -> None:
                 assert sum(COUNTED["spec_decode_num_accepted_tokens_total"](a["usage"])
                            for a in drafted) > 0  # fmt: skip
             client = edge_client(draft_server, WEIGHTS / "target-small")
-            for i in range(6):
+            for i in range(3):
                 body = body_of(i, "stop", "none")
                 (central,) = await asyncio.to_thread(made, running.url, [body])
                 prompt = tokenizer.encode(body["prompt"])

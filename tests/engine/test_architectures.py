@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.engine.small_family import VOCAB, write_tokenizer
-from tests.engine.small_models import BEYOND_KERNELS, CASES, write_checkpoint
+from tests.engine.small_models import CASES, write_checkpoint
 from tests.engine.test_exactness import (
     DRAFTERS,
     SAMPLINGS,
@@ -24,8 +24,6 @@ from tests.products import covering
 from penstock.config import NGRAM, ConfigError, EngineConfig
 from penstock.engine.backends import resolve_attention, why_not_native
 from penstock.engine.build import Engine, load_engine
-from penstock.engine.models.config import DecoderConfig
-from penstock.engine.models.limits import beyond_kernels
 
 ARCHITECTURES = ("mistral-window", "phi3-longrope", "gemma3-scaled", "qwen3-moe-norm")
 
@@ -122,13 +120,6 @@ def test_a_window_that_no_text_fills_needs_none(tmp_path: Path) -> None:
     assert load_engine(within, calibrated=False).backend == "native"
     with pytest.raises(ConfigError, match="sliding window"):
         load_engine(beyond, calibrated=False)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_what_is_beyond_the_kernels(tmp_path: Path, name: str) -> None:
-    write_checkpoint(tmp_path, CASES[name])
-    config = DecoderConfig.from_pretrained(tmp_path)
-    assert (beyond_kernels(config, 256) is not None) == (name in BEYOND_KERNELS)
 
 
 def test_attention_without_windows_is_refused() -> None:

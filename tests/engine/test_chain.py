@@ -180,23 +180,6 @@ def test_the_model_has_read_what_it_goes_on_from(
     assert num_behind
 
 
-@pytest.mark.parametrize("pipeline", ["off", "2"])
-def test_ratio_is_reproducible_and_independent_of_the_batch(
-    engine: Engine, alone: Alone, switching: Switching, pipeline: str
-) -> None:
-    """Drafts of which part has a distribution, held from a lane or not."""
-    sampling = SamplingParams(temperature=0.9, verification="ratio")
-
-    requests = repeating_requests(sampling, 6, "near")
-    switching.tell(requests, alone["coupled"][:6])
-    together, _ = run(make_loop(engine, pipeline=pipeline), requests)
-    for i, output in enumerate(together):
-        request = repeating_requests(sampling, 6, "near")[i]
-        switching.tell([request], [alone["coupled"][i]])
-        assert run(make_loop(engine), [request])[0] == [output]
-    assert any(kept and guessed for kept, guessed in switching.seen)
-
-
 def test_small_memory_preempts_and_changes_nothing(
     engine: Engine, alone: Alone, switching: Switching
 ) -> None:
@@ -385,24 +368,6 @@ def test_drafts_of_a_round_are_the_best_of_all_that_there_are(num: int) -> None:
     assert np.mean(shares) > 0.999
     if num > 1:
         assert np.mean(alike) < np.mean(shares) - 0.01, "each as if all were like it"
-
-
-def test_reading_is_spread_over_what_is_left() -> None:
-    evidence = SourceEvidence()
-    text = text_of("r", list(range(100)))
-    order = order_of(text, 4, costs_of(4, step=0.1, read=0.01))
-    unread = order._replace(start=0, num_catch_up_tokens=100)
-    no_match = Match([], 0)
-    assert parts_of(evidence, unread, no_match, 200).num_guessed
-    assert not parts_of(evidence, unread, no_match, 1).num_guessed
-    assert parts_of(evidence, order, no_match, 1).num_guessed, "it has read all"
-
-
-def test_without_times_look_up_goes_first_and_the_model_fills() -> None:
-    evidence, match = SourceEvidence(), Match([7, 8], 3)
-    text = text_of("r", [1, 2, 3])
-    assert parts_of(evidence, order_of(text, 5, None), match, 9) == Parts(match, 2, 3)
-    assert parts_of(evidence, order_of(text, 1, None), match, 9) == Parts(match, 1, 0)
 
 
 # --- rejection sampling ---------------------------------------------------------------------------

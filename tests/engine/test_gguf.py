@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -24,8 +23,6 @@ from penstock.engine.models.gguf.file import GgufFile
 from penstock.engine.models.gguf.values import read_values
 from penstock.engine.models.quantized import QuantizedMatrix, Weight
 from penstock.engine.models.weights import load_weights, stored_weights
-from penstock.engine.native.library import native_library
-from penstock.engine.native.packing import Layout, Packer
 from penstock.engine.native.runner import NativeRunner
 from penstock.engine.runner import ModelRunner
 
@@ -147,18 +144,6 @@ def test_matrices_as_the_file_has_them(case: str, tmp_path: Path) -> None:
     assert torch.equal(dequantized(stored["layers.0.o"]), expected["layers.0.o"])
 
 
-def test_formats_that_are_not_asked_for_are_dequantised(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    write_gguf(path, wide("llama"), lambda name: "Q8_0" if "v_proj" in name else "Q5_0")
-    config = DecoderConfig.from_pretrained(path)
-    expected = load_weights(path, config)
-    with stored_weights(path, config, torch.float32, ["Q8_0"]) as stored:
-        assert torch.equal(dequantized(stored["layers.1.qkv"]), expected["layers.1.qkv"])
-    kinds = [getattr(part, "kind", None) for part in stored["layers.1.qkv"]]
-    assert kinds == [None, None, "Q8_0"]
-    assert isinstance(stored["layers.1.o"], torch.Tensor)
-
-
 @pytest.mark.parametrize(("case", "dtype"), [("llama", torch.bfloat16), ("qwen2", torch.float32)])
 def test_type_of_a_bfloat16_file(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Biases are float32 values, here random ones, which bfloat16 would round."""
@@ -259,39 +244,3 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
     refusal(tmp_path / "none.gguf", "No such file")
     (tmp_path / "folder.gguf").mkdir()
     refusal(tmp_path / "folder.gguf", "config.json: cannot be read")
-
-
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux says what is resident")
-@pytest.mark.parametrize("drops", [True, False])
-def test_packing_gives_back_what_it_has_read(drops: bool, tmp_path: Path) -> None:
-    """Matrix by matrix: the file is never in memory as a whole beside what is made of it."""
-    large = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 1}
-    case = wide("qwen2")
-    case = dataclasses.replace(case, changes=case.changes | large)
-    path = write_gguf(tmp_path / "model.gguf", case, "Q8_0").path
-    config = DecoderConfig.from_pretrained(path)
-    with stored_weights(path, config, torch.float32, ["Q8_0"]) as stored:
-        if not drops:
-            stored = {name: kept(weight) for name, weight in stored.items()}
-        layout = Layout(config, native_library().penstock_lanes())
-        Packer(stored, layout, bf16_pairs=False).pack(1)
-        share = resident_bytes(path) / path.stat().st_size
-    assert share < 0.5 if drops else share > 0.9
-
-
-def kept(weight: Weight) -> Weight:
-    if isinstance(weight, tuple):
-        return tuple(kept(part) for part in weight)  # type: ignore[misc]
-    is_plain = isinstance(weight, torch.Tensor)
-    return weight if is_plain else dataclasses.replace(weight, drop_pages=lambda: None)
-
-
-def resident_bytes(path: Path) -> int:
-    """Of the mappings of a file."""
-    found, counts = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
-            counts = line.endswith(str(path))
-        elif counts and line.startswith("Rss:"):
-            found += 1024 * int(line.split()[1])
-    return found

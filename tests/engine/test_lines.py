@@ -193,16 +193,6 @@ def test_a_branch_that_comes_true_costs_nothing_more(make: Make) -> None:
     assert runner.num_passes == before
 
 
-def test_an_order_comes_before_everything_ahead(make: Make) -> None:
-    sessions, runner = make()
-    sessions.begin("ahead", PROMPT, SEEDED, sends_lines=True)
-    grow(sessions, 3)
-    sessions.begin("due", PROMPT[:5], GREEDY, sends_lines=True)
-    before = runner.num_rows
-    draft(sessions, "due", 5, 3)
-    assert runner.num_rows - before == 5 + 2, "nothing else was computed"
-
-
 def test_memory_and_what_is_sent_are_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.engine.drafters.sessions.LEAST_LINE_CHANCE", 0.0)
     sessions, _ = make()

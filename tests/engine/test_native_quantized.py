@@ -212,21 +212,3 @@ def test_numbers_that_are_no_numbers(kind: str) -> None:
     assert logits[2].isnan().all()
     torch.testing.assert_close(logits[3:5], clean[3:5], rtol=0.02, atol=0.02)
     assert (logits[5] == 0).all()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_embeddings_are_read_from_the_file_s_rows(kind: str) -> None:
-    """With a plain head and no layers to speak of, the logits show the embedding itself."""
-    rng = np.random.default_rng(3)
-    table = random_matrix(kind, 97, 256, rng)
-    ids = np.arange(97)
-    batch = paging().batch(("a", ids, 0, 97))
-    zeros = {f"layers.0.{name}": torch.zeros(256, n) for name, n in (("o", 256), ("down", 512))}
-    weights = model(of_kind("Q8_0")) | {"lm_head": torch.eye(256)[:97].contiguous()} | zeros
-    runners = [
-        native(weights | {"embed_tokens": embedding}, num_layers=1)
-        for embedding in (table, table.dequantize())
-    ]
-    logits, expected = (runner.forward(batch) for runner in runners)
-    assert expected.std() > 0.1
-    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)

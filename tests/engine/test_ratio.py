@@ -230,14 +230,6 @@ def test_coupled_evidence_over_all_positions_counts_what_equals_the_samples() ->
     assert (equal.sum(axis=1) > result.num_accepted).any()
 
 
-def test_evidence_of_a_point_mass_is_the_targets_probability_of_it() -> None:
-    target = toy_table(VOCAB_SIZE, 0)[0, :2]
-    result = verify(one_request(target, [3], None, num_copies=2000))
-    expected = float(target[0].softmax(-1)[3])
-    np.testing.assert_allclose(result.evidence, expected, rtol=1e-5)
-    assert result.num_accepted.mean() == pytest.approx(expected, abs=0.03)
-
-
 def test_acceptance_rate_is_the_overlap() -> None:
     """Over drafts that are sampled as reported, P(accepted) = 1 - TV."""
     loop = make_loop()

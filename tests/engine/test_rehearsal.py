@@ -7,7 +7,6 @@ import torch
 
 from penstock.engine.backends import make_attention
 from penstock.engine.rehearsal import (
-    BLOCK_SIZE,
     REHEARSED,
     Rehearsal,
     blocks_needed,
@@ -20,21 +19,6 @@ from penstock.fluid.packing import LAYOUTS
 
 LENGTHS = [5, 70, 33, 16, 200]
 CONFIG = decoder_shape(hidden=24, intermediate=32, layers=2, heads=3, kv_heads=1, head_dim=8)
-
-
-def test_requests_share_no_block_and_end_with_their_window() -> None:
-    num_blocks = blocks_needed(LENGTHS)
-    batch = verification_batch(LENGTHS, 4, num_blocks, seed=3)
-    used = [
-        block
-        for table, length in zip(batch.block_tables, LENGTHS, strict=True)
-        for block in table[: -(-length // BLOCK_SIZE)].tolist()
-    ]
-    assert sorted(used) == list(range(num_blocks))
-    assert used != sorted(used)
-    for i, length in enumerate(LENGTHS):
-        rows = slice(*batch.query_start[i : i + 2])
-        assert batch.positions[rows].tolist() == list(range(length - 4, length))
 
 
 def test_every_layout_attends_alike_over_a_cache_without_zeros() -> None:
@@ -57,11 +41,3 @@ def test_every_layout_is_timed_in_every_turn() -> None:
     for turns in times.values():
         assert len(turns) == 3
         assert all(0 < found.attention < np.inf for found in turns)
-
-
-def test_a_layout_differs_by_rounding_alone() -> None:
-    rehearsal = Rehearsal(CONFIG, blocks_needed(LENGTHS))
-    error = rehearsal.error(LENGTHS, 4, rehearsal.decomposed)
-    assert 0 < error < 1e-5
-    other_heads = make_attention("packed", random_cache(CONFIG, rehearsal.cache.num_blocks + 1), 3)
-    assert rehearsal.error(LENGTHS, 4, other_heads) > 0.01

@@ -141,17 +141,6 @@ def test_a_position_that_was_drafted_at_is_left_to_its_verdict(engine: Engine) -
     assert found.num_tokens == 9
 
 
-def test_only_the_latest_tokens_of_a_long_text_are_counted(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("penstock.engine.drafters.model.MOST_EVALUATED", 10)
-    drafter = engine.executor.drafters["near"]
-    text = make_text(engine, SAMPLINGS["coupled"])
-    right = really_drafted(drafter, text, text.length - 9, text.length)
-    found = replay(drafter, text, [0, text.length])[0]
-    assert (found.num_tokens, found.num_matched) == (9, sum(right))
-
-
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_ratio_requests_and_plain_catch_ups_are_not_counted(engine: Engine, name: str) -> None:
     drafter = engine.executor.drafters[name]

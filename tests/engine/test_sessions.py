@@ -288,18 +288,6 @@ def test_a_full_cache_evicts_and_changes_nothing(make) -> None:
     assert small.proposer.kv_usage == 0
 
 
-def test_draft_ahead_takes_no_memory_from_others(make) -> None:
-    sessions, runner = make(num_blocks=4)
-    sessions.begin("first", range(50), GREEDY)
-    settle(sessions)
-    sessions.begin("second", range(60, 80), GREEDY)
-    settle(sessions)
-    before = runner.num_rows
-    assert len(draft(sessions, "first", 50, 1).token_ids) == 1
-    assert runner.num_rows - before <= 1
-    assert len(draft(sessions, "second", 20, 3).token_ids) == 3
-
-
 def test_a_text_that_cannot_fit_gets_an_empty_draft(make) -> None:
     sessions, _ = make(num_blocks=2)
     sessions.begin("r", range(100), GREEDY)

@@ -118,7 +118,7 @@ FORKS = multiprocessing.get_context("forkserver")
 
 def load_libraries_once() -> None:
     """In the process from which servers and engines are forked: importing takes each seconds."""
-    tokenizers = "transformers.models.auto.tokenization_auto"
+    tokenizers = "transformers.tokenization_utils_tokenizers"
     loaded = ["penstock.serving.fork_server", "penstock.engine.build", tokenizers, __name__]
     FORKS.set_forkserver_preload(loaded)
     forkserver.ensure_running()

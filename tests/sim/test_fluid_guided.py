@@ -55,7 +55,7 @@ def other(name: str, workload: Workload, **changes: Any) -> Report:
 
 
 def test_under_load_it_is_ahead_of_what_is_shipped() -> None:
-    workload = make_workload("high", num_requests=3000, rate=33.0, arrivals="poisson", seed=2)
+    workload = make_workload("high", num_requests=1500, rate=33.0, arrivals="poisson", seed=2)
     ours = fluid(workload).latency.mean()
     for name in ("vllm_v0", "vllm_v1", "sarathi"):
         assert ours < 0.95 * other(name, workload).latency.mean(), name
@@ -74,7 +74,7 @@ def test_steps_end_where_they_would_take_longer() -> None:
 
 
 def test_short_memory_is_used_without_preemption() -> None:
-    workload = make_workload("high", num_requests=3000, rate=31.0, arrivals="poisson", seed=4)
+    workload = make_workload("high", num_requests=1500, rate=31.0, arrivals="poisson", seed=4)
     report = fluid(workload, kv_tokens=25_000)
     assert report.result.num_preemptions <= 2
     assert report.result.kv_peak_tokens > 24_000
