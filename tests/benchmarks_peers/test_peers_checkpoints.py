@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 from lab.bench.peers.__main__ import parse
 from lab.bench.peers.checkpoints import (
     DRAFTER_LAYERS,
-    MODELS,
     Weights,
     first_layers,
     random_llama,
@@ -83,17 +82,6 @@ def test_a_real_model_that_is_not_there_ends_it(
         parse(arguments)
     assert ended.value.code == 2
     assert says in capsys.readouterr().err
-
-
-def test_with_a_real_model_others_are_measured_only_if_named(tmp_path: Path) -> None:
-    target, drafter = tmp_path / "target.gguf", tmp_path / "drafter.gguf"
-    target.touch()
-    drafter.touch()
-    alone = parse(["--gguf", str(target), "--gguf", f"{target},{drafter}"])
-    assert alone.models == []
-    assert alone.gguf == [(target, None), (target, drafter)]
-    assert parse(["--gguf", str(target), "--models", "zoo"]).models == ["zoo"]
-    assert parse([]).models == list(MODELS)
 
 
 def test_quantising_takes_a_file_that_is_there_and_overwrites_none(

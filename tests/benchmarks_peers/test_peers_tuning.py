@@ -106,16 +106,6 @@ def test_settings_of_a_large_model_are_tried_at_every_batch_size_by_one_pass(
     assert len(pool.asked) == len(sizes)
 
 
-def test_trials_are_kept_but_failures_are_not(model: PeerCheckpoint, tmp_path: Path) -> None:
-    broken = LLAMACPP.gguf_settings[0]
-    pool = TellingPool(lambda setup: 0.0 if setup.settings == broken else 1.0)
-    first = tuner(pool, tmp_path).target_cell(LLAMACPP, model, 1)
-    num_first = len(pool.asked)
-    assert first.setup.settings != broken
-    assert tuner(pool, tmp_path).target_cell(LLAMACPP, model, 1) == first
-    assert {str(order["setup"].settings) for order in pool.asked[num_first:]} == {str(broken)}
-
-
 def engines_at(**rates: tuple[float, float]) -> tuple[list[PeerEngine], TellingPool]:
     """Engines by the rates of target-only and drafts."""
     engines = [ENGINES[name] for name in rates]
@@ -172,15 +162,6 @@ def test_a_cut_run_goes_on_behind_what_it_has_measured(
     lines = capsys.readouterr().err.splitlines()
     assert any("[1 of 2 done] target mixed, batch 1: kept from" in line for line in lines)
     assert "[2 of 2 done" in lines[-1]
-
-
-def test_a_changed_file_is_measured_again(model: PeerCheckpoint, tmp_path: Path) -> None:
-    pool = TellingPool(lambda setup: 1.0)
-    for text in ("target", "another target"):
-        model.target.write_text(text)
-        before = len(pool.asked)
-        sweep(pool, tmp_path, model).measure([model], [32])
-        assert len(pool.asked) > before
 
 
 def test_a_torn_line_is_no_entry(tmp_path: Path) -> None:

@@ -28,15 +28,3 @@ def test_prompts_are_parted_by_the_share_that_is_accepted() -> None:
     assert "1 of 2 prompts, 0.80 times" in rest.line()
     assert "0.800 times (chat disliked; bar 0.98), 1 of 2 prompts" in slowest.line()
     assert control.outcome == "for information"
-
-
-def test_the_slowest_prompt_is_that_of_the_median_turn() -> None:
-    turns = [(2.0, 4.0), (2.0, 1.9), (2.0, 1.6)]
-    runs = [
-        decoded("p", source, seconds)
-        for plain, own in turns
-        for source, seconds in (("none", plain), ("model", own))
-    ]
-    slowest = text_verdicts(runs)[2]
-    assert slowest.outcome == "met"
-    assert "1.053 times" in slowest.line()

@@ -118,7 +118,10 @@ def alone(engine: Engine) -> Alone:
 
 @pytest.mark.parametrize(
     ("engine", "sampling", "drafter", "batch"),
-    covering(BACKENDS, SAMPLINGS, [*CHAINS, "suffix", "rotating"], [1, 8], strength=1),
+    [
+        *covering(["native"], SAMPLINGS, [*CHAINS, "suffix", "rotating"], [1, 8], strength=1),
+        *slow(["eager", "graphs"], SAMPLINGS, [*CHAINS, "suffix", "rotating"], [1, 8]),
+    ],
     indirect=["engine"],
 )
 def test_output_is_the_targets_own(

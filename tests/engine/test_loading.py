@@ -202,18 +202,6 @@ def test_ends_of_text_that_are_no_ids(broken: Broken) -> None:
     refusal(path, "token ids that end a text are ('x',)")
 
 
-def test_a_window_that_no_layer_uses(broken: Broken) -> None:
-    path = broken("qwen2")
-    edit_json(
-        path / "config.json",
-        layer_types=None,
-        use_sliding_window=False,
-        sliding_window=8,
-        max_window_layers=0,
-    )
-    assert load(path)
-
-
 @pytest.mark.parametrize("content", ["{", "[]", "", '{"a":' * 100_000])
 def test_broken_config_json(broken: Broken, content: str) -> None:
     path = broken("llama")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +16,6 @@ from lab.papers.choice_pays import (
     MapGrid,
     Requests,
     Spot,
-    tokens_per_s,
     verdicts,
 )
 from penstock.core.policies.registry import policies
@@ -35,16 +32,6 @@ def test_contrast_leaves_the_mean_acceptance_alone(contrast: float) -> None:
     assert np.mean(list(rates.values()), axis=0) == pytest.approx(0.6)
     for column, name in enumerate(SPECIALISTS):
         assert rates[name][column] - min(rates[name]) == pytest.approx(contrast)
-
-
-def test_tokens_count_in_the_window_that_is_asked_for() -> None:
-    """Two at a time, a token a second each: requests end at 10, 10, 20, 20, 30, 30."""
-    starts, ends = np.array([0.0, 0, 10, 10, 20, 20]), np.array([10.0, 10, 20, 20, 30, 30])
-    report: Any = SimpleNamespace(
-        first_token_at=starts, finished_at=ends, num_tokens=np.full(6, 10)
-    )
-    assert tokens_per_s(report, 2, 2) == pytest.approx(2.0)
-    assert tokens_per_s(report, 2, 3) == pytest.approx(2.0)
 
 
 def test_specialists_gain_where_drafters_differ_and_one_request_is_live() -> None:
@@ -73,11 +60,3 @@ def test_verdicts_say_where_it_pays_and_who_gains() -> None:
     assert "one device, batch 2: contrast 0.2 at 0.05, never at 0.5" in clairvoyant.measured
     assert (words.outcome, words_elsewhere.outcome) == ("holds", "holds")
     assert (lbss.outcome, lbss_elsewhere.outcome) == ("does not hold", "does not hold")
-
-
-def test_a_map_without_any_cell_that_pays_says_so() -> None:
-    found = {Spot(INSIDE, 0.05, 0.2): rates()}
-    clairvoyant, words, *_ = verdicts(found)
-    assert clairvoyant.outcome == "does not hold"
-    assert words.measured == "in 0 of 0 cells"
-    assert words.outcome == "does not hold"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lab.common.oracles import Misled
 from lab.common.rounds import (
     BarrierTimes,
     GeometricClients,
@@ -19,7 +18,6 @@ from lab.papers import (
     goodspeed_theorems,
 )
 from penstock.core.policies.registry import make_policy
-from penstock.fluid.fair_path import fair_optimum, fair_optimum_of_rounds, fair_utility
 
 
 def test_jumps_are_of_the_size_and_at_the_times_that_are_said() -> None:
@@ -93,34 +91,6 @@ def test_figure_4_sees_a_baseline_that_wins_and_a_curve_that_moves() -> None:
     assert figure_4(**known | {"goodspeed_misled": flat}, goodspeed=flat)[1] == "not shown"
 
 
-def test_figure_4_sees_who_is_near_the_optimum() -> None:
-    flat = np.full((5, 600), 5.0)
-    curves = {
-        **{"fixed": flat - 1, "random": flat - 3, "goodspeed, misled": flat - 4},
-        goodspeed_fig4.OPTIMUM: np.full((5, 1), 5.1),
-    }
-
-    def last(ours: np.ndarray, **others: np.ndarray) -> str:
-        where = goodspeed_fig4.Setting(8, 16)
-        return goodspeed_fig4.verdicts({where: {**curves, **others, "goodspeed": ours}})[-1].outcome
-
-    assert last(flat) == "holds"
-    assert last(flat - 0.5) == "does not hold"
-    assert last(flat, fixed=flat) == "not shown"
-
-
-def test_the_optimum_of_changing_rounds() -> None:
-    """Where nothing changes it is that of `fair_optimum`; where it does, rounds in which drafts are
-    good lend to those in which they are not."""
-    rates = np.array([0.9, 0.5, 0.3])
-    steady = fair_optimum_of_rounds(np.tile(rates, (200, 1)), 9)
-    assert np.log(steady).sum() == pytest.approx(
-        fair_utility(fair_optimum(rates, 9).goodput), abs=2e-3
-    )
-    changing = np.array([[0.9, 0.3], [0.3, 0.9]] * 50)
-    assert fair_optimum_of_rounds(changing, 4) == pytest.approx([1 + 3.0951 / 2] * 2, abs=0.05)
-
-
 def figure_3(**scales: tuple[float, float, float]) -> list[str]:
     """Outcomes where a policy's receiving, verification and sending are so many times Fixed-S's."""
 
@@ -148,18 +118,6 @@ def test_figure_3_sees_who_waits_longer() -> None:
     ]
     level = figure_3()
     assert level == ["not shown", *3 * ["does not hold"], "holds", "does not hold"]
-
-
-def test_a_misled_policy_is_told_of_others() -> None:
-    rates = np.tile([0.9, 0.2], (400, 1))
-    lengths = {}
-    for misled in (False, True):
-        policy = make_policy("allocation", "goodspeed", {"evidence": "all"})
-        world = GeometricClients(rates, seed=1)
-        played = play(Misled(policy) if misled else policy, world.clients(), 6, 400)
-        lengths[misled] = played.lengths[200:].mean(axis=0)
-    assert lengths[False][0] > lengths[False][1]
-    assert lengths[True][0] < lengths[True][1]
 
 
 def test_theorems_see_what_does_not_converge() -> None:

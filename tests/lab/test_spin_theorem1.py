@@ -52,12 +52,6 @@ def test_a_logarithm_is_told_from_a_line() -> None:
     assert spin_theorem1.exponent(seeds(LINEAR)).mean == pytest.approx(1, abs=0.01)
 
 
-def test_reading_that_grows_like_the_text_is_part_of_the_regret() -> None:
-    found = outcomes(losses(LOG, LINEAR))
-    assert found[:2] == ["does not hold", "holds"]
-    assert outcomes(losses(LINEAR, LOG))[:2] == ["does not hold"] * 2
-
-
 def test_what_changes_nothing_does_not_hold() -> None:
     same = losses(LOG, LOG, best=0.2)
     same.switches[SINGLE] = same.switches[SLOW]

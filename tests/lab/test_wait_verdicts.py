@@ -155,14 +155,6 @@ def test_decay_is_judged_on_each_side_of_its_power() -> None:
     assert outcomes(fast, root, fast)[4] == "not shown"
 
 
-def test_a_gap_that_stays_in_zeta_is_seen() -> None:
-    fast, root, flat = (_samples(power, 0.0)[:3] for power in (-1.0, -0.5, 0.0))
-    readings = dict.fromkeys(theorems._READINGS, fast)
-    zetas = readings | {theorems._FASTER_ABOVE: root, theorems._WIDER: flat}
-    assert [v.outcome for v in theorems.zeta_verdicts(zetas)] == ["holds", "holds", "does not hold"]
-    assert theorems.zeta_verdicts(readings)[0].outcome == "not shown"
-
-
 @pytest.mark.slow
 def test_the_search_follows_what_is_better() -> None:
     low = unit_traffic("low")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +20,7 @@ from penstock.sim.driver import simulate
 from penstock.sim.executor import ProfiledStepTimes, SimulatedExecutor
 from penstock.sim.profiles import load_profile
 from penstock.sim.run import Report, Setup, run
-from penstock.sim.workloads import Workload, make_workload, synthetic
+from penstock.sim.workloads import Workload, make_workload
 
 TARGETS = {"ttft_p99": 0.6, "tpot_p99": 0.08}
 A100 = load_profile("a100-llama2-7b")
@@ -198,41 +197,6 @@ def test_nobody_is_put_off_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.core.policies.admission.parts.targets._LATE_AFTER_TARGETS", 1e9)
     waits.append(float(fluid(workload, options=TARGETS).ttft[long]))
     assert waits[0] < 22 * TARGETS["ttft_p99"] < waits[1]
-
-
-def test_a_short_prompt_passes_a_long_one_in_a_queue() -> None:
-    prompts = np.array([4000] * 12 + [50])
-    workload = Workload("burst", prompts, np.full(13, 4), np.linspace(0.0, 0.1, 13))
-    by_size = fluid(workload).ttft[-1]
-    in_order = fluid(workload, options={"order": "arrival"}).ttft[-1]
-    assert by_size < 0.5 * in_order
-
-
-@pytest.mark.slow
-def test_a_larger_step_that_is_cheaper_is_made_use_of() -> None:
-    """The same table without its dips, which is nowhere faster, serves nobody sooner."""
-    falling = load_profile("a100-llama2-7b")
-    highest = tuple(itertools.accumulate(falling.token_seconds, max))
-    assert highest != falling.token_seconds
-    workload = make_workload("high", num_requests=3000, rate=33, seed=2)
-    mean = {}
-    for name, table in (("falling", falling.token_seconds), ("rising", highest)):
-        profile = replace(falling, token_seconds=table)
-        mean[name] = run(Setup(profile, PolicyConfig.of("fluid_guided")), workload).latency.mean()
-    assert mean["falling"] <= mean["rising"]
-
-
-@pytest.mark.slow
-def test_short_outputs_fill_a_memory_that_is_short() -> None:
-    """Several of them end in each step, and as many have to be admitted."""
-    load = replace(synthetic("low", 3000, 0), arrival_time=np.zeros(3000))
-
-    def served(policy: str) -> int:
-        report = run(Setup(PAPER_LINEAR, PolicyConfig.of(policy), kv_tokens=6000), load, until=4.0)
-        return int((report.finished_at > 2.0).sum())
-
-    # One a step would be 391 of 900.
-    assert served("fluid_guided") > 0.8 * served("vllm_v1")
 
 
 def test_learned_step_times_make_up_for_a_profile_that_is_wrong() -> None:

@@ -184,19 +184,6 @@ def test_a_recorded_trace_has_tenants_and_is_played_once(tmp_path: Path) -> None
     assert (len(cut), cut.tenants.tolist()) == (2, ["a", "b"])
 
 
-def test_requests_in_random_order(tmp_path: Path) -> None:
-    recorded = load_workload(write(tmp_path, RECORDED))
-    mixed = recorded.shuffled(3)
-    assert mixed.tenants is not None
-    rows = zip(mixed.prompt_len, mixed.output_len, mixed.tenants, strict=True)
-    assert sorted(rows) == [(10, 1, "a"), (20, 2, "b"), (30, 3, "a"), (40, 4, "a")]
-    assert list(mixed.prompt_len) != [10, 20, 30, 40]
-    assert (mixed.arrival_time == recorded.arrival_time).all()
-    assert (mixed.prompt_len == recorded.shuffled(3).prompt_len).all()
-    drawn = make_workload("high", num_requests=10, rate=1.0)
-    assert drawn.shuffled(3) is drawn
-
-
 def test_a_recorded_trace_may_arrive_otherwise(tmp_path: Path) -> None:
     made = make_workload(write(tmp_path, RECORDED), rate=3.0, seed=5)
     assert made.output_len.tolist() == [1, 2, 3, 4]
@@ -353,24 +340,6 @@ def test_arrivals_need_a_column_of_times(tmp_path: Path) -> None:
 
 
 # Two workloads in turn
-
-
-def test_lengths_may_shift_halfway() -> None:
-    both = concatenate(synthetic("low", 30, 0), synthetic("high", 40, 0))
-    made = make_workload(both, rate=2.0, seed=1)
-    assert len(made) == 70
-    assert made.name == "low+high"
-    assert set(made.output_len[:30]) == {11, 21}
-    assert set(made.output_len[30:]) == {101, 201, 301}
-
-
-def test_recorded_workloads_follow_one_another(tmp_path: Path) -> None:
-    one = load_workload(write(tmp_path, RECORDED))
-    both = concatenate(one, one)
-    assert both.arrival_time.tolist() == [0, 0.5, 2, 3, 4, 4.5, 6, 7]
-    assert both.tenants.tolist() == ["a", "b", "a", "a"] * 2
-    with pytest.raises(WorkloadError, match="arrival_time"):
-        concatenate(one, synthetic("low", 3, 0))
 
 
 def test_what_requests_ask_for_is_in_the_trace(tmp_path: Path) -> None:
