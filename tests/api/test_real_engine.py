@@ -4,34 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.api.samples import samples
-from tests.engine.small_family import write_family
 from tests.products import first_fast
-from tests.serving.harness import RunningServer, running_server
-
-from penstock.config import parse_config
-from penstock.serving.fork_context import LOAD_ENGINE
+from tests.serving.harness import RunningServer, model_server
 
 PROMPT = "One target, several drafters. "
 
 
 @pytest.fixture(scope="module")
-def real_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    family = write_family(tmp_path_factory.mktemp("family"))
-    engine: dict[str, Any] = {
-        "target": family["target"],
-        "drafters": {"near": str(family["near"]), "far": str(family["far"]), "ngram": "ngram"},
-        "dtype": "float32",
-        "num_threads": 1,
-        "kv_tokens": 4096,
-        "allocation": {"name": "fixed"},
-    }
-    with running_server(parse_config({"engine": engine, "port": 0}), LOAD_ENGINE) as running:
+def real_server(family: dict[str, Path]) -> Iterator[RunningServer]:
+    drafters = {"near": family["near"], "far": family["far"], "ngram": "ngram"}
+    with model_server(family["target"], drafters) as running:
         yield running
 
 
