@@ -11,8 +11,15 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.engine.small_models import CASES, SHAPE, Checkpoint, Paging, write_checkpoint
-from tests.engine.test_loading import CPU, Broken, Checkpoints, edit_json, refusal
+from tests.engine.small_models import (
+    CASES,
+    SHAPE,
+    Checkpoint,
+    Checkpoints,
+    Paging,
+    write_checkpoint,
+)
+from tests.engine.test_loading import CPU, Broken, edit_json, refusal
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from penstock.engine.eager import EagerRunner

@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.engine.small_models import CASES, SHAPE, Checkpoint, Paging, write_checkpoint
+from tests.engine.small_models import (
+    CASES,
+    SHAPE,
+    Checkpoint,
+    Checkpoints,
+    Paging,
+    write_checkpoint,
+)
 from transformers import LlamaForCausalLM
 
 from penstock.engine.eager import EagerRunner
@@ -24,7 +31,6 @@ from penstock.engine.models.rope import RopeTable
 from penstock.engine.models.weights import load_weights, weight_specs
 
 CPU = torch.device("cpu")
-Checkpoints = Callable[[str], Checkpoint]
 Broken = Callable[[str], Path]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from tests.engine.small_models import CASES, SHAPE, Checkpoint, Paging
+from tests.engine.small_models import CASES, SHAPE, Checkpoint, Checkpoints, Paging, tokens
 from tests.engine.test_attention import USABLE
 from tests.products import covering
 
@@ -22,13 +22,8 @@ CPU = torch.device("cpu")
 TOLERANCE = {"rtol": 0.0, "atol": 1e-4}
 NUM_BLOCKS, BLOCK_SIZE = 64, 8
 
-Checkpoints = Callable[[str], Checkpoint]
 
 every_backend = pytest.mark.parametrize("attention", USABLE)
-
-
-def tokens(count: int, seed: int = 0) -> npt.NDArray[np.int64]:
-    return np.random.default_rng(seed).integers(SHAPE["vocab_size"], size=count)
 
 
 def load(

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from tests.engine.small_models import (
     BEYOND_KERNELS,
     CASES,
-    SHAPE,
     Checkpoint,
+    Checkpoints,
     Paging,
     in_pieces,
+    tokens,
     write_checkpoint,
 )
 
@@ -30,13 +29,8 @@ from penstock.engine.native.runner import NativeRunner
 TOLERANCE = {"rtol": 0.0, "atol": 1e-4}
 NUM_BLOCKS = 100
 
-Checkpoints = Callable[[str], Checkpoint]
 
 every_case = pytest.mark.parametrize("case", [c for c in CASES if c not in BEYOND_KERNELS])
-
-
-def tokens(count: int, seed: int = 0) -> npt.NDArray[np.int64]:
-    return np.random.default_rng(seed).integers(SHAPE["vocab_size"], size=count)
 
 
 def load(

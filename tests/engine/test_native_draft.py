@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from tests.engine.small_models import SHAPE, Checkpoint, Paging
+from tests.engine.small_models import SHAPE, Checkpoint, Checkpoints, Paging, tokens
 
 from penstock.core.types import DraftOrder, Request, SamplingParams, Verdict
 from penstock.engine.batch import RaggedBatch
@@ -28,12 +27,6 @@ TEMPERATURES = np.array([0.0, 0.0, 0.7, 1.0, 1.5])
 SEEDS = np.array([3, 0, 2**64 - 1, 5, 11], dtype=np.uint64)
 SALTS = np.array([0, 0, Salt.TARGET, Salt.DRAFT, Salt.TARGET], dtype=np.int32)
 SPANS = [(0, 9), (3, 8), (0, 1), (7, 8), (0, 50)]
-
-Checkpoints = Callable[[str], Checkpoint]
-
-
-def tokens(count: int, seed: int = 0) -> npt.NDArray[np.int64]:
-    return np.random.default_rng(seed).integers(SHAPE["vocab_size"], size=count)
 
 
 def load(
