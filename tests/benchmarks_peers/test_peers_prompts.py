@@ -32,6 +32,7 @@ def test_eight_kinds_of_sixteen_half_of_them_held_back(prompts):
     assert counts == {(k, part): NUM_OF_KIND // 2 for k in kinds for part in ("learn", "held")}
 
 
+@pytest.mark.slow
 def test_no_prompt_comes_twice_and_the_parts_share_no_source(prompts):
     assert len({p.text or p.message for p in prompts}) == len(prompts)
     learn, held = (

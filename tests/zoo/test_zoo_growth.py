@@ -62,8 +62,10 @@ def test_sizes_are_met_at_every_scale(name):
         assert (large.head_dim, large.vocab_size) == (small.head_dim, small.vocab_size)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("name", "width"), [("target-small", 4), ("draft-tiny", 16)])
+@pytest.mark.parametrize(
+    ("name", "width", "dtype"),
+    [("target-small", 4, torch.bfloat16), ("draft-tiny", 16, torch.float32)],
+)
 def test_native_logits_are_the_originals_bits(tmp_path, name, width, dtype):
     made = growth(name, width, layers=2)
     write_grown(tmp_path / name, made)
@@ -89,9 +91,9 @@ def test_a_norm_that_is_not_rescaled_changes_the_logits(tmp_path):
     assert (old - new).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize(("name", "width"), [("draft-base", 4), ("draft-code", 4)])
-def test_transformers_makes_the_same_tokens(tmp_path, name, width):
-    made = growth(name, width)
+def test_transformers_makes_the_same_tokens(tmp_path):
+    name = "draft-base"
+    made = growth(name, 4)
     write_grown(tmp_path / name, made)
     ids = torch.tensor([prompt_ids(made.card.path)])
     texts, logits = [], []
