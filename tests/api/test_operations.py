@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.api.samples import samples
+from tests.api.samples import labelled, samples
 from tests.serving.fakes import TOKENIZER
 from tests.serving.harness import RunningServer, running_server, serve_config
 
@@ -250,10 +250,6 @@ def test_keys_stand_for_tenants(keyed_server: RunningServer) -> None:
     for key in ("key-n1", "key-n2", "key-s"):
         with openai.OpenAI(base_url=f"{keyed_server.url}/v1", api_key=key) as ai:
             ai.completions.create(model="toy", prompt="abc", max_tokens=7)
-    by_tenant = {
-        sample.labels["tenant"]: sample.value
-        for family in text_string_to_metric_families(bare_get(keyed_server, "key-s").text)
-        for sample in family.samples
-        if sample.name == "penstock:generation_tokens_total"
-    }
+    metrics = bare_get(keyed_server, "key-s").text
+    by_tenant = labelled(metrics, "generation_tokens_total", "tenant")
     assert by_tenant == {"north": 14, "south": 7}

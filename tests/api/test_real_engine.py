@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.api.samples import samples
+from tests.api.samples import labelled, samples
 from tests.products import first_fast
 from tests.serving.harness import RunningServer, model_server
 
@@ -77,13 +77,7 @@ def test_many_at_once_with_every_drafter(real_server: RunningServer, batch: int)
 def test_metrics_tell_drafters_apart(real_server: RunningServer) -> None:
     def by_drafter(name: str) -> dict[str, float]:
         text = httpx.get(f"{real_server.url}/metrics", timeout=60).text
-        found: dict[str, float] = {}
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                if sample.name == f"penstock:{name}":
-                    drafter = sample.labels["drafter"]
-                    found[drafter] = found.get(drafter, 0.0) + sample.value
-        return found
+        return labelled(text, name, "drafter")
 
     names = ("near", "far", "ngram")
     for drafter in names:
