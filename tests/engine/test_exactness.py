@@ -350,7 +350,10 @@ def test_drafts_held_from_lanes_of_their_own(
 
 @pytest.mark.parametrize(
     ("engine", "sampling", "pipeline"),
-    covering(BACKENDS, ["greedy", "coupled"], PIPELINES, strength=1),
+    [
+        *covering(BACKENDS, ["greedy", "coupled"], ["2", "auto", "async"], strength=1),
+        *slow(BACKENDS, ["greedy", "coupled"], ["off", "3"]),
+    ],
     indirect=["engine"],
 )
 def test_preempted_and_cancelled_in_a_pipeline(

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests.engine.small_family import VOCAB, make_unreliable, write_family, write_tokenizer
 from tests.engine.test_exactness import BACKENDS, SAMPLINGS, Alone, make_loop, make_requests, run
-from tests.products import covering
+from tests.products import covering, slow
 from transformers import LlamaForCausalLM
 
 from penstock.config import EngineConfig
@@ -23,6 +23,7 @@ from penstock.engine.build import Engine, load_engine
 FEWER, MORE, SHORT = 200, 300, 40
 DRAFTERS = ("short", "fewer", "more")
 PIPELINES = ("off", "2", "async")
+FAILING = (frozenset({2, 3, 5}), range(1000))
 RATIO = SamplingParams(temperature=0.9, verification="ratio")
 
 
@@ -114,7 +115,10 @@ def test_output_is_the_targets_own(
 
 @pytest.mark.parametrize(
     ("engine", "pipeline", "drafters"),
-    covering(BACKENDS, PIPELINES, [DRAFTERS, ("auto",)], strength=1),
+    [
+        *covering(["native"], PIPELINES, [DRAFTERS, ("auto",)], strength=1),
+        *slow(["eager", "graphs"], PIPELINES, [DRAFTERS, ("auto",)]),
+    ],
     indirect=["engine"],
 )
 def test_distributions_of_another_size(
@@ -134,7 +138,10 @@ def test_distributions_of_another_size(
 
 @pytest.mark.parametrize(
     ("engine", "asked", "failing"),
-    covering(BACKENDS, ["draft", "replay"], [frozenset({2, 3, 5}), range(1000)], strength=1),
+    [
+        *covering(["native"], ["draft", "replay"], FAILING, strength=1),
+        *slow(["eager", "graphs"], ["draft", "replay"], FAILING),
+    ],
     indirect=["engine"],
 )
 def test_a_drafter_that_fails_inside_a_step_loses_no_request(
