@@ -7,8 +7,10 @@ import hashlib
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from penstock.cli import main
 from penstock.engine.native import loading
@@ -16,9 +18,15 @@ from penstock.engine.native import loading
 Cli = Callable[..., tuple[int, str, str]]
 
 
-def pytest_configure() -> None:
+# Where slow tests are left out; the others have hypothesis's own number of examples.
+settings.register_profile("fast", max_examples=25, deadline=None)
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Give each of several workers a core to itself, before PyTorch counts them: threads that wait
     for each other inside a step are slow on cores that another worker is using."""
+    if "not slow" in config.option.markexpr:
+        settings.load_profile("fast")
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
     if worker and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
@@ -42,6 +50,15 @@ def kernels_are_built() -> bool:
         if told().decode() != digest:
             return False
     return True
+
+
+@pytest.fixture(scope="session")
+def family(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of a tiny `target` and of drafters that are right always (`same`), often (`near`)
+    and hardly ever (`far`)."""
+    from tests.engine.small_family import write_family  # imports transformers
+
+    return write_family(tmp_path_factory.mktemp("family"))
 
 
 @pytest.fixture

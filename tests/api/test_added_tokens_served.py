@@ -16,11 +16,9 @@ from tests.api.tool_servers import HERMES
 from tests.engine import other_vocabulary
 from tests.engine.added_tokens import ADDED, write
 from tests.products import covering
-from tests.serving.harness import RunningServer, running_server
+from tests.serving.harness import RunningServer, model_server
 
-from penstock.config import parse_config
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
-from penstock.serving.fork_context import LOAD_ENGINE
 
 DRAFTERS = ("none", "model", "ngram", "suffix", "chain", "text")
 SAID = "čas <tool_call>日本<|eos|> <číslo></tool_call>"
@@ -47,22 +45,14 @@ def added(
     target, model = write(root / "target", "target-small"), write(root / "model", "draft-tiny")
     text = other_vocabulary.write(root / "text", "draft-tiny", other_vocabulary.finer)
     (target / "chat_template.jinja").write_text(TEMPLATE + HERMES[HERMES.rindex("{#") :])
-    engine: dict[str, Any] = {
-        "target": target,
-        "drafters": {
-            "model": str(model),
-            "ngram": "ngram",
-            "suffix": "suffix",
-            "chain": f"ngram+{model}",
-            "text": str(text),
-        },
-        "dtype": "float32",
-        "num_threads": 1,
-        "kv_tokens": 4096,
-        "allocation": {"name": "fixed"},
+    drafters = {
+        "model": model,
+        "ngram": "ngram",
+        "suffix": "suffix",
+        "chain": f"ngram+{model}",
+        "text": text,
     }
-    config = parse_config({"engine": engine, "port": 0, "served_model_name": "toy"})
-    with running_server(config, LOAD_ENGINE) as running:
+    with model_server(target, drafters, served_model_name="toy") as running:
         yield running, load_tokenizer(target)
 
 

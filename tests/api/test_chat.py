@@ -91,10 +91,3 @@ def test_a_stop_string_in_a_chat(ai: openai.OpenAI) -> None:
     )
     assert made.choices[0].message.content == "Be "
     assert made.choices[0].finish_reason == "stop"
-
-
-def test_seeds_are_taken(ai: openai.OpenAI) -> None:
-    made = ai.chat.completions.create(
-        model="toy", messages=MESSAGES, max_tokens=5, seed=7, temperature=0.5, top_p=0.9
-    )
-    assert made.choices[0].message.content is not None

@@ -86,10 +86,6 @@ def test_usage_all_along_a_stream(http: httpx.Client) -> None:
     assert counts[-1] == 20
 
 
-def test_no_usage_where_nobody_asked(http: httpx.Client) -> None:
-    assert all("usage" not in c for c in events(http, "/v1/completions", prompt=PROMPT))
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("stop", "text"),
@@ -102,12 +98,6 @@ def test_stop_strings(ai: openai.OpenAI, stop: str | list[str], text: str, strea
     chunks = list(made) if stream else [made]
     assert "".join(c.choices[0].text for c in chunks) == text
     assert chunks[-1].choices[0].finish_reason == "stop"
-
-
-def test_tokens_after_a_stop_string_are_not_counted(http: httpx.Client) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 100, "stop": "world"}
-    made = http.post("/v1/completions", json=body).json()
-    assert made["usage"]["completion_tokens"] <= 3
 
 
 def test_the_end_of_text_is_counted_but_not_shown(http: httpx.Client) -> None:
@@ -185,24 +175,6 @@ def test_parts_of_characters_stay_apart_in_logprobs(
     assert choice["text"] == "€"
     spelt = "".join(choice["logprobs"]["tokens"]).replace("bytes:", "")
     assert spelt == "\\xe2\\x82\\xac"
-
-
-def test_no_logprobs_unless_asked_for(http: httpx.Client) -> None:
-    made = http.post("/v1/completions", json={"prompt": PROMPT}).json()
-    assert made["choices"][0]["logprobs"] is None
-
-
-def test_neutral_options_of_other_servers_are_taken(http: httpx.Client) -> None:
-    body = {
-        "prompt": PROMPT,
-        "frequency_penalty": 0,
-        "presence_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "echo": False,
-        "user": "me",
-        "stop": None,
-    }
-    assert http.post("/v1/completions", json=body).status_code == 200
 
 
 def test_the_body_need_not_say_that_it_is_json(http: httpx.Client) -> None:

@@ -65,13 +65,6 @@ def test_without_logprobs_and_streamed(http: httpx.Client, ai: openai.OpenAI) ->
     assert text == made["choices"][0]["text"]
 
 
-def test_a_prompt_holds_no_stop_string(http: httpx.Client) -> None:
-    stop = PROMPT.split()[-1]
-    made = complete(http, prompt=PROMPT, echo=True, max_tokens=40, stop=stop)
-    assert made["choices"][0]["text"].startswith(PROMPT)
-    assert made["choices"][0]["finish_reason"] == "stop"
-
-
 def test_echo_does_not_move_a_stop_string(http: httpx.Client, tokenizer: Tokenizer) -> None:
     """The prompt's end and what is made first are the stop string, too, and do not count."""
     ids = tokenizer.encode("red green blue ")

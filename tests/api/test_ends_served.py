@@ -15,16 +15,14 @@ import pytest
 from tests.api.samples import samples
 from tests.products import covering
 from tests.serving.edges import drafting, edge_client
-from tests.serving.harness import RunningServer, eventually, running_server
+from tests.serving.harness import RunningServer, eventually, model_server
 from tests.serving.scripted import free_port
 
-from penstock.config import parse_config
 from penstock.core.types import FinishReason, Request, SamplingParams, StopStrings
 from penstock.engine.tokenizer import load_tokenizer
-from penstock.serving.fork_context import LOAD_ENGINE
 
 WEIGHTS = Path(__file__).parents[2] / "src/penstock/zoo/weights"
-NUM_CLIENTS = 12
+NUM_CLIENTS = 6
 ENDS: dict[str, dict[str, Any]] = {
     "stop": {"stop": ["the", "e ", ". ", "\n"]},
     "stop_token_ids": {"stop_token_ids": list(range(260, 400))},
@@ -33,21 +31,13 @@ ENDS: dict[str, dict[str, Any]] = {
 }
 
 
-def engine_config(drafters: dict[str, str]) -> dict[str, Any]:
-    return {
-        "target": str(WEIGHTS / "target-small"),
-        "drafters": drafters,
-        "dtype": "float32",
-        "num_threads": 1,
-        "kv_tokens": 16384,
-        "allocation": {"name": "fixed", "options": {"k": 6}},
-    }
+ENGINE = {"kv_tokens": 16384, "allocation": {"name": "fixed", "options": {"k": 6}}}
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    config = engine_config({"tiny": str(WEIGHTS / "draft-tiny"), "ngram": "ngram"})
-    with running_server(parse_config({"engine": config, "port": 0}), LOAD_ENGINE) as running:
+    drafters = {"tiny": WEIGHTS / "draft-tiny", "ngram": "ngram"}
+    with model_server(WEIGHTS / "target-small", drafters, ENGINE) as running:
         yield running
 
 
@@ -148,14 +138,14 @@ def test_a_stop_string_that_is_too_long_is_refused(server: RunningServer) -> Non
 async def test_the_same_with_draft_servers() -> None:
     """Requests of the verification server's own endpoint, and of a draft server's users."""
     address = f"127.0.0.1:{free_port()}"
-    config = parse_config({"engine": engine_config({}), "port": 0, "drafters": {"listen": address}})
     tokenizer = load_tokenizer(WEIGHTS / "target-small")
-    with running_server(config, LOAD_ENGINE) as running:
+    listen = {"listen": address}
+    with model_server(WEIGHTS / "target-small", {}, ENGINE, drafters=listen) as running:
         async with AsyncExitStack() as stack:
             draft_server = await stack.enter_async_context(
                 drafting(int(address.rpartition(":")[2]), WEIGHTS / "draft-tiny")
             )
-            for kind in ("stop", "stop_token_ids"):
+            for kind in ("stop",):
                 bodies = [body_of(i, kind, "none") for i in range(NUM_CLIENTS)]
                 alone = await asyncio.to_thread(made, running.url, bodies)
                 before = await asyncio.to_thread(figures, running.url)
@@ -167,7 +157,7 @@ async def test_the_same_with_draft_servers() -> None:
                 assert sum(COUNTED["spec_decode_num_accepted_tokens_total"](a["usage"])
                            for a in drafted) > 0  # fmt: skip
             client = edge_client(draft_server, WEIGHTS / "target-small")
-            for i in range(6):
+            for i in range(3):
                 body = body_of(i, "stop", "none")
                 (central,) = await asyncio.to_thread(made, running.url, [body])
                 prompt = tokenizer.encode(body["prompt"])

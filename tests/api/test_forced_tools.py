@@ -12,11 +12,9 @@ import pytest
 from pydantic import BaseModel, Field
 from tests.api.conftest import client_of
 from tests.api.tool_servers import HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, QWEN_CODER
-from tests.serving.harness import running_server
+from tests.serving.harness import model_server
 
-from penstock.config import parse_config
 from penstock.engine.tokenizer import load_tokenizer
-from penstock.serving.fork_context import LOAD_ENGINE
 from penstock.zoo.registry import model_path
 
 
@@ -64,15 +62,11 @@ def forced(
     shutil.copytree(model_path("target-small"), target)
     comment = request.param[request.param.rindex("{#") :]
     (target / "chat_template.jinja").write_text(TEMPLATE + comment)
-    engine = {
-        "target": target,
-        "drafters": {"tiny": str(model_path("draft-tiny"))},
-        "dtype": "float32",
-        "num_threads": 1,
-        "kv_tokens": 4096,
-    }
-    config = parse_config({"engine": engine, "port": 0, "served_model_name": "toy"})
-    with running_server(config, LOAD_ENGINE) as server, client_of(server) as client:
+    tiny = {"tiny": model_path("draft-tiny")}
+    with (
+        model_server(target, tiny, served_model_name="toy") as server,
+        client_of(server) as client,
+    ):
         yield client
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
+from tests.api.samples import labelled
 
 from penstock.api.http import IGNORED_FIELDS
 from penstock.api.metrics import MAX_IGNORED_FIELDS
@@ -59,12 +59,7 @@ def chat(http: httpx.Client, **fields: Any) -> httpx.Response:
 
 
 def counted(http: httpx.Client) -> dict[str, float]:
-    return {
-        sample.labels["field"]: sample.value
-        for family in text_string_to_metric_families(http.get("/metrics").text)
-        for sample in family.samples
-        if sample.name == "penstock:ignored_fields_total"
-    }
+    return labelled(http.get("/metrics").text, "ignored_fields_total", "field")
 
 
 def test_what_a_router_adds_is_ignored_named_and_counted(http: httpx.Client) -> None:

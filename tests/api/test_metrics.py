@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
+from tests.api.samples import labelled
 
 from penstock.api.metrics import MAX_POSITIONS, Metrics, RequestMeter, count_response
 from penstock.core.types import FinishReason, LatencyTarget, Output, PhaseTimes, Request
@@ -20,12 +20,7 @@ def values(
     metrics: Metrics, name: str, label: str = "drafter", stats: EngineStats = STATS
 ) -> dict[str, float]:
     text = metrics.render(stats, is_up=True, num_restarts=0).decode()
-    return {
-        sample.labels[label]: sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == f"penstock:{name}"
-    }
+    return labelled(text, name, label)
 
 
 def feed(metrics: Metrics, *rounds: tuple[str | None, int, int]) -> None:

@@ -174,22 +174,6 @@ async def test_too_many_choices_are_refused_before_anything_is_tokenised(
     assert threads == []
 
 
-async def test_null_is_as_if_it_were_not_there(tokenizer: Tokenizer) -> None:
-    fields = dict.fromkeys(("temperature", "seed", "stop", "max_tokens", "n", "speculation"))
-    (request,) = await completion(preparer(tokenizer), **fields)
-    assert request.sampling.temperature == 1.0
-
-
-async def test_text_parts_are_joined(tokenizer: Tokenizer) -> None:
-    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
-    prompts = []
-    for content in ("Hello", parts):
-        body = ChatBody.model_validate({"messages": [{"role": "user", "content": content}]})
-        (choice,) = await preparer(tokenizer).chat(body, SOMEONE, "job")
-        prompts.append(choice.request.prompt_token_ids)
-    assert prompts[0] == prompts[1]
-
-
 async def test_messages_as_the_template_gets_them(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

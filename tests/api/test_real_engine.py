@@ -4,34 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.api.samples import samples
-from tests.engine.small_family import write_family
+from tests.api.samples import labelled, samples
 from tests.products import first_fast
-from tests.serving.harness import RunningServer, running_server
-
-from penstock.config import parse_config
-from penstock.serving.fork_context import LOAD_ENGINE
+from tests.serving.harness import RunningServer, model_server
 
 PROMPT = "One target, several drafters. "
 
 
 @pytest.fixture(scope="module")
-def real_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    family = write_family(tmp_path_factory.mktemp("family"))
-    engine: dict[str, Any] = {
-        "target": family["target"],
-        "drafters": {"near": str(family["near"]), "far": str(family["far"]), "ngram": "ngram"},
-        "dtype": "float32",
-        "num_threads": 1,
-        "kv_tokens": 4096,
-        "allocation": {"name": "fixed"},
-    }
-    with running_server(parse_config({"engine": engine, "port": 0}), LOAD_ENGINE) as running:
+def real_server(family: dict[str, Path]) -> Iterator[RunningServer]:
+    drafters = {"near": family["near"], "far": family["far"], "ngram": "ngram"}
+    with model_server(family["target"], drafters) as running:
         yield running
 
 
@@ -85,26 +74,10 @@ def test_many_at_once_with_every_drafter(real_server: RunningServer, batch: int)
     assert texts("near", seed=100)[1::2] != alone[1::2], "other seeds would be seen"
 
 
-def test_an_unknown_drafter_is_refused_in_openais_form(real_server: RunningServer) -> None:
-    body = {"prompt": PROMPT, "speculation": {"drafter": "nowhere"}}
-    answer = httpx.post(f"{real_server.url}/v1/completions", json=body, timeout=60)
-    assert answer.status_code == 400
-    error = answer.json()["error"]
-    assert error["type"] == "invalid_request_error"
-    assert error["param"] == "speculation.drafter"
-    assert "'nowhere'; choose from auto, none, near, far, ngram" in error["message"]
-
-
 def test_metrics_tell_drafters_apart(real_server: RunningServer) -> None:
     def by_drafter(name: str) -> dict[str, float]:
         text = httpx.get(f"{real_server.url}/metrics", timeout=60).text
-        found: dict[str, float] = {}
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                if sample.name == f"penstock:{name}":
-                    drafter = sample.labels["drafter"]
-                    found[drafter] = found.get(drafter, 0.0) + sample.value
-        return found
+        return labelled(text, name, "drafter")
 
     names = ("near", "far", "ngram")
     for drafter in names:

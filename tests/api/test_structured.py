@@ -11,10 +11,8 @@ import httpx
 import pytest
 from pydantic import BaseModel, Field
 from tests.api.conftest import client_of
-from tests.serving.harness import RunningServer, running_server
+from tests.serving.harness import RunningServer, model_server
 
-from penstock.config import parse_config
-from penstock.serving.fork_context import LOAD_ENGINE
 from penstock.zoo.registry import model_path
 
 USER = [{"role": "user", "content": "Tell me of a person."}]
@@ -31,17 +29,8 @@ SCHEMA = {**Person.model_json_schema(), "additionalProperties": False}
 
 @pytest.fixture(scope="module")
 def real() -> Iterator[RunningServer]:
-    drafters = {"tiny": str(model_path("draft-tiny")), "ngram": "ngram"}
-    engine: dict[str, Any] = {
-        "target": model_path("target-small"),
-        "drafters": drafters,
-        "dtype": "float32",
-        "num_threads": 1,
-        "kv_tokens": 4096,
-        "allocation": {"name": "fixed"},
-    }
-    config = parse_config({"engine": engine, "port": 0, "served_model_name": "toy"})
-    with running_server(config, LOAD_ENGINE) as running:
+    drafters = {"tiny": model_path("draft-tiny"), "ngram": "ngram"}
+    with model_server(model_path("target-small"), drafters, served_model_name="toy") as running:
         yield running
 
 

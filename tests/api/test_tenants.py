@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.engine.small_family import write_family
 from tests.products import first_fast
 from tests.serving.harness import RunningServer, running_server
 
@@ -61,11 +60,6 @@ def served_before_the_quiet_one(server: RunningServer) -> int:
         for a in asked:
             a.result()
     return after - before
-
-
-@pytest.fixture(scope="module")
-def family(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return dict(write_family(tmp_path_factory.mktemp("family")))
 
 
 @pytest.mark.slow

@@ -29,16 +29,6 @@ def test_only_what_could_be_a_stop_string_is_held_back(tokenizer: Tokenizer) -> 
     assert stream.take()[0] == "ENX"
 
 
-def test_characters_come_out_whole(tokenizer: Tokenizer) -> None:
-    token_ids = tokenizer.encode("€")
-    assert len(token_ids) > 1
-    stream = TextStream(tokenizer, ())
-    stream.add(token_ids[:1], ())
-    assert stream.take()[0] == ""
-    stream.add(token_ids[1:], ())
-    assert stream.take()[0] == "€"
-
-
 def test_a_text_may_go_on_from_another(tmp_path: Path) -> None:
     """Where words bring their space, it is dropped before a text's first word only."""
     spelled = load_tokenizer(save(tmp_path, metaspace()))

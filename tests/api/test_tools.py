@@ -96,17 +96,6 @@ def test_streamed_calls(hermes: openai.OpenAI) -> None:
     assert not any(reasons[:-1])
 
 
-def test_the_packages_own_accumulation(hermes: openai.OpenAI) -> None:
-    with hermes.chat.completions.stream(
-        model="toy", messages=[{"role": "user", "content": ASKED}], tools=TOOLS
-    ) as stream:
-        for _ in stream:
-            pass
-        (choice,) = stream.get_final_completion().choices
-    assert choice.message.tool_calls is not None
-    assert [c.function.arguments for c in choice.message.tool_calls] == ['{"city": "Rome"}'] * 2
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_malformed_call_stays_text(hermes: openai.OpenAI, stream: bool) -> None:
     text = '<tool_call>{"name": "launch", "arguments": {}}</tool_call>'

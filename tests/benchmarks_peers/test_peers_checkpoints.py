@@ -12,8 +12,6 @@ from transformers import AutoModelForCausalLM
 from lab.bench.peers.__main__ import parse
 from lab.bench.peers.checkpoints import (
     DRAFTER_LAYERS,
-    MODELS,
-    NUM_LAYERS,
     Weights,
     first_layers,
     random_llama,
@@ -21,7 +19,7 @@ from lab.bench.peers.checkpoints import (
     write_checkpoint,
 )
 from lab.bench.peers.quantize import main as quantize
-from lab.bench.peers.workers.gguf_file import gguf_name, interleave, read_safetensors
+from lab.bench.peers.workers.gguf_file import interleave, read_safetensors
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +33,6 @@ def logits(folder: Path) -> torch.Tensor:
         return model(torch.arange(8, 40)[None]).logits
 
 
-def test_it_has_28_million_parameters_in_bfloat16(weights: Weights) -> None:
-    assert round(sum(w.numel() for w in weights.values()) / 1e6) == 28
-    assert {w.dtype for w in weights.values()} == {torch.bfloat16}
-
-
 def test_the_silent_layers_make_the_first_ones_always_right(
     weights: Weights, tmp_path: Path
 ) -> None:
@@ -49,14 +42,6 @@ def test_the_silent_layers_make_the_first_ones_always_right(
     drafter = logits(write_checkpoint(tmp_path / "drafter", first_layers(silent, DRAFTER_LAYERS)))
     assert torch.equal(target, drafter)
     assert (whole.argmax(-1) != target.argmax(-1)).any()
-
-
-def test_the_target_keeps_all_its_layers(weights: Weights) -> None:
-    silent = silence(weights, DRAFTER_LAYERS)
-    assert silent.keys() == weights.keys()
-    zeroed = {name for name, weight in silent.items() if not weight.any()}
-    assert len(zeroed) == 2 * (NUM_LAYERS - DRAFTER_LAYERS)
-    assert len(first_layers(silent, DRAFTER_LAYERS)) == 3 + 9 * DRAFTER_LAYERS
 
 
 def test_safetensors_are_read_as_they_were_written(weights: Weights, tmp_path: Path) -> None:
@@ -83,12 +68,6 @@ def test_query_rows_go_from_halves_to_pairs() -> None:
     np.testing.assert_allclose(got, wanted)
 
 
-def test_every_tensor_has_a_gguf_name_of_its_own(weights: Weights) -> None:
-    names = {gguf_name(name) for name in weights}
-    assert len(names) == len(weights)
-    assert {"token_embd.weight", "output.weight", "blk.7.attn_q.weight"} <= names
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -103,17 +82,6 @@ def test_a_real_model_that_is_not_there_ends_it(
         parse(arguments)
     assert ended.value.code == 2
     assert says in capsys.readouterr().err
-
-
-def test_with_a_real_model_others_are_measured_only_if_named(tmp_path: Path) -> None:
-    target, drafter = tmp_path / "target.gguf", tmp_path / "drafter.gguf"
-    target.touch()
-    drafter.touch()
-    alone = parse(["--gguf", str(target), "--gguf", f"{target},{drafter}"])
-    assert alone.models == []
-    assert alone.gguf == [(target, None), (target, drafter)]
-    assert parse(["--gguf", str(target), "--models", "zoo"]).models == ["zoo"]
-    assert parse([]).models == list(MODELS)
 
 
 def test_quantising_takes_a_file_that_is_there_and_overwrites_none(

@@ -11,11 +11,11 @@ import pytest
 
 from lab.bench.peers.checkpoints import PeerCheckpoint
 from lab.bench.peers.engines import ENGINES, PeerEngine
-from lab.bench.peers.plan import Progress, planned
+from lab.bench.peers.plan import planned
 from lab.bench.peers.store import Store
 from lab.bench.peers.sweep import PeerSweep
 from lab.bench.peers.tuning import PeerTuner
-from lab.bench.peers.verdict import BARS, gguf_bars
+from lab.bench.peers.verdict import gguf_bars
 from lab.bench.peers.workers_pool import Pool, Worker, WorkerError, WorkerSetup
 
 Rate = Callable[[WorkerSetup], float]
@@ -87,13 +87,6 @@ def test_lengths_are_tried_as_long_as_they_gain(
     assert {order["draft_tokens"] for order in pool.asked} - {0} == tried
 
 
-def test_a_length_by_policy_is_always_tried(model: PeerCheckpoint, tmp_path: Path) -> None:
-    pool = TellingPool(lambda setup: 1.0 + (setup.draft_tokens == -1))
-    cell = tuner(pool, tmp_path).draft_cell(PENSTOCK, model, 1)
-    assert cell is not None
-    assert cell.setup.draft_tokens == -1
-
-
 def test_settings_of_a_large_model_are_tried_at_every_batch_size_by_one_pass(
     model: PeerCheckpoint, tmp_path: Path
 ) -> None:
@@ -111,16 +104,6 @@ def test_settings_of_a_large_model_are_tried_at_every_batch_size_by_one_pass(
     code = replace(model, name="target code")
     assert tuning.target_cell(LLAMACPP, code, 1).setup.model.name == "target code"
     assert len(pool.asked) == len(sizes)
-
-
-def test_trials_are_kept_but_failures_are_not(model: PeerCheckpoint, tmp_path: Path) -> None:
-    broken = LLAMACPP.gguf_settings[0]
-    pool = TellingPool(lambda setup: 0.0 if setup.settings == broken else 1.0)
-    first = tuner(pool, tmp_path).target_cell(LLAMACPP, model, 1)
-    num_first = len(pool.asked)
-    assert first.setup.settings != broken
-    assert tuner(pool, tmp_path).target_cell(LLAMACPP, model, 1) == first
-    assert {str(order["setup"].settings) for order in pool.asked[num_first:]} == {str(broken)}
 
 
 def engines_at(**rates: tuple[float, float]) -> tuple[list[PeerEngine], TellingPool]:
@@ -155,24 +138,6 @@ def test_of_a_large_model_what_the_bars_compare_is_measured(
     assert names(planned(tuning, engines, model, 32, bars)) == wanted[:2]
 
 
-def test_of_a_small_model_everything_is_measured(tmp_path: Path) -> None:
-    engines, pool = engines_at(penstock=(9.0, 1.0), llamacpp=(1.0, 1.0))
-    target = tmp_path / "zoo"
-    target.mkdir()
-    small = PeerCheckpoint("zoo", "zoo", target, {"draft": target}, PROMPTS)
-    cells = planned(tuner(pool, tmp_path), engines, small, 8, BARS)
-    both = [(engine.name, mode) for mode in ("target", "speculative") for engine in engines]
-    assert names(cells) == both
-
-
-def test_quick_tries_nothing(model: PeerCheckpoint, tmp_path: Path) -> None:
-    engines, pool = engines_at(penstock=(1.0, 1.0), llamacpp=(9.0, 1.0))
-    cells = planned(tuner(pool, tmp_path, quick=True), engines, model, 1, gguf_bars([model]))
-    assert not pool.asked
-    assert len(cells) == 4
-    assert all(cell.setup.settings == cell.setup.engine.gguf_settings[0] for cell in cells)
-
-
 def sweep(pool: TellingPool, folder: Path, model: PeerCheckpoint) -> PeerSweep:
     store, bars = Store(folder / "measured.jsonl"), gguf_bars([model])
     return PeerSweep(cast("Pool", pool), store, [PENSTOCK, LLAMACPP], bars, 2, quick=False)
@@ -199,15 +164,6 @@ def test_a_cut_run_goes_on_behind_what_it_has_measured(
     assert "[2 of 2 done" in lines[-1]
 
 
-def test_a_changed_file_is_measured_again(model: PeerCheckpoint, tmp_path: Path) -> None:
-    pool = TellingPool(lambda setup: 1.0)
-    for text in ("target", "another target"):
-        model.target.write_text(text)
-        before = len(pool.asked)
-        sweep(pool, tmp_path, model).measure([model], [32])
-        assert len(pool.asked) > before
-
-
 def test_a_torn_line_is_no_entry(tmp_path: Path) -> None:
     file = tmp_path / "measured.jsonl"
     store = Store(file)
@@ -223,14 +179,3 @@ def test_a_torn_line_is_no_entry(tmp_path: Path) -> None:
     found = Store(file).get({"a": 2})
     assert found is not None
     assert found["found"] == 4.5
-
-
-def test_what_is_left_is_estimated_from_what_was_measured_now(model: PeerCheckpoint) -> None:
-    progress = Progress.of([model], [1, 8, 32])
-    assert str(progress) == "0 of 3 done"
-    progress.finish(model, 1, kept=True)
-    assert str(progress) == "1 of 3 done"
-    progress.began -= 600
-    progress.finish(model, 8, kept=False)
-    # 8 requests took ten minutes, 32 are left.
-    assert str(progress) == "2 of 3 done, about 40 min left"

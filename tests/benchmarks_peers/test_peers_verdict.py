@@ -56,14 +56,6 @@ def test_one_fast_peer_misses_one_bar() -> None:
     assert "vllm 1000" in verdict["lines"][1]
 
 
-def test_target_only_does_not_count_for_the_speculative_bar() -> None:
-    right = next(bar for bar in BARS if bar.mode == "speculative")
-    runs = [r for r in field(1.001) if (r["model"], r["batch"]) != (right.model, right.batch)]
-    runs += [run("penstock", right, 900.0, "target"), run("openvino", right, 100.0, "speculative")]
-    line = next(line for line in judge(runs, {})["lines"] if line.startswith(str(right)))
-    assert "not measured" in line
-
-
 def test_a_zoo_bar_takes_the_better_mode_of_each() -> None:
     zoo = Bar("zoo", 32, "any", 1.0)
     runs = [
@@ -81,19 +73,6 @@ def test_a_missing_peer_is_said_on_every_line_and_leaves_the_verdict_unmet() -> 
     assert not verdict["met"]
     assert all("(without llamacpp)" in line for line in verdict["lines"][: len(BARS)])
     assert verdict["lines"][-1] == "missing: llamacpp: no compiler"
-
-
-def test_a_failed_run_is_not_a_figure() -> None:
-    runs = [run("penstock", BARS[0], None, "target"), run("vllm", BARS[0], 1.0, "target")]
-    assert "not measured" in judge(runs, {})["lines"][0]
-
-
-def test_a_flag_is_shown_beside_its_figure() -> None:
-    runs = field(1.001)
-    for one in runs:
-        if one["engine"] == "penstock":
-            one["flag"] = "disturbed"
-    assert all("disturbed" in line for line in judge(runs, {})["lines"])
 
 
 def test_real_models_have_bars_of_their_own() -> None:

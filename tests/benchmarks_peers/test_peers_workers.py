@@ -5,19 +5,18 @@ from __future__ import annotations
 import ast
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from lab.bench.peers.checkpoints import PeerCheckpoint
 from lab.bench.peers.engines import ENGINES, WORKERS
 from lab.bench.peers.passes import NEW_TOKENS, PeerCell
-from lab.bench.peers.verification import ROWS, verification_costs
 from lab.bench.peers.workers import worker as protocol
 from lab.bench.peers.workers.look_up import look_up
-from lab.bench.peers.workers_pool import Pool, Worker, WorkerError, WorkerSetup
+from lab.bench.peers.workers_pool import Worker, WorkerError, WorkerSetup
 
 TOY = f"""
 import sys, threading, time
@@ -111,44 +110,6 @@ def test_every_call_of_a_pass_has_the_cells_batch(worker: Worker) -> None:
         assert cell.token_ids == [[i] * NEW_TOKENS for i in range(requests)]
 
 
-class OneWorker:
-    """A pool of one worker, for every setup."""
-
-    def __init__(self, worker: Worker) -> None:
-        self.one = worker
-
-    def worker(self, setup: WorkerSetup) -> Worker:
-        return self.one
-
-    def keep(self, setups: Collection[WorkerSetup]) -> None:
-        pass
-
-
-def test_the_cost_of_verifying_is_told_once_an_engine(worker: Worker) -> None:
-    load(worker)
-    model = PeerCheckpoint("toy", "toy shape", Path())
-    cells = [
-        PeerCell(WorkerSetup(ENGINES[name], model, {}, None, draft_tokens), batch)
-        for name in ("penstock", "vllm")
-        for batch in (8, 1)
-        for draft_tokens in (4, 0)
-    ]
-    (cost,) = verification_costs(cells, cast("Pool", OneWorker(worker)))
-    assert (cost.shape, cost.engine, cost.error) == ("toy shape", "penstock", None)
-    assert len(cost.seconds) == len(ROWS)
-    assert cost.ratios[-1] > 1
-
-
-def test_an_engine_that_fails_to_verify_is_told_with_the_reason(worker: Worker) -> None:
-    load(worker)
-    worker.process.kill()
-    worker.process.wait()
-    cell = PeerCell(WorkerSetup(ENGINES["penstock"], PeerCheckpoint("t", "t", Path()), {}), 1)
-    (cost,) = verification_costs([cell], cast("Pool", OneWorker(worker)))
-    assert cost.seconds == ()
-    assert "ended with status" in str(cost.error)
-
-
 def test_look_up_takes_what_followed_the_longest_match_last() -> None:
     assert look_up([1, 2, 3, 4, 9, 1, 2, 3, 4], 2) == [9, 1]
     assert look_up([1, 2, 7, 1, 2, 8, 1, 2], 1) == [8]
@@ -156,17 +117,6 @@ def test_look_up_takes_what_followed_the_longest_match_last() -> None:
     assert look_up([1, 2, 3, 4], 3) == []
     assert look_up([1, 2, 1, 2], 0) == []
     assert look_up([3, 3, 3], 4) == [3]
-
-
-def test_engines_take_only_the_models_and_drafters_that_they_know() -> None:
-    folder = PeerCheckpoint("zoo", "zoo", Path("zoo"), {"small": Path("small")}, ngram=True)
-    file = PeerCheckpoint("f", "f", Path("f.gguf"), {"small": Path("s.gguf")}, ngram=True)
-    llamacpp, vllm = ENGINES["llamacpp"], ENGINES["vllm"]
-    assert llamacpp.drafters_for(file) == ["small", "ngram", "small+ngram"]
-    assert vllm.drafters_for(folder) == ["small", "ngram"]
-    assert vllm.settings_for(file) == ()
-    assert all("weights" not in settings for settings in llamacpp.settings_for(file))
-    assert llamacpp.settings_for(folder) == llamacpp.settings
 
 
 @pytest.mark.parametrize("script", sorted(WORKERS.glob("run_*.py")), ids=lambda path: path.stem)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -27,12 +26,6 @@ def windows() -> list[list[int]]:
 def test_whole_windows_of_the_same_text_every_time(windows: list[list[int]]) -> None:
     assert [len(window) for window in windows] == [WINDOW] * 3
     assert perplexity.windows_of(MODEL, 2 * WINDOW) == windows[:2]
-
-
-def test_the_text_is_of_all_kinds() -> None:
-    pieces = [*islice(perplexity.texts(), 40)]
-    assert len({*pieces}) == len(pieces)
-    assert any("def " in piece for piece in pieces)
 
 
 def test_the_second_half_of_a_window_counts(

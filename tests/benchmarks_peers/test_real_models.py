@@ -8,20 +8,16 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 import torch
 from tests.engine.small_gguf import write_gguf
 from tests.engine.small_models import CASES, SHAPE
 from tests.engine.test_gguf_tokenizer import ORIGINALS
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lab.bench import real_models
 from lab.bench.real_models import MODELS, FetchError, RealModel, dequantize, fetch, main
-from penstock.engine.batch import BatchWriter
-from penstock.engine.eager import EagerRunner
-from penstock.engine.models.formats import open_checkpoint
 from penstock.engine.tokenizer import load_tokenizer
 
 CONTENT = bytes(range(256)) * 40
@@ -128,38 +124,3 @@ def test_a_dequantised_folder_is_what_transformers_loads(
     theirs_ids = AutoTokenizer.from_pretrained(tmp_path / "folder")(text)["input_ids"]
     assert theirs_ids == load_tokenizer(file).encode(text)
     assert load_tokenizer(tmp_path / "folder").digest == load_tokenizer(file).digest
-
-
-def by_the_package(file: Path, config: LlamaConfig) -> LlamaForCausalLM:
-    """A Llama of transformers, with what the `gguf` package reads from a file."""
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
-    model = LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            tensor = stored[names.get_name(name, (".weight",))]
-            values = gguf.dequantize(tensor.data, tensor.tensor_type)
-            if "q_proj" in name or "k_proj" in name:
-                pairs = values.reshape(-1, config.head_dim // 2, 2, values.shape[1])
-                values = pairs.swapaxes(1, 2).reshape(values.shape)
-            parameter.copy_(torch.from_numpy(np.array(values)))
-    return model
-
-
-@pytest.mark.slow
-def test_a_real_model_has_the_logits_of_transformers() -> None:
-    try:
-        file = fetch(MODELS["smollm2-135m"], real_models.default_folder())
-    except FetchError as error:
-        pytest.skip(str(error))
-    tokenizer = load_tokenizer(file)
-    ids = tokenizer.apply_chat_template([{"role": "user", "content": "What is 12 + 30?"}])
-    runner = EagerRunner.load(file, torch.float32, torch.device("cpu"), 16, 16)
-    writer = BatchWriter()
-    writer.add(0, ids, len(ids))
-    logits = runner.forward(writer.batch(np.arange(16, dtype=np.int32)[None]))
-    content = open_checkpoint(file).description().content
-    theirs = by_the_package(file, LlamaConfig(**content))
-    with torch.inference_mode():
-        expected = theirs(input_ids=torch.tensor([ids])).logits[0]
-    torch.testing.assert_close(logits, expected, atol=1e-3, rtol=1e-3)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import (
     Gemma3ForCausalLM,
@@ -153,6 +155,15 @@ class Checkpoint:
     def logits(self, token_ids: np.ndarray) -> torch.Tensor:
         """[num_tokens, vocab_size] of one sequence, computed by transformers at once."""
         return self.model(input_ids=torch.from_numpy(token_ids)[None].long()).logits[0].float()
+
+
+Checkpoints = Callable[[str], Checkpoint]
+"""The fixture `checkpoint`: by the name of a case."""
+
+
+def tokens(count: int, seed: int = 0) -> npt.NDArray[np.int64]:
+    """Random token ids of the small vocabulary."""
+    return np.random.default_rng(seed).integers(SHAPE["vocab_size"], size=count)
 
 
 def write_checkpoint(path: Path, case: Case, **save_options: Any) -> Checkpoint:

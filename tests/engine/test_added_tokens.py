@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from tests.engine import other_vocabulary
 from tests.engine.added_tokens import ADDED, with_added_tokens, write
-from tests.engine.test_exactness import run
-from tests.engine.test_text_drafter import make_loop
+from tests.engine.test_exactness import make_loop, run
 from tests.engine.test_tokenizer import KINDS, save, stream
+from tests.products import covering
 from tokenizers import AddedToken, normalizers
 
 from penstock.config import NGRAM, SUFFIX, EngineConfig
@@ -81,8 +81,14 @@ def written(tokenizer: Tokenizer, grammar: str, prefers: str = "") -> str:
     return tokenizer.bytes_of(made[:-1], behind).decode()
 
 
-@pytest.mark.parametrize("kind", ["byte level", "sentencepiece-like"])
-@pytest.mark.parametrize("mark", [*ODD, "<s>", "</s>", "<s></s>", "e\u0301"])
+@pytest.mark.parametrize(
+    ("kind", "mark"),
+    covering(
+        ["byte level", "sentencepiece-like"],
+        [*ODD, "<s>", "</s>", "<s></s>", "e\u0301"],
+        strength=1,
+    ),
+)
 def test_what_is_spelt_like_a_token_can_be_asked_for(tmp_path: Path, kind: str, mark: str) -> None:
     tokenizer = tokenizer_of(tmp_path, kind, composes=True)
     for wanted in (mark, f"and {mark}and{mark}{mark} d", f"\n {mark}", f" {mark}!"):

@@ -9,14 +9,21 @@ from pathlib import Path
 import pytest
 import torch
 from tests.engine.small_family import VOCAB, write_tokenizer
-from tests.engine.small_models import BEYOND_KERNELS, CASES, write_checkpoint
-from tests.engine.test_exactness import DRAFTERS, SAMPLINGS, load, make_loop, make_requests, run
+from tests.engine.small_models import CASES, write_checkpoint
+from tests.engine.test_exactness import (
+    DRAFTERS,
+    SAMPLINGS,
+    Alone,
+    load,
+    make_loop,
+    make_requests,
+    run,
+)
+from tests.products import covering
 
 from penstock.config import ConfigError, EngineConfig
 from penstock.engine.backends import why_not_native
 from penstock.engine.build import Engine, load_engine
-from penstock.engine.models.config import DecoderConfig
-from penstock.engine.models.limits import beyond_kernels
 
 ARCHITECTURES = ("mistral-window", "phi3-longrope", "gemma3-scaled", "qwen3-moe-norm")
 
@@ -53,31 +60,23 @@ def engine(family: dict[str, Path]) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def alone(engine: Engine) -> dict[str, list[tuple[int, ...]]]:
-    """Target-only output of each request."""
-    return {
-        name: run(make_loop(engine), make_requests(sampling, 8, "none"))[0]
-        for name, sampling in SAMPLINGS.items()
-    }
+def alone(engine: Engine) -> Alone:
+    return Alone(engine, num=8)
 
 
-@pytest.mark.parametrize("sampling", ["greedy", "coupled-filtered"])
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    ("family", "sampling", "drafter"),
+    covering(ARCHITECTURES, ["greedy", "coupled-filtered"], ["none", *DRAFTERS], strength=1),
+    indirect=["family"],
+)
 def test_output_is_the_targets_own(
-    engine: Engine, alone: dict[str, list[tuple[int, ...]]], drafter: str, sampling: str
+    engine: Engine, alone: Alone, drafter: str, sampling: str
 ) -> None:
     loop = make_loop(engine)
     outputs, accepted = run(loop, make_requests(SAMPLINGS[sampling], 8, drafter))
     assert outputs == alone[sampling]
     if drafter in ("same", "near"):
         assert accepted > 0
-
-
-def test_a_request_alone_gives_the_same(
-    engine: Engine, alone: dict[str, list[tuple[int, ...]]]
-) -> None:
-    requests = make_requests(SAMPLINGS["greedy"], 8, "none")
-    assert [run(make_loop(engine), [r])[0][0] for r in requests] == alone["greedy"]
 
 
 @needs_native
@@ -118,10 +117,3 @@ def test_a_window_that_no_text_fills_needs_none(tmp_path: Path) -> None:
     assert load_engine(within, calibrated=False).backend == "native"
     with pytest.raises(ConfigError, match="sliding window"):
         load_engine(beyond, calibrated=False)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_what_is_beyond_the_kernels(tmp_path: Path, name: str) -> None:
-    write_checkpoint(tmp_path, CASES[name])
-    config = DecoderConfig.from_pretrained(tmp_path)
-    assert (beyond_kernels(config, 256) is not None) == (name in BEYOND_KERNELS)

@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from tests.engine.small_models import Paging
 
 from penstock.engine.attention import AttentionFactory, decomposed
-from penstock.engine.attention.decomposed import DecomposedAttention, Planner, as_many_rows
+from penstock.engine.attention.decomposed import DecomposedAttention, Planner
 from penstock.engine.attention.packed import (
-    _MAX_FOLDED_QUERIES,
     _MAX_GATHERED_BYTES,
     PackedAttention,
 )
@@ -31,7 +30,6 @@ from penstock.fluid.packing import cut, decompose
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
 NUM_BLOCKS, BLOCK_SIZE = 128, 8
-NOTHING = np.empty(0, dtype=np.int64)
 
 
 # Each: (tokens in the cache afterwards, of which are query rows).
@@ -254,23 +252,6 @@ def test_a_broken_sequence_spoils_no_neighbour_in_its_row() -> None:
     torch.testing.assert_close(out, scene.expected, rtol=0, atol=1e-5)
 
 
-def test_decomposed_gathers_only_tokens() -> None:
-    scene = make_scene(BATCHES["verify"])
-    rows = DecomposedAttention(scene.cache, HEADS, PLANS["as many rows as sequences"])
-    (narrow,) = rows.prepare(scene.batch)
-    assert len(narrow.kv.slots) == 190
-    assert rows.gather.scratch_bytes == 190 * rows.gather.bytes_per_token
-
-
-def test_packed_pads_less_than_a_block() -> None:
-    scene = make_scene(BATCHES["mixed"] + BATCHES["verify"])
-    metadata = PackedAttention(scene.cache, HEADS).prepare(scene.batch)
-    gathered = sum(len(group.kv.slots) for group in metadata.folded + metadata.chunks)
-    needed = int(scene.batch.seq_lens.sum())
-    assert needed <= gathered < needed + BLOCK_SIZE * scene.batch.num_seqs
-    assert len(metadata.folded) < scene.batch.num_seqs
-
-
 def test_packed_bounds_what_it_gathers() -> None:
     config = small_config()
     cache = PagedKVCache(config, 4096, BLOCK_SIZE, torch.float32, CPU)
@@ -297,16 +278,6 @@ def test_packed_attends_to_some_heads_after_others(
     torch.testing.assert_close(scene.attend(PackedAttention), scene.expected, rtol=0, atol=1e-5)
 
 
-def test_packed_gathers_heads_as_far_as_they_fit() -> None:
-    config = dataclasses.replace(small_config(6), head_dim=128)
-    cache = PagedKVCache(config, 512, BLOCK_SIZE, torch.float32, CPU)
-    spans = [(str(i), ids(n), n - 1, n) for i, n in enumerate((300, 500, 3000))]
-    backend = PackedAttention(cache, HEADS)
-    groups = backend.prepare(Paging(512, BLOCK_SIZE).batch(*spans)).folded
-    assert [group.kv.keys.shape[0] for group in groups] == [6, 3, 1]
-    assert backend.gather.scratch_bytes < 2 * _MAX_GATHERED_BYTES
-
-
 def test_negative_control_other_heads_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.engine.attention.packed._MAX_GATHERED_BYTES", 1)
     fill = KVGather.fill
@@ -315,32 +286,9 @@ def test_negative_control_other_heads_are_caught(monkeypatch: pytest.MonkeyPatch
     assert (scene.attend(PackedAttention) - scene.expected).abs().max() > 0.1
 
 
-def test_packed_needs_no_mask_where_causality_hides_nothing() -> None:
-    cache = PagedKVCache(small_config(), NUM_BLOCKS, BLOCK_SIZE, torch.float32, CPU)
-    count = _MAX_FOLDED_QUERIES + 1
-    batch = Paging(NUM_BLOCKS, BLOCK_SIZE).batch(
-        ("a", ids(20), 19, 20), ("b", ids(count), 0, count), ("c", ids(9), 7, 9)
-    )
-    metadata = PackedAttention(cache, HEADS).prepare(batch)
-    assert [group.mask is None for group in metadata.folded] == [True, False]
-    assert [group.mask is None for group in metadata.chunks] == [True]
-
-
 def test_cache_of_no_blocks() -> None:
     with pytest.raises(ValueError, match="both must be at least 1"):
         PagedKVCache(small_config(), 0, 16, torch.float32, CPU)
-
-
-def test_bytes_per_token() -> None:
-    assert kv_bytes_per_token(small_config(), torch.bfloat16) == 2 * 2 * KV_HEADS * HEAD_DIM * 2
-
-
-def test_spins_setting_has_as_many_rows_as_requests() -> None:
-    scene = make_scene([(200, 4), (30, 4), (25, 4), (100, 4)])
-    backend = DecomposedAttention(scene.cache, HEADS, as_many_rows)
-    plans = [call.plan for call in backend.prepare(scene.batch)]
-    assert [p.num_rows for p in plans] == [4]
-    assert plans[0].padding < 4
 
 
 def seen_in_window(scene: Scene, lengths: list[tuple[int, int]], window: int) -> torch.Tensor:
@@ -365,10 +313,3 @@ def test_no_row_sees_more_than_its_window(lengths: list[tuple[int, int]], window
     for kind in ATTENTION.values():
         found = scene.attend(kind, window=window)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-
-
-def test_packed_gathers_no_more_than_the_window() -> None:
-    scene = make_scene([(200, 1), (90, 4)])
-    metadata = PackedAttention(scene.cache, HEADS).prepare(scene.batch, 20)
-    assert [len(group.kv.slots) for group in metadata.folded] == [20, 23]
-    assert metadata.folded[0].mask is None

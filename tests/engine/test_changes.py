@@ -12,7 +12,7 @@ import pytest
 import torch
 from scipy import stats
 from tests.engine.sampling_toys import toy_table
-from tests.engine.small_family import VOCAB, write_family
+from tests.engine.small_family import VOCAB
 from tests.engine.test_exactness import load, make_loop, make_requests, run
 
 from penstock.core.types import Request, SamplingParams
@@ -132,8 +132,7 @@ def test_min_p_drops_what_is_less_likely_than_its_share_of_the_likeliest() -> No
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    family: dict[str, Path] = write_family(tmp_path_factory.mktemp("family"))
+def engine(family: dict[str, Path]) -> Engine:
     return load(family, "native")
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.engine.small_family import write_family
 from tests.engine.test_exactness import SAMPLINGS, load, make_loop, make_requests, run
 from tests.engine.test_tokenizer import metaspace, save
 from tests.products import slow
@@ -214,17 +211,9 @@ def test_a_verdict_ends_with_the_output(
     assert verdict.num_drafted == 4, "the target has computed them all"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module", params=["native", *slow(["eager"])])
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    return load(write_family(tmp_path_factory.mktemp("family")), request.param)
+def engine(request: pytest.FixtureRequest, family: dict[str, Path]) -> Engine:
+    return load(family, request.param)
 
 
 def ended(request: Request, output: tuple[int, ...], kind: str, spelt: Tokenizer) -> Request:

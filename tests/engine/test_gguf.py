@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,8 @@ import pytest
 import torch
 from tests.engine.small_gguf import KINDS, QUANTIZED, WIDE, finish, write_gguf
 from tests.engine.small_models import BEYOND_KERNELS, CASES, SHAPE, Case, Paging
+from tests.engine.test_loading import refusal
+from tests.products import covering
 
 from penstock.engine.eager import EagerRunner
 from penstock.engine.models.checkpoint import CheckpointError
@@ -22,8 +23,6 @@ from penstock.engine.models.gguf.file import GgufFile
 from penstock.engine.models.gguf.values import read_values
 from penstock.engine.models.quantized import QuantizedMatrix, Weight
 from penstock.engine.models.weights import load_weights, stored_weights
-from penstock.engine.native.library import native_library
-from penstock.engine.native.packing import Layout, Packer
 from penstock.engine.native.runner import NativeRunner
 from penstock.engine.runner import ModelRunner
 
@@ -45,16 +44,6 @@ def eager(path: Path, dtype: torch.dtype = torch.float32) -> EagerRunner:
     return EagerRunner.load(path, dtype, torch.device("cpu"), 16, 16)
 
 
-def refusal(path: Path, *parts: str) -> None:
-    """Loading must fail with one line that names the file and has all `parts`."""
-    with pytest.raises(CheckpointError) as caught:
-        load_weights(path, DecoderConfig.from_pretrained(path))
-    message = str(caught.value)
-    assert "\n" not in message
-    for part in (str(path), *parts):
-        assert part in message
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_type_gives_the_values_that_were_stored(kind: str, tmp_path: Path) -> None:
     saved = write_gguf(tmp_path / "model.gguf", wide("llama"), kind)
@@ -62,21 +51,14 @@ def test_every_type_gives_the_values_that_were_stored(kind: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "case", ["llama-tied", "llama-mha", "llama-bias", "llama-linear", "qwen2", "qwen3"]
+    "case",
+    [
+        *("llama-tied", "llama-mha", "llama-bias", "llama-linear", "llama-llama3", "llama-yarn"),
+        *("qwen2", "qwen3", "mistral", "phi3", "phi3-partial", "phi3-longrope"),
+        *("gemma3", "gemma3-scaled"),
+    ],
 )
 def test_every_architecture(case: str, tmp_path: Path) -> None:
-    saved = write_gguf(tmp_path / "model.gguf", CASES[case])
-    expected = saved.logits(IDS)
-    torch.testing.assert_close(logits(eager(saved.path)), expected, atol=2e-4, rtol=2e-4)
-    native = NativeRunner.load(saved.path, torch.float32, 16, 16, 1)
-    torch.testing.assert_close(logits(native), expected, atol=2e-4, rtol=2e-4)
-
-
-@pytest.mark.parametrize(
-    "case",
-    ["mistral", "phi3", "phi3-partial", "phi3-longrope", "llama-llama3", "gemma3", "gemma3-scaled"],
-)
-def test_architectures_beside_llamas(case: str, tmp_path: Path) -> None:
     known = CASES[case]
     if case.startswith("gemma3"):  # whose files leave these two unsaid
         usual = {"layer_types": None, "query_pre_attn_scalar": 16, "num_hidden_layers": 7}
@@ -94,11 +76,6 @@ def test_experts(kind: str, tmp_path: Path) -> None:
     changes = CASES["qwen3-moe-norm"].changes | WIDE | {"moe_intermediate_size": 96}
     case = dataclasses.replace(CASES["qwen3-moe-norm"], changes=changes)
     saved = write_gguf(tmp_path / "model.gguf", case, kind)
-    torch.testing.assert_close(logits(eager(saved.path)), saved.logits(IDS), atol=2e-4, rtol=2e-4)
-
-
-def test_yarn(tmp_path: Path) -> None:
-    saved = write_gguf(tmp_path / "model.gguf", CASES["llama-yarn"])
     torch.testing.assert_close(logits(eager(saved.path)), saved.logits(IDS), atol=2e-4, rtol=2e-4)
 
 
@@ -127,8 +104,9 @@ def test_a_matrix_dequantises_as_the_package_does(kind: str, tmp_path: Path) -> 
     assert torch.equal(rounded, expected.bfloat16())
 
 
-@pytest.mark.parametrize("kind", QUANTIZED)
-@pytest.mark.parametrize("case", ["llama", "qwen2", "phi3-partial"])
+@pytest.mark.parametrize(
+    ("kind", "case"), covering(QUANTIZED, ["llama", "qwen2", "phi3-partial"], strength=1)
+)
 def test_quantised_weights_stay_so_in_the_kernels(kind: str, case: str, tmp_path: Path) -> None:
     """Near the eager decoder, which dequantises them, and of no more memory than the file's."""
     saved = write_gguf(tmp_path / "model.gguf", wide(case), kind)
@@ -164,26 +142,6 @@ def test_matrices_as_the_file_has_them(case: str, tmp_path: Path) -> None:
         assert fused or [len(part) for part in parts] == [3, 2]
     # Memory is given back, not what the file holds.
     assert torch.equal(dequantized(stored["layers.0.o"]), expected["layers.0.o"])
-
-
-def test_formats_that_are_not_asked_for_are_dequantised(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    write_gguf(path, wide("llama"), lambda name: "Q8_0" if "v_proj" in name else "Q5_0")
-    config = DecoderConfig.from_pretrained(path)
-    expected = load_weights(path, config)
-    with stored_weights(path, config, torch.float32, ["Q8_0"]) as stored:
-        assert torch.equal(dequantized(stored["layers.1.qkv"]), expected["layers.1.qkv"])
-    kinds = [getattr(part, "kind", None) for part in stored["layers.1.qkv"]]
-    assert kinds == [None, None, "Q8_0"]
-    assert isinstance(stored["layers.1.o"], torch.Tensor)
-
-
-def test_config_fields(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "model.gguf", CASES["qwen3"], "BF16").path
-    config = DecoderConfig.from_pretrained(path)
-    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (6, 2, 16)
-    assert (config.vocab_size, config.max_position_embeddings) == (89, 256)
-    assert (config.variant.qk_norm, config.tie_word_embeddings) == (True, True)
 
 
 @pytest.mark.parametrize(("case", "dtype"), [("llama", torch.bfloat16), ("qwen2", torch.float32)])
@@ -286,39 +244,3 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
     refusal(tmp_path / "none.gguf", "No such file")
     (tmp_path / "folder.gguf").mkdir()
     refusal(tmp_path / "folder.gguf", "config.json: cannot be read")
-
-
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux says what is resident")
-@pytest.mark.parametrize("drops", [True, False])
-def test_packing_gives_back_what_it_has_read(drops: bool, tmp_path: Path) -> None:
-    """Matrix by matrix: the file is never in memory as a whole beside what is made of it."""
-    large = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 1}
-    case = wide("qwen2")
-    case = dataclasses.replace(case, changes=case.changes | large)
-    path = write_gguf(tmp_path / "model.gguf", case, "Q8_0").path
-    config = DecoderConfig.from_pretrained(path)
-    with stored_weights(path, config, torch.float32, ["Q8_0"]) as stored:
-        if not drops:
-            stored = {name: kept(weight) for name, weight in stored.items()}
-        layout = Layout(config, native_library().penstock_lanes())
-        Packer(stored, layout, bf16_pairs=False).pack(1)
-        share = resident_bytes(path) / path.stat().st_size
-    assert share < 0.5 if drops else share > 0.9
-
-
-def kept(weight: Weight) -> Weight:
-    if isinstance(weight, tuple):
-        return tuple(kept(part) for part in weight)  # type: ignore[misc]
-    is_plain = isinstance(weight, torch.Tensor)
-    return weight if is_plain else dataclasses.replace(weight, drop_pages=lambda: None)
-
-
-def resident_bytes(path: Path) -> int:
-    """Of the mappings of a file."""
-    found, counts = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
-            counts = line.endswith(str(path))
-        elif counts and line.startswith("Rss:"):
-            found += 1024 * int(line.split()[1])
-    return found

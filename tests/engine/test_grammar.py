@@ -146,14 +146,14 @@ def test_valid_and_the_same_whatever_is_drafted(
     params = SAMPLINGS[sampling]
     alone, accepted = run(
         make_loop(engine, drafters=()),
-        make_requests(tokenizer, params, 12, "none", max_draft_tokens=0),
+        make_requests(tokenizer, params, 8, "none", max_draft_tokens=0),
     )
     check_valid(tokenizer, alone)
     assert not accepted
     for drafter in ("none", *DRAFTERS):
-        drafted, accepted = run(make_loop(engine), make_requests(tokenizer, params, 12, drafter))
+        drafted, accepted = run(make_loop(engine), make_requests(tokenizer, params, 8, drafter))
         assert drafted == alone, drafter
-        assert accepted > 12, "forced tokens at least"
+        assert accepted > 8, "forced tokens at least"
 
 
 def test_in_lanes_of_their_own(engine: Engine, tokenizer: Tokenizer) -> None:

@@ -86,21 +86,6 @@ def test_codes_are_the_nearest_of_the_stored_scale() -> None:
     assert errors[1] < 0.97 * errors[0]
 
 
-def test_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.engine.models import integers, shards
-
-    write_checkpoint(tmp_path / "floats", wide("llama"))
-    quantize_folder(tmp_path / "floats", tmp_path / "one", "int4")
-    monkeypatch.setattr(
-        integers, "save_sharded", lambda folder, tensors: shards.save_sharded(folder, tensors, 9999)
-    )
-    quantize_folder(tmp_path / "floats", tmp_path / "many", "int4")
-    assert len([*(tmp_path / "many").glob("*.safetensors")]) > 3
-    config = DecoderConfig.from_pretrained(tmp_path / "one")
-    one, many = (load_weights(tmp_path / name, config) for name in ("one", "many"))
-    assert all(torch.equal(one[name], many[name]) for name in one)
-
-
 @pytest.mark.parametrize("weights", FORMATS)
 def test_the_format_s_own_library_reads_the_same(weights: str, tmp_path: Path) -> None:
     library = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")

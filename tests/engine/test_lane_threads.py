@@ -5,15 +5,15 @@ from __future__ import annotations
 import gc
 import select
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engine.small_family import make_unreliable, write_family
-from tests.engine.test_exactness import DRAFTERS, SAMPLINGS, make_loop, make_requests, run
+from tests.engine.small_family import make_unreliable
+from tests.engine.test_exactness import SAMPLINGS, load, make_loop, make_requests, run
 
-from penstock.config import NGRAM, EngineConfig
 from penstock.core.types import DraftOrder, Request, StepPlan
-from penstock.engine.build import Engine, load_engine
+from penstock.engine.build import Engine
 from penstock.engine.lanes import Lanes, TicketQueue
 from penstock.engine.verifier import Verifier
 
@@ -21,20 +21,8 @@ PATIENCE_S = 30
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    paths = write_family(tmp_path_factory.mktemp("family"))
-    drafters = {name: str(paths[name]) for name in DRAFTERS[:3]} | {"ngram": NGRAM}
-    return load_engine(
-        EngineConfig(
-            target=paths["target"],
-            drafters=drafters,
-            dtype="float32",
-            kv_tokens=32 * 256,
-            num_threads=2,
-            pipeline="2",
-        ),
-        calibrated=False,
-    )
+def engine(family: dict[str, Path]) -> Engine:
+    return load(family, "auto", num_threads=2, pipeline="2")
 
 
 def test_changes_wait_for_the_turns_before_them() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.engine.small_family import VOCAB, write_family
+from tests.engine.small_family import VOCAB
 from tests.engine.test_sessions import (
     FILTERED,
     GREEDY,
@@ -32,11 +32,6 @@ from penstock.engine.eager import EagerRunner
 
 COUPLED = [GREEDY, SEEDED, FILTERED]
 Make = Callable[..., tuple[DraftingSessions, CountingRunner]]
-
-
-@pytest.fixture(scope="module")
-def family(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return write_family(tmp_path_factory.mktemp("family"))
 
 
 @pytest.fixture
@@ -197,16 +192,6 @@ def test_a_branch_that_comes_true_costs_nothing_more(make: Make) -> None:
     size = min(2, len(path))
     assert draft(sessions, "r", len(other.text), size).token_ids == path[:size]
     assert runner.num_passes == before
-
-
-def test_an_order_comes_before_everything_ahead(make: Make) -> None:
-    sessions, runner = make()
-    sessions.begin("ahead", PROMPT, SEEDED, sends_lines=True)
-    grow(sessions, 3)
-    sessions.begin("due", PROMPT[:5], GREEDY, sends_lines=True)
-    before = runner.num_rows
-    draft(sessions, "due", 5, 3)
-    assert runner.num_rows - before == 5 + 2, "nothing else was computed"
 
 
 def test_memory_and_what_is_sent_are_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

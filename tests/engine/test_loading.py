@@ -13,19 +13,24 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.engine.small_models import CASES, SHAPE, Checkpoint, Paging, write_checkpoint
+from tests.engine.small_models import (
+    CASES,
+    SHAPE,
+    Checkpoint,
+    Checkpoints,
+    Paging,
+    write_checkpoint,
+)
 from transformers import LlamaForCausalLM
 
 from penstock.engine.eager import EagerRunner
 from penstock.engine.models.checkpoint import CheckpointError
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.dtypes import resolve_dtype
-from penstock.engine.models.rope import Rope
 from penstock.engine.models.rope_table import RopeTable
 from penstock.engine.models.weights import load_weights, weight_specs
 
 CPU = torch.device("cpu")
-Checkpoints = Callable[[str], Checkpoint]
 Broken = Callable[[str], Path]
 
 
@@ -47,21 +52,6 @@ def refusal(path: Path, *parts: str) -> None:
     assert "\n" not in message
     for part in (str(path), *parts):
         assert part in message
-
-
-def test_config_fields(checkpoint: Checkpoints) -> None:
-    config = DecoderConfig.from_pretrained(checkpoint("qwen3-bias").path)
-    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (6, 2, 16)
-    assert (config.q_size, config.kv_size, config.hidden_size) == (96, 32, 48)
-    variant = config.variant
-    assert (variant.qk_norm, variant.qkv_bias, variant.o_bias) == (True, True, True)
-    assert config.dtype == torch.float32
-    assert config.eos_token_ids == (2,)
-
-
-def test_qwen2_has_biases_but_not_on_its_output(checkpoint: Checkpoints) -> None:
-    variant = DecoderConfig.from_pretrained(checkpoint("qwen2").path).variant
-    assert (variant.qk_norm, variant.qkv_bias, variant.o_bias) == (False, True, False)
 
 
 @pytest.mark.parametrize(
@@ -218,18 +208,6 @@ def test_ends_of_text_that_are_no_ids(broken: Broken) -> None:
     refusal(path, "token ids that end a text are ('x',)")
 
 
-def test_a_window_that_no_layer_uses(broken: Broken) -> None:
-    path = broken("qwen2")
-    edit_json(
-        path / "config.json",
-        layer_types=None,
-        use_sliding_window=False,
-        sliding_window=8,
-        max_window_layers=0,
-    )
-    assert load(path)
-
-
 @pytest.mark.parametrize("content", ["{", "[]", "", '{"a":' * 100_000])
 def test_broken_config_json(broken: Broken, content: str) -> None:
     path = broken("llama")
@@ -242,17 +220,6 @@ def test_missing_files(broken: Broken, tmp_path: Path) -> None:
     (path / "config.json").unlink()
     refusal(path, "config.json", "No such file")
     refusal(tmp_path / "nowhere", "no such folder")
-
-
-def test_rope_scaling_checks_itself() -> None:
-    with pytest.raises(ValueError, match="allowed: default, linear, dynamic, llama3, yarn, longr"):
-        Rope(rope_type="ntk", factor=2.0)
-    with pytest.raises(ValueError, match="other than 1 it is allowed with default"):
-        Rope(1e4, "yarn", 2.0, original_max_position_embeddings=8, partial_rotary_factor=0.5)
-    with pytest.raises(ValueError, match="low_freq_factor is None"):
-        Rope(1e4, "llama3", 2.0, original_max_position_embeddings=8, high_freq_factor=4.0)
-    with pytest.raises(ValueError, match="must be below high_freq_factor"):
-        Rope(1e4, "llama3", 2.0, 8, low_freq_factor=4.0, high_freq_factor=4.0)
 
 
 @pytest.mark.parametrize("case", ["phi3", "phi3-partial", "gemma3", "qwen3-moe"])
@@ -268,22 +235,6 @@ def test_every_tensor_has_the_shape_that_is_said(checkpoint: Checkpoints, case: 
         assert weight.dtype == (torch.float32 if specs[name].is_norm else torch.bfloat16)
     sources = [source for spec in specs.values() for source, _ in spec.sources]
     assert sorted(sources) == sorted(load_file(saved.path / "model.safetensors"))
-
-
-@pytest.mark.parametrize("case", ["llama", "llama-bias", "qwen2", "qwen3"])
-def test_weights_are_stacked(checkpoint: Checkpoints, case: str) -> None:
-    saved = checkpoint(case)
-    config = DecoderConfig.from_pretrained(saved.path)
-    weights = load_weights(saved.path, config)
-    assert {n: tuple(w.shape) for n, w in weights.items()} == {
-        spec.name: spec.shape for spec in weight_specs(config)
-    }
-    theirs = saved.model.state_dict()
-    attention = [theirs[f"model.layers.1.self_attn.{x}_proj.weight"] for x in "qkv"]
-    mlp = [theirs[f"model.layers.1.mlp.{x}_proj.weight"] for x in ("gate", "up")]
-    assert torch.equal(weights["layers.1.qkv"], torch.cat(attention))
-    assert torch.equal(weights["layers.1.gate_up"], torch.cat(mlp))
-    assert ("lm_head" in weights) == (not config.tie_word_embeddings)
 
 
 @pytest.mark.parametrize("sharded", [False, True])

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engine.small_family import write_family
 from typer.testing import CliRunner
 
 from penstock.cli import app
@@ -20,8 +19,7 @@ GRID = ProfileGrid((1, 2, 4), (0, 3), (16, 64), (1, 8, 64), repeats=2, together_
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    family = write_family(tmp_path_factory.mktemp("family"))
+def settings(family: dict[str, Path]) -> dict[str, Any]:
     return {
         "target": family["target"],
         "drafters": {"near": str(family["near"]), "far": str(family["far"]), "look": "ngram"},

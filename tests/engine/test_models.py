@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from tests.engine.small_models import CASES, SHAPE, Checkpoint, Paging
+from tests.engine.small_models import CASES, SHAPE, Checkpoint, Checkpoints, Paging, tokens
+from tests.products import covering
 
 from penstock.engine.backends import ATTENTION
 from penstock.engine.batch import RaggedBatch
@@ -20,14 +20,8 @@ CPU = torch.device("cpu")
 TOLERANCE = {"rtol": 0.0, "atol": 1e-4}
 NUM_BLOCKS, BLOCK_SIZE = 64, 8
 
-Checkpoints = Callable[[str], Checkpoint]
 
-every_case = pytest.mark.parametrize("case", CASES)
 every_backend = pytest.mark.parametrize("attention", ATTENTION)
-
-
-def tokens(count: int, seed: int = 0) -> npt.NDArray[np.int64]:
-    return np.random.default_rng(seed).integers(SHAPE["vocab_size"], size=count)
 
 
 def load(
@@ -38,31 +32,7 @@ def load(
     )
 
 
-@every_backend
-@every_case
-def test_whole_prefill(checkpoint: Checkpoints, case: str, attention: str) -> None:
-    saved, ids = checkpoint(case), tokens(77)
-    batch = Paging(NUM_BLOCKS, BLOCK_SIZE).batch(("a", ids, 0, 77))
-    logits = load(saved, attention).forward(batch)
-    assert logits.dtype == torch.float32
-    torch.testing.assert_close(logits, saved.logits(ids), **TOLERANCE)
-
-
-@every_backend
-@every_case
-def test_chunked_prefill_then_decode(checkpoint: Checkpoints, case: str, attention: str) -> None:
-    saved, ids = checkpoint(case), tokens(100)
-    runner, paging = load(saved, attention), Paging(NUM_BLOCKS, BLOCK_SIZE)
-    edges = [0, 5, 8, 9, 50, 97, 98, 99, 100]
-    logits = [
-        runner.forward(paging.batch(("a", ids, start, stop)))
-        for start, stop in itertools.pairwise(edges)
-    ]
-    torch.testing.assert_close(torch.cat(logits), saved.logits(ids), **TOLERANCE)
-
-
-@every_backend
-@every_case
+@pytest.mark.parametrize(("case", "attention"), covering(CASES, ATTENTION, strength=1))
 def test_ragged_mix(checkpoint: Checkpoints, case: str, attention: str) -> None:
     """Prefill, chunks, verification and decoding of seven sequences in the same batches."""
     saved = checkpoint(case)
@@ -98,9 +68,9 @@ def test_only_the_rows_that_are_asked_for(checkpoint: Checkpoints) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["llama-tied", "llama-bias", "qwen3", "phi3-partial", "gemma3-scaled", "mistral-window"]
+    ("case", "attention"),
+    covering(["llama-tied", "qwen3", "phi3-partial", "gemma3-scaled"], ATTENTION, strength=1),
 )
-@every_backend
 def test_bfloat16_stays_near_float32(checkpoint: Checkpoints, case: str, attention: str) -> None:
     saved, ids = checkpoint(case), tokens(60)
     runner = load(saved, attention, torch.bfloat16)

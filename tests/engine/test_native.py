@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from tests.engine.small_models import (
     BEYOND_KERNELS,
     CASES,
-    SHAPE,
     Checkpoint,
+    Checkpoints,
     Paging,
     in_pieces,
+    tokens,
     write_checkpoint,
 )
 
@@ -30,13 +29,8 @@ from penstock.engine.native.runner import NativeRunner
 TOLERANCE = {"rtol": 0.0, "atol": 1e-4}
 NUM_BLOCKS = 100
 
-Checkpoints = Callable[[str], Checkpoint]
 
 every_case = pytest.mark.parametrize("case", [c for c in CASES if c not in BEYOND_KERNELS])
-
-
-def tokens(count: int, seed: int = 0) -> npt.NDArray[np.int64]:
-    return np.random.default_rng(seed).integers(SHAPE["vocab_size"], size=count)
 
 
 def load(
@@ -47,15 +41,6 @@ def load(
 
 def paging(runner: NativeRunner) -> Paging:
     return Paging(runner.num_blocks, runner.block_size)
-
-
-@every_case
-def test_whole_prefill(checkpoint: Checkpoints, case: str) -> None:
-    saved, ids = checkpoint(case), tokens(177)
-    runner = load(saved.path, threads=2)
-    logits = runner.forward(paging(runner).batch(("a", ids, 0, 177)))
-    assert logits.dtype == torch.float32
-    torch.testing.assert_close(logits, saved.logits(ids), **TOLERANCE)
 
 
 @every_case
@@ -194,36 +179,6 @@ def test_what_unused_slots_hold_is_never_read(
         logits = [r.forward(paging(r).batch(("a", ids, start, stop))) for r in (clean, poisoned)]
         assert logits[0].isfinite().all()
         assert torch.equal(*logits)
-
-
-def test_a_rejected_draft_leaves_no_trace(checkpoint: Checkpoints) -> None:
-    path, ids, wrong = checkpoint("qwen2").path, tokens(60), tokens(60, seed=1)
-    straight, turned_back = load(path), load(path)
-    expected = straight.forward(paging(straight).batch(("a", ids, 0, 60)))
-    place = paging(turned_back)
-    turned_back.forward(place.batch(("a", ids, 0, 50)))
-    turned_back.forward(place.batch(("a", np.concatenate([ids[:52], wrong]), 50, 58)))
-    again = turned_back.forward(place.batch(("a", ids, 52, 60)))
-    assert torch.equal(again, expected[52:])
-
-
-def test_only_the_rows_that_are_asked_for(checkpoint: Checkpoints) -> None:
-    path, ids = checkpoint("qwen3").path, tokens(30)
-    runner = load(path)
-    place = paging(runner)
-    whole = runner.forward(place.batch(("a", ids, 0, 20), ("b", ids, 0, 9)))
-    last = runner.forward(place.batch(("a", ids, 0, 20), ("b", ids, 0, 9), logits="last"))
-    assert torch.equal(last, whole[[19, 28]])
-    silent = dataclasses.replace(
-        place.batch(("a", ids, 20, 25)), logits_rows=np.empty(0, dtype=np.int32)
-    )
-    assert runner.forward(silent).shape == (0, SHAPE["vocab_size"])
-
-
-def test_an_empty_batch_is_no_error(checkpoint: Checkpoints) -> None:
-    runner = load(checkpoint("llama").path)
-    batch = paging(runner).batch(("a", tokens(9), 4, 4))
-    assert runner.forward(dataclasses.replace(batch, logits_rows=batch.token_ids)).shape[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from tests.engine.small_models import SHAPE, Checkpoint, Paging
+from tests.engine.small_models import SHAPE, Checkpoint, Checkpoints, Paging, tokens
 
 from penstock.core.learn.confidence import EDGES, Stop
 from penstock.core.types import DraftOrder, Request, SamplingParams, Verdict
@@ -28,12 +27,6 @@ TEMPERATURES = np.array([0.0, 0.0, 0.7, 1.0, 1.5])
 SEEDS = np.array([3, 0, 2**64 - 1, 5, 11], dtype=np.uint64)
 SALTS = np.array([0, 0, Salt.TARGET, Salt.DRAFT, Salt.TARGET], dtype=np.int32)
 SPANS = [(0, 9), (3, 8), (0, 1), (7, 8), (0, 50)]
-
-Checkpoints = Callable[[str], Checkpoint]
-
-
-def tokens(count: int, seed: int = 0) -> npt.NDArray[np.int64]:
-    return np.random.default_rng(seed).integers(SHAPE["vocab_size"], size=count)
 
 
 def load(
@@ -192,26 +185,6 @@ def test_a_drafter_learns_how_far_its_confidence_goes(checkpoint: Checkpoints) -
     drafter.forget("r")
     short = drafter.draft([order], [text]).drafts[0]
     assert len(short.token_ids) < len(long.token_ids)
-
-
-def test_the_text_goes_on_after_a_draft(checkpoint: Checkpoints) -> None:
-    """What a draft wrote beyond the verified text is overwritten and changes nothing."""
-    drafted, plain = load(checkpoint("llama")), load(checkpoint("llama"))
-    batch, texts = prepared(drafted)
-    drafted.draft(batch, STEPS, TEMPERATURES, SEEDS, SALTS)
-    same, _ = prepared(plain)
-    plain.forward(same)
-    everyone = list(range(len(SPANS)))
-    following = [int(texts[i][SPANS[i][1]]) for i in everyone]
-    logits = [r.forward(one_row_each(batch, everyone, following, 1)) for r in (drafted, plain)]
-    assert torch.equal(*logits)
-
-
-def test_drafting_nothing_only_catches_up(checkpoint: Checkpoints) -> None:
-    runner = load(checkpoint("llama"))
-    batch, _ = prepared(runner)
-    draft = runner.draft(batch, np.zeros_like(STEPS), TEMPERATURES, SEEDS, SALTS)
-    assert draft.token_ids.shape == (5, 0)
 
 
 @pytest.mark.parametrize(

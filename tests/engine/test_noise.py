@@ -24,11 +24,6 @@ VOCAB_SIZE = 256
 CHANCE = 1e-4  # for each of the several dozen p-values below; keys are fixed
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
-
-
 def keys_of(seed: int, salt: Salt = Salt.TARGET, num_rows: int = NUM_ROWS) -> np.ndarray:
     return row_keys(np.full(num_rows, seed, dtype=np.uint64), np.arange(num_rows), salt)
 
@@ -120,22 +115,19 @@ def test_neighbouring_tokens_are_independent(distance: int) -> None:
     assert pair_p_value(hashed[:, :-distance], hashed[:, distance:]) > CHANCE
 
 
-@pytest.mark.parametrize("distance", [1, 2, 16, 1024])
-def test_neighbouring_positions_are_independent(distance: int) -> None:
-    hashed = token_hash(keys_of(2), VOCAB_SIZE)
-    assert pair_p_value(hashed[:-distance], hashed[distance:]) > CHANCE
+KEY_PAIRS = {
+    **{f"positions {n} apart": (keys_of(2)[:-n], keys_of(2)[n:]) for n in (1, 2, 16, 1024)},
+    **{f"seeds {n} apart": (keys_of(7), keys_of(7 + n)) for n in (1, 2**31, 2**32, 2**63)},
+    **{
+        f"{salt.name} and TARGET": (keys_of(4), keys_of(4, salt))
+        for salt in (Salt.DRAFT, Salt.ACCEPT, Salt.RESIDUAL)
+    },
+}
 
 
-@pytest.mark.parametrize("difference", [1, 2**31, 2**32, 2**63])
-def test_neighbouring_seeds_are_independent(difference: int) -> None:
-    first, second = (token_hash(keys_of(seed), VOCAB_SIZE) for seed in (7, 7 + difference))
-    assert pair_p_value(first, second) > CHANCE
-
-
-@pytest.mark.parametrize("salt", [Salt.DRAFT, Salt.ACCEPT, Salt.RESIDUAL])
-def test_purposes_are_independent(salt: Salt) -> None:
-    first, second = (token_hash(keys_of(4, each), VOCAB_SIZE) for each in (Salt.TARGET, salt))
-    assert pair_p_value(first, second) > CHANCE
+@pytest.mark.parametrize("keys", KEY_PAIRS.values(), ids=KEY_PAIRS)
+def test_neighbouring_keys_are_independent(keys: tuple[np.ndarray, np.ndarray]) -> None:
+    assert pair_p_value(*(token_hash(each, VOCAB_SIZE) for each in keys)) > CHANCE
 
 
 def test_gumbel_moments_and_shape() -> None:

@@ -15,6 +15,7 @@ from tests.engine.small_family import write_family
 from tests.engine.small_gguf import QUANTIZED, WIDE, write_gguf
 from tests.engine.small_models import CASES
 from tests.engine.test_exactness import load, make_loop, make_requests, run
+from tests.products import covering
 
 from penstock.core.loop import Loop
 from penstock.core.types import Arrive, FinishReason, Output, Request, SamplingParams
@@ -77,9 +78,10 @@ def outputs_of(loop: Loop, requests: Sequence[Request]) -> list[Output]:
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", SAMPLINGS)
-@pytest.mark.parametrize("backend", ["eager", "native"])
+@pytest.mark.parametrize(
+    ("backend", "name", "value"),
+    covering(["eager", "native"], SAMPLINGS, [float("nan"), float("inf")], strength=1),
+)
 def test_the_targets_end_their_own_request_alone(
     tmp_path: Path, backend: str, name: str, value: float
 ) -> None:
@@ -100,8 +102,10 @@ def test_the_targets_end_their_own_request_alone(
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("name", ["greedy", "coupled", "ratio", "filtered"])
-@pytest.mark.parametrize("backend", ["eager", "native"])
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    covering(["eager", "native"], ["greedy", "coupled", "ratio", "filtered"], strength=1),
+)
 def test_a_drafters_end_its_draft(tmp_path: Path, backend: str, name: str) -> None:
     family = write_family(tmp_path)
     asked = requests_of(SAMPLINGS[name], "near")

@@ -134,6 +134,7 @@ def test_every_architecture(case: str, monkeypatch: pytest.MonkeyPatch, tmp_path
     assert read(tmp_path, content) == theirs
 
 
+@pytest.mark.slow
 def test_the_bundled_family_needs_no_transformers() -> None:
     """Nor does the engine before it knows its models."""
     path = str(model_path(DEFAULT_TARGET))

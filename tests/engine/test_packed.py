@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.engine.small_gguf import WIDE
 from tests.engine.small_models import CASES, Case, write_checkpoint
+from tests.engine.test_loading import refusal
 from tests.products import covering
 
-from penstock.engine.models.checkpoint import CheckpointError
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.quantized import QuantizedMatrix
 from penstock.engine.models.weights import load_weights, stored_weights
@@ -296,12 +296,3 @@ def test_damaged_tensors(
     damaged = damage(tensors.pop(full))
     save_file(tensors | ({} if damaged is None else {full: damaged}), file, {"format": "pt"})
     refusal(tmp_path, full, reason)
-
-
-def refusal(path: Path, *parts: str) -> None:
-    with pytest.raises(CheckpointError) as caught:
-        load_weights(path, DecoderConfig.from_pretrained(path))
-    message = str(caught.value)
-    assert "\n" not in message
-    for part in (str(path), *parts):
-        assert part in message

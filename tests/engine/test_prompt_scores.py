@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.engine.small_family import write_family
 from tests.engine.test_exactness import load, make_loop, make_requests
+from tests.products import slow
 from transformers import LlamaForCausalLM
 
 from penstock.core.loop import Loop
@@ -20,12 +20,7 @@ SCORED = SamplingParams(temperature=0.0, num_logprobs=2, num_prompt_logprobs=2)
 PLAIN = SamplingParams(temperature=0.0)
 
 
-@pytest.fixture(scope="module")
-def family(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return write_family(tmp_path_factory.mktemp("family"))
-
-
-@pytest.fixture(scope="module", params=["eager", "native"])
+@pytest.fixture(scope="module", params=["native", *slow(["eager"])])
 def engine(request: pytest.FixtureRequest, family: dict[str, Path]) -> Engine:
     return load(family, request.param)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from tests.engine.sampling_toys import Loop as ToyLoop
 from tests.engine.sampling_toys import joint_p_value, sampling_rows, toy_table
-from tests.engine.small_family import VOCAB, write_family
+from tests.engine.small_family import VOCAB
 
 from penstock.config import EngineConfig, PolicyConfig
 from penstock.core.types import (
@@ -39,20 +40,11 @@ PROMPT = tuple(b"from elsewhere ")
 NUM_TOKENS = 30
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    paths = write_family(tmp_path_factory.mktemp("family"))
+def loaded(family: dict[str, Path]) -> Engine:
     return load_engine(
         EngineConfig(
-            target=paths["target"],
+            target=family["target"],
             dtype="float32",
             backend="eager",
             kv_tokens=4096,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tests.engine.small_family import VOCAB, write_family
+from tests.engine.small_family import VOCAB
 
 from penstock.core.types import Request, SamplingParams
 from penstock.engine.audit import Audit, Auditor
@@ -22,19 +21,6 @@ from penstock.transport.wire import truncate, weight_rows
 
 TEXT = tuple(b"an honest day's work ")
 SAMPLING = SamplingParams(temperature=0.9, seed=4, verification="ratio")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def family(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return write_family(tmp_path_factory.mktemp("family"))
 
 
 def drafted(

@@ -12,17 +12,16 @@ import numpy as np
 import pytest
 import torch
 from tests.core.world import replace_policies
-from tests.engine.small_family import VOCAB, write_family
-from tests.engine.test_exactness import DRAFTERS, SAMPLINGS, make_loop, make_requests, run
-from tests.products import covering
+from tests.engine.small_family import VOCAB
+from tests.engine.test_exactness import DRAFTERS, SAMPLINGS, load, make_loop, make_requests, run
+from tests.products import covering, slow
 
-from penstock.config import NGRAM, EngineConfig
 from penstock.core.policies.registry import make_policy
 from penstock.core.policies.selection import ReplayProposal, SelectionPolicy
 from penstock.core.state import RequestState
 from penstock.core.types import Arrive, DraftOrder, Replayed, Request, SamplingParams
 from penstock.core.view import View
-from penstock.engine.build import Engine, load_engine
+from penstock.engine.build import Engine
 from penstock.engine.drafters.lookup import LookupDrafter
 from penstock.engine.drafters.model import ModelDrafter
 from penstock.engine.sequences import TokenBuffer
@@ -32,24 +31,9 @@ PROMPT, OUTPUT = 9, 50
 RATIO = SamplingParams(temperature=0.9, verification="ratio")
 
 
-@pytest.fixture(scope="module", params=["eager", "native"])
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    return _load(write_family(tmp_path_factory.mktemp("family")), request.param)
-
-
-def _load(paths: dict[str, Path], backend: str) -> Engine:
-    drafters = {name: str(paths[name]) for name in DRAFTERS[:3]} | {"ngram": NGRAM}
-    return load_engine(
-        EngineConfig(
-            target=paths["target"],
-            drafters=drafters,
-            dtype="float32",
-            backend=backend,
-            kv_tokens=32 * 256,
-            num_threads=1,
-        ),
-        calibrated=False,
-    )
+@pytest.fixture(scope="module", params=["native", *slow(["eager"])])
+def engine(request: pytest.FixtureRequest, family: dict[str, Path]) -> Engine:
+    return load(family, request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -157,17 +141,6 @@ def test_a_position_that_was_drafted_at_is_left_to_its_verdict(engine: Engine) -
     assert found.num_tokens == 9
 
 
-def test_only_the_latest_tokens_of_a_long_text_are_counted(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("penstock.engine.drafters.model.MOST_EVALUATED", 10)
-    drafter = engine.executor.drafters["near"]
-    text = make_text(engine, SAMPLINGS["coupled"])
-    right = really_drafted(drafter, text, text.length - 9, text.length)
-    found = replay(drafter, text, [0, text.length])[0]
-    assert (found.num_tokens, found.num_matched) == (9, sum(right))
-
-
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_ratio_requests_and_plain_catch_ups_are_not_counted(engine: Engine, name: str) -> None:
     drafter = engine.executor.drafters[name]
@@ -231,8 +204,7 @@ def loop_with(engine: Engine, policy: SelectionPolicy, **options: Any) -> Any:
     return loop
 
 
-@pytest.mark.parametrize("batch", [1, 8])
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize(("sampling", "batch"), covering(SAMPLINGS, [1, 8], strength=1))
 def test_replays_in_every_round_change_no_token(engine: Engine, sampling: str, batch: int) -> None:
     requests = make_requests(SAMPLINGS[sampling], batch, "none")
     alone, _ = run(make_loop(engine), requests)

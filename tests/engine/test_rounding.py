@@ -16,7 +16,7 @@ from penstock.engine.backends import load_runner
 from penstock.engine.batch import BatchWriter
 from penstock.engine.drafters.model import ModelDrafter
 from penstock.engine.executor import RunnerExecutor
-from penstock.engine.models.quantized import QuantizedMatrix, dequantize_into
+from penstock.engine.models.quantized import QuantizedMatrix
 from penstock.engine.models.rounding import KIND, encode, round_weights
 from penstock.engine.native.runner import NativeRunner
 from penstock.engine.runner import ModelRunner
@@ -47,14 +47,6 @@ def test_codes_are_nearer_than_those_of_the_format_s_own_library(shape: str) -> 
     assert (own <= 1.1 * theirs).float().mean() > 0.95
 
 
-def test_blocks_without_a_range() -> None:
-    values = torch.zeros(2, 64)
-    values[1] = 0.25
-    found = torch.empty(2, 64)
-    dequantize_into(KIND, encode(values), found)
-    assert torch.equal(found, values)
-
-
 def test_what_is_rounded() -> None:
     torch.manual_seed(2)
     large, embedding = torch.randn(64, 64), torch.randn(128, 64).to(torch.bfloat16)
@@ -82,16 +74,6 @@ def test_what_is_rounded() -> None:
         assert isinstance(matrix, QuantizedMatrix)
         error = (matrix.dequantize() - before).norm() / before.norm()
         assert 0.02 < error < 0.1, name
-
-
-def test_a_large_matrix_is_rounded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = torch.randn(70, 64)
-    whole = round_weights({"embed_tokens": values}, 1)["lm_head"]
-    monkeypatch.setattr("penstock.engine.models.rounding._CHUNK", 64 * 8)
-    parts = round_weights({"embed_tokens": values}, 1)["lm_head"]
-    assert isinstance(whole, QuantizedMatrix)
-    assert isinstance(parts, QuantizedMatrix)
-    assert torch.equal(whole.data, parts.data)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.engine.small_family import VOCAB, write_family
+from tests.engine.small_family import VOCAB
 
 from penstock.core.drafting.lines import SessionOrder, TopWeights
 from penstock.core.drafting.sessions import DraftingSessions, SessionDraft
@@ -56,11 +56,6 @@ class CountingRunner:
         self.num_passes += 1
         self.num_rows += batch.num_tokens
         return self._runner.forward(batch)
-
-
-@pytest.fixture(scope="module")
-def family(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return write_family(tmp_path_factory.mktemp("family"))
 
 
 @pytest.fixture
@@ -159,16 +154,6 @@ def test_a_draft_made_ahead_is_sent_at_once(make, sampling: SamplingParams) -> N
     second = draft(sessions, "r", len(PROMPT) + 5, 4)
     assert runner.num_passes == before
     assert len(second.token_ids) == 4
-
-
-def test_draft_ahead_ends_at_its_bound(make) -> None:
-    sessions, runner = make("same")
-    sessions.begin("r", PROMPT, GREEDY)
-    settle(sessions)
-    assert runner.num_passes <= 6
-    draft(sessions, "r", len(PROMPT), 3)
-    settle(sessions)
-    assert len(sessions._sessions["r"].guesses) <= 3 + 1 + 3
 
 
 def test_a_due_draft_does_not_wait_for_what_is_drafted_ahead(make) -> None:
@@ -299,29 +284,6 @@ def test_a_full_cache_evicts_and_changes_nothing(make) -> None:
     assert small.proposer.kv_usage == 0
 
 
-def test_draft_ahead_takes_no_memory_from_others(make) -> None:
-    sessions, runner = make(num_blocks=4)
-    sessions.begin("first", range(50), GREEDY)
-    settle(sessions)
-    sessions.begin("second", range(60, 80), GREEDY)
-    settle(sessions)
-    before = runner.num_rows
-    assert len(draft(sessions, "first", 50, 1).token_ids) == 1
-    assert runner.num_rows - before <= 1
-    assert len(draft(sessions, "second", 20, 3).token_ids) == 3
-
-
-def test_what_is_unlikely_to_be_of_use_is_not_drafted_ahead(
-    make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("penstock.core.drafting.sessions.LEAST_CHANCE", 0.5)
-    sessions, _ = make("far")
-    sessions.begin("r", PROMPT, GREEDY)
-    draft(sessions, "r", len(PROMPT), 8)
-    settle(sessions)
-    assert len(sessions._sessions["r"].guesses) == 8
-
-
 def test_a_text_that_cannot_fit_gets_an_empty_draft(make) -> None:
     sessions, _ = make(num_blocks=2)
     sessions.begin("r", range(100), GREEDY)
@@ -413,25 +375,3 @@ def test_confidence_is_calibrated() -> None:
         calibration.observe([confidence], int(rng.random() < 0.5 * confidence))
     for confidence in (0.2, 0.6, 0.95, 1.0):
         assert calibration.acceptance(confidence) == pytest.approx(0.5 * confidence, abs=0.12)
-
-
-def test_sessions_learn_how_far_their_confidence_goes(make) -> None:
-    """`far` is hardly ever right, however sure: after a while it expects no more of itself."""
-    sessions, _ = make("far")
-    sessions.begin("r", PROMPT, GREEDY)
-    text_len = len(PROMPT)
-    before = sessions._acceptance(sessions._sessions["r"], sessions_guess(sessions))
-    for number in range(60):
-        made = draft(sessions, "r", text_len, 1)
-        wrong = (made.token_ids[0] + 1 + number) % VOCAB
-        sessions.extend("r", [wrong], 0)
-        text_len += 1
-    after = sessions._acceptance(sessions._sessions["r"], sessions_guess(sessions))
-    assert after < min(before, 0.35)
-
-
-def sessions_guess(sessions: DraftingSessions):
-    session = sessions._sessions["r"]
-    while not session.guesses:
-        sessions.step()
-    return session.guesses[0]

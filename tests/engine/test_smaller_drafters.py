@@ -11,23 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from tests.core.world import Rotating
 from tests.engine.small_family import VOCAB, make_unreliable, write_family, write_tokenizer
-from tests.engine.test_exactness import BACKENDS, SAMPLINGS, make_requests, run
-from tests.products import covering
+from tests.engine.test_exactness import BACKENDS, SAMPLINGS, Alone, make_loop, make_requests, run
+from tests.products import covering, slow
 from transformers import LlamaForCausalLM
 
 from penstock.config import EngineConfig
-from penstock.core.kv.blocks import BlockPool
-from penstock.core.loop import Loop
-from penstock.core.policies.registry import make_pipeline, make_policy
-from penstock.core.scheduler import Scheduler
 from penstock.core.types import Request, SamplingParams
 from penstock.engine.build import Engine, load_engine
 
 FEWER, MORE, SHORT = 200, 300, 40
 DRAFTERS = ("short", "fewer", "more")
-PIPELINES = ("inline", "2", "async")
+PIPELINES = ("off", "2", "async")
+FAILING = (frozenset({2, 3, 5}), range(1000))
 RATIO = SamplingParams(temperature=0.9, verification="ratio")
 
 
@@ -65,10 +61,8 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
-def alone(engine: Engine) -> dict[str, list[tuple[int, ...]]]:
-    """Target-only output of each request."""
-    loop = make_loop(engine, "inline")
-    return {n: run(loop, some_requests(s, "none"))[0] for n, s in SAMPLINGS.items()}
+def alone(engine: Engine) -> Alone:
+    return Alone(engine, lambda sampling, _, drafter: some_requests(sampling, drafter))
 
 
 @pytest.fixture(autouse=True)
@@ -77,26 +71,6 @@ def _nobody_has_failed(engine: Engine) -> Iterator[None]:
         engine.executor._failures.note(name, has_failed=False)
     yield
     engine.executor.take_broken()
-
-
-def make_loop(engine: Engine, pipeline: str) -> Loop:
-    """A fresh scheduler with the engine's own drafters, another one for a request every round; the
-    next one reads ahead."""
-    inline = pipeline == "inline"
-    drafters = [
-        dataclasses.replace(d, pool=BlockPool(512, 16), has_lane=not inline)
-        for d in engine.scheduler.table.drafters.values()
-    ]
-    scheduler = Scheduler(
-        BlockPool(512, 16),
-        drafters,
-        admission=make_policy("admission", "vllm_v1", {"max_num_batched_tokens": 2048}),
-        selection=Rotating(),
-        allocation=make_policy("allocation", "fixed", {"k": 4}),
-        pipeline=make_pipeline("off" if inline else pipeline),
-        max_model_len=512,
-    )
-    return Loop(scheduler, engine.executor, engine.clock)
 
 
 def some_requests(sampling: SamplingParams, *drafters: str) -> list[Request]:
@@ -126,14 +100,14 @@ def test_limits_are_where_the_target_can_read_more(engine: Engine) -> None:
 )
 def test_output_is_the_targets_own(
     engine: Engine,
-    alone: dict[str, list[tuple[int, ...]]],
+    alone: Alone,
     pipeline: str,
     sampling: str,
     drafters: tuple[str, ...],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     requests = some_requests(SAMPLINGS[sampling], *drafters)
-    outputs, accepted = run(make_loop(engine, pipeline), requests)
+    outputs, accepted = run(make_loop(engine, pipeline=pipeline, rotating=True), requests)
     assert outputs == alone[sampling]
     assert accepted > 0
     assert " failed: " not in caplog.text
@@ -141,7 +115,10 @@ def test_output_is_the_targets_own(
 
 @pytest.mark.parametrize(
     ("engine", "pipeline", "drafters"),
-    covering(BACKENDS, PIPELINES, [DRAFTERS, ("auto",)], strength=1),
+    [
+        *covering(["native"], PIPELINES, [DRAFTERS, ("auto",)], strength=1),
+        *slow(["eager"], PIPELINES, [DRAFTERS, ("auto",)]),
+    ],
     indirect=["engine"],
 )
 def test_distributions_of_another_size(
@@ -150,7 +127,9 @@ def test_distributions_of_another_size(
     drafters: tuple[str, ...],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    outputs, accepted = run(make_loop(engine, pipeline), some_requests(RATIO, *drafters))
+    outputs, accepted = run(
+        make_loop(engine, pipeline=pipeline, rotating=True), some_requests(RATIO, *drafters)
+    )
     assert [len(o) for o in outputs] == [r.max_tokens for r in some_requests(RATIO, *drafters)]
     assert all(t < VOCAB for o in outputs for t in o)
     assert accepted > 0
@@ -159,12 +138,15 @@ def test_distributions_of_another_size(
 
 @pytest.mark.parametrize(
     ("engine", "asked", "failing"),
-    covering(BACKENDS, ["draft", "replay"], [frozenset({2, 3, 5}), range(1000)], strength=1),
+    [
+        *covering(["native"], ["draft", "replay"], FAILING, strength=1),
+        *slow(["eager"], ["draft", "replay"], FAILING),
+    ],
     indirect=["engine"],
 )
 def test_a_drafter_that_fails_inside_a_step_loses_no_request(
     engine: Engine,
-    alone: dict[str, list[tuple[int, ...]]],
+    alone: Alone,
     monkeypatch: pytest.MonkeyPatch,
     failing: Collection[int],
     asked: str,
@@ -176,7 +158,9 @@ def test_a_drafter_that_fails_inside_a_step_loses_no_request(
         methods.append("start")
     calls = make_unreliable(monkeypatch, drafter, methods, failing)
     name = "more" if asked == "draft" else "auto"
-    outputs, accepted = run(make_loop(engine, "inline"), some_requests(SAMPLINGS["coupled"], name))
+    outputs, accepted = run(
+        make_loop(engine, rotating=True), some_requests(SAMPLINGS["coupled"], name)
+    )
     assert outputs == alone["coupled"]
     assert next(calls) > 3
     if asked == "draft":

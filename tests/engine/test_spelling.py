@@ -84,8 +84,7 @@ def test_tokens_before_the_changed_ones_are_as_they_were(kinds: tuple[str, str])
         before = text.token_ids[:]
 
 
-@pytest.mark.parametrize("kinds", PAIRS)
-@pytest.mark.parametrize("whole", [PROSE, CORPUS[1]])
+@pytest.mark.parametrize(("kinds", "whole"), covering(PAIRS, [PROSE, CORPUS[1]], strength=1))
 def test_what_is_foreseen_rightly_is_the_targets_own(kinds: tuple[str, str], whole: str) -> None:
     """A drafter that puts down the rest of the text drafts the target's tokens of it. Where it does
     so byte by byte it stops within words, whose tokens may be others."""

@@ -247,16 +247,6 @@ def test_a_broken_chat_template_is_told_of_when_it_is_loaded(
     assert message.split(";")[0] == str(refused.value).split(";")[0]
 
 
-def test_a_chat_template_that_refuses_some_messages_is_not_broken(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    strict = "{{ raise_exception('no') if not messages[0].content else messages[0].content }}"
-    tokenizer = load_tokenizer(save(tmp_path / "strict", byte_level(), strict))
-    tokenizer.prepare()
-    assert caplog.messages == []
-    assert tokenizer.chat_text([{"role": "user", "content": "Hi"}]) == "Hi"
-
-
 @pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "TokenizersBackend"])
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
 def test_transformers_would_read_it_with_the_same_class(

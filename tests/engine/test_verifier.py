@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tests.engine.small_models import SHAPE, Checkpoint, Paging
+from tests.engine.small_models import SHAPE, Checkpoints, Paging
 
 from penstock.core.types import Request, SamplingParams
 from penstock.engine.batch import RaggedBatch
@@ -19,7 +18,6 @@ from penstock.engine.sampling import SamplingRows, sample_coupled
 from penstock.engine.sequences import TokenBuffer
 from penstock.engine.verifier import Drafted, Samples, Verifier
 
-Checkpoints = Callable[[str], Checkpoint]
 COUPLED = [SamplingParams(temperature=t, seed=i) for i, t in enumerate((0.0, 1.0, 0.6, 1.4))]
 
 

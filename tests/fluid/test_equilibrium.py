@@ -4,13 +4,12 @@ import numpy as np
 import pytest
 
 from penstock.fluid.equilibrium import equilibrium
-from penstock.fluid.stages import iteration_seconds, stages_of, total_work
+from penstock.fluid.stages import stages_of
 from penstock.fluid.step_profile import PAPER_LINEAR, StepProfile, StepWork
 from penstock.fluid.traffic import (
     Speculation,
     TrafficType,
     decode_len,
-    offered_throughput,
     scaled,
     traffic_from_lengths,
 )
@@ -68,15 +67,6 @@ def test_the_linear_profile_has_the_papers_closed_form() -> None:
         assert found.tokens_per_s == pytest.approx(sum(t.rate * (t.decode_len + 1) for t in mix))
 
 
-def test_the_papers_rates_are_beyond_an_a100() -> None:
-    """Section 6 has λ of 1,000 each (low) and 6,000 to 2,000 (high): not requests per second."""
-    low = equilibrium(PAPER_LINEAR, scaled(LOW, 1000.0))
-    assert low.kv_tokens == pytest.approx(269_900, rel=1e-3), "of 111,580"
-    with pytest.raises(ValueError, match="unstable"):
-        equilibrium(PAPER_LINEAR, scaled(HIGH, 1000.0))
-    assert offered_throughput(scaled(HIGH, 1000.0)) == 2_012_000, "though Throughput* is finite"
-
-
 def test_a_staircase_has_its_least_fixed_point() -> None:
     mix = scaled(HIGH, 0.7)
     found = equilibrium(STAIRS, mix)
@@ -114,16 +104,6 @@ def test_beyond_its_table_a_profile_goes_on_straight() -> None:
         equilibrium(STAIRS, scaled(prompts, 1.001 * limit))
     with pytest.raises(ValueError, match="attention alone"):
         equilibrium(PAPER_LINEAR, scaled(prompts, 1e4))
-
-
-def test_iterations_are_steps_of_the_profile() -> None:
-    ranges = [stages_of(t) for t in LOW]
-    work = total_work(ranges, [2, 3])
-    assert iteration_seconds(STAIRS, ranges, [2, 3]) == STAIRS.seconds(work)
-    assert work.num_decodes == 2 * 10 + 3 * 20
-    waves = [stages_of(t, wave=4) for t in LOW]
-    steps = [STAIRS.seconds(total_work(waves, [2, 3], phase)) for phase in range(4)]
-    assert iteration_seconds(STAIRS, waves, [2, 3]) == pytest.approx(sum(steps))
 
 
 def test_two_ways_to_count_an_output() -> None:

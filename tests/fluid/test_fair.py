@@ -79,7 +79,7 @@ def test_any_falling_curve_is_served_exactly(monkeypatch: pytest.MonkeyPatch) ->
         )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None)
 @given(
     clients=st.integers(1, 400),
     tokens_each=st.floats(0, 8),

@@ -56,11 +56,6 @@ def test_segments_of_types() -> None:
         segments_of(NESTED, 5)
 
 
-def test_prompts_of_a_segment_are_the_mean_of_those_that_enter() -> None:
-    mix = (TrafficType(3.0, 100, 5), TrafficType(1.0, 20, 9))
-    assert segments_of(mix, 2).prompt_lens == (80, 20)
-
-
 def test_waves_move_the_ends_of_segments() -> None:
     eight = segments_of(NESTED, 4, wave=8)
     assert eight.ends == (23, 47, 87, 160), "21 steps are three stages of 8"
@@ -103,11 +98,6 @@ def test_the_three_terms_of_the_memory_bound() -> None:
     assert policy.kv_bound_tokens == pytest.approx(
         policy.batch_kv_tokens + policy.queue_kv_tokens + tail
     )
-
-
-def test_equal_thresholds_have_no_tail() -> None:
-    policy = nested_policy(PAPER_LINEAR, segments_of(NESTED, 4), [5, 5, 5, 5], 0.01, 1000)
-    assert policy.tail_kv_tokens == 0.0
 
 
 def test_thresholds_that_cannot_keep_up_are_refused() -> None:
@@ -174,19 +164,6 @@ def test_the_algorithm_keeps_the_bounds() -> None:
     assert above <= delta * runs
 
 
-def test_the_printed_peaks_are_passed() -> None:
-    """A full batch holds more than the formulas of appendix D and of B.2 say."""
-    kinds = tuple(TrafficType(8.0, 2, n) for n in (4, 8, 12))
-    policy = nested_policy(TOY, segments_of(kinds, 3), [9, 7, 4], 0.1, 4000)
-    rng = np.random.default_rng(6)
-    line = Line(2, (4, 8, 12), policy.thresholds)
-    arrivals = [(at, 0, t.decode_len) for t in kinds for at in poisson(rng, t.rate, 200.0)]
-    _, peak_batch = run([line], arrivals, lambda kv: 0.05 + 2e-4 * kv)
-    assert peak_batch == policy.batch_kv_tokens
-    assert peak_batch > printed_in_b2(2, 4, [9, 7, 4])
-    assert peak_batch > printed_in_appendix_d(2, [4, 8, 12], [9, 7, 4])
-
-
 def test_the_memory_bound_is_u_shaped_in_the_number_of_segments() -> None:
     """As figures 4 to 6 say."""
     mix = scaled(TEN_BINS, 4.0)
@@ -201,19 +178,3 @@ def test_the_memory_bound_is_u_shaped_in_the_number_of_segments() -> None:
     chosen = min(bounds, key=lambda count: bounds[count])
     assert 1 < chosen < 10
     assert bounds[max(bounds)] > bounds[chosen]
-
-
-def test_one_prompt_a_stage_of_ten_bins_does_not_fit() -> None:
-    """The paper's own workload and memory: 501 stages of one prompt each hold 156,312 tokens."""
-    with pytest.raises(ValueError, match="156312 KV tokens, memory has 111580"):
-        nested_thresholds(PAPER_LINEAR, segments_of(scaled(TEN_BINS, 1e-3), 1), MEMORY, 1e-3, 10**6)
-
-
-def test_a_queue_that_would_grow_without_bound_is_refused() -> None:
-    """Three requests in four go on, and the second threshold is only 14 of 20."""
-    traffic = (TrafficType(4.0, 10, 3), TrafficType(12.0, 10, 6))
-    busiest = segments_of((TrafficType(12.0, 10, 3), TrafficType(4.0, 10, 6)), 2)
-    assert nested_policy(TOY, busiest, [20, 14], 0.01, 1000).tail_kv_tokens > 0
-    with pytest.raises(ValueError, match="grow without bound"):
-        nested_policy(TOY, segments_of(traffic, 2), [20, 14], 0.01, 1000)
-    assert tail_exponent(20, 16, 0.75) < tail_exponent(20, 16, 0.25)

@@ -11,7 +11,7 @@ from tests.fluid.test_equilibrium import HIGH, LOW, STAIRS
 from penstock.fluid.equilibrium import equilibrium
 from penstock.fluid.stages import iteration_seconds, stages_of
 from penstock.fluid.step_profile import PAPER_LINEAR, StepProfile
-from penstock.fluid.traffic import Speculation, Traffic, TrafficType, offered_throughput, scaled
+from penstock.fluid.traffic import Traffic, TrafficType, offered_throughput, scaled
 from penstock.fluid.wait import (
     best_wait_thresholds,
     fractional_wait_thresholds,
@@ -41,14 +41,6 @@ def test_thresholds_are_the_smallest_that_keep_up(profile: StepProfile, wave: in
     assert policy.thresholds == smallest
     assert smallest in solutions
     assert policy.iteration_s == iteration_seconds(profile, ranges, smallest)
-
-
-def test_at_light_load_one_prompt_a_stage_is_enough() -> None:
-    policy = wait_thresholds(PAPER_LINEAR, scaled(HIGH, 0.01), MEMORY)
-    assert policy.thresholds == (1, 1, 1)
-    assert policy.kv_tokens == 107_686, "101 × 112 + 201 × 162 + 301 × 212: most of an A100"
-    assert policy.iteration_s == pytest.approx(9.35e-3 + 4.1e-7 * 107_686)
-    assert equilibrium(PAPER_LINEAR, scaled(HIGH, 0.01)).kv_tokens < 200, "M* says nothing of it"
 
 
 def test_where_none_fit_it_says_so() -> None:
@@ -86,18 +78,6 @@ def test_the_algorithm_keeps_every_bound() -> None:
     assert peak > optimum.kv_tokens, "M* is passed"
     for line, latency in zip(lines, policy.latency_bounds_s(), strict=True):
         assert 0.4 * latency < np.mean(line.latencies) < latency
-
-
-def test_latency_is_not_iterations_times_the_iteration() -> None:
-    """A type that must wait for its threshold at every stage takes n_j / λ_j for each, which
-    (l' + 1) ΔT leaves out; appendix C's latency even tends to 0."""
-    slow = tuple(TrafficType(1.0, 10, n) for n in (3, 7))
-    policy = wait_thresholds(TOY, slow, 10**6)
-    lines, _ = simulated(slow, policy.thresholds, 2000.0, seed=9)
-    for line, kind, bound in zip(lines, slow, policy.latency_bounds_s(), strict=True):
-        running = (kind.decode_len + 1) * policy.iteration_s
-        ttft = policy.queue_bounds()[0] / kind.rate + policy.iteration_s
-        assert running + ttft < np.mean(line.latencies) < bound
 
 
 def test_the_throughput_gap_falls_like_one_over_the_horizon() -> None:
@@ -139,17 +119,6 @@ def test_fractional_thresholds_are_the_fluid() -> None:
         fractional_wait_thresholds(PAPER_LINEAR, scaled(LOW, 950.0), MEMORY)
 
 
-def test_waves_express_fractions() -> None:
-    mix = scaled(HIGH, 3.0)
-    with pytest.raises(ValueError, match="no thresholds fit"):
-        wait_thresholds(PAPER_LINEAR, mix, 90_000)
-    policy = wait_thresholds(PAPER_LINEAR, mix, 90_000, wave=16)
-    optimum = equilibrium(PAPER_LINEAR, mix).kv_tokens
-    assert optimum < policy.kv_tokens < 1.5 * optimum
-    for n, kind in zip(policy.thresholds, mix, strict=True):
-        assert n > kind.rate * policy.iteration_s
-
-
 def test_the_best_wave_has_the_least_latency() -> None:
     mix = scaled(HIGH, 1.0)
     best = best_wait_thresholds(STAIRS, mix, MEMORY)
@@ -167,11 +136,3 @@ def test_the_best_wave_has_the_least_latency() -> None:
     assert wave_lengths(1) == [1]
     with pytest.raises(ValueError, match="no thresholds fit"):
         best_wait_thresholds(STAIRS, mix, 300)
-
-
-def test_speculation_shortens_the_stages() -> None:
-    plain = wait_thresholds(TOY, SMALL, 10**6)
-    fast = wait_thresholds(TOY, SMALL, 10**6, speculation=Speculation(2.0, 1))
-    assert fast.kv_tokens < plain.kv_tokens
-    assert fast.iteration_s < plain.iteration_s
-    assert sum(fast.latency_bounds_s()) < sum(plain.latency_bounds_s())

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 
-from lab.common.experiment import FULL, QUICK
-from lab.common.families import SPECIALISTS, specialists_acceptances, specialists_profile
+from lab.common.experiment import QUICK
+from lab.common.families import SPECIALISTS, specialists_acceptances
 from lab.papers.choice_pays import (
     CHOOSERS,
     Gains,
@@ -18,7 +16,6 @@ from lab.papers.choice_pays import (
     MapGrid,
     Requests,
     Spot,
-    tokens_per_s,
     verdicts,
 )
 from penstock.core.policies.registry import policies
@@ -37,40 +34,12 @@ def test_contrast_leaves_the_mean_acceptance_alone(contrast: float) -> None:
         assert rates[name][column] - min(rates[name]) == pytest.approx(contrast)
 
 
-def test_a_drafter_takes_a_share_of_the_targets_step() -> None:
-    machine = specialists_profile(0.2)
-    for rows in (1, 8, 64):
-        steps = [d.seconds(rows, 1) for d in machine.drafters]
-        assert steps == pytest.approx([0.2 * machine.linear(rows)] * len(SPECIALISTS))
-
-
-def test_the_full_map_holds_the_quick_one() -> None:
-    full, quick = MapGrid.of(FULL), MapGrid.of(QUICK)
-    assert set(quick.spots) < set(full.spots)
-    assert {0.02, 0.5} < set(full.ratios)
-
-
-def test_tokens_count_in_the_window_that_is_asked_for() -> None:
-    """Two at a time, a token a second each: requests end at 10, 10, 20, 20, 30, 30."""
-    starts, ends = np.array([0.0, 0, 10, 10, 20, 20]), np.array([10.0, 10, 20, 20, 30, 30])
-    report: Any = SimpleNamespace(
-        first_token_at=starts, finished_at=ends, num_tokens=np.full(6, 10)
-    )
-    assert tokens_per_s(report, 2, 2) == pytest.approx(2.0)
-    assert tokens_per_s(report, 2, 3) == pytest.approx(2.0)
-
-
 def test_specialists_gain_where_drafters_differ_and_one_request_is_live() -> None:
     requests = Requests(Spot(ALONE, 0.05, 0.4), SMALL)
     one = requests.tokens_per_s("single")
     assert requests.specialists(4) > 1.5 * one
     assert one < requests.specialists(2) < requests.specialists(4)
     assert "assigned" not in policies("selection")
-
-
-def test_words_help_a_learner() -> None:
-    requests = Requests(Spot(ALONE, 0.05, 0.4), replace(SMALL, warm=16, counted=16))
-    assert requests.tokens_per_s("adaptive", words=True) > 1.1 * requests.tokens_per_s("adaptive")
 
 
 def rates(**gains: float) -> Gains:
@@ -91,24 +60,3 @@ def test_verdicts_say_where_it_pays_and_who_gains() -> None:
     assert "one device, batch 2: contrast 0.2 at 0.05, never at 0.5" in clairvoyant.measured
     assert (words.outcome, words_elsewhere.outcome) == ("holds", "holds")
     assert (lbss.outcome, lbss_elsewhere.outcome) == ("does not hold", "does not hold")
-
-
-def test_what_chance_gains_too_is_not_shown() -> None:
-    found = {
-        Spot(INSIDE, 0.05, 0.2): rates(clairvoyant=1.2, adaptive=1.2, random=1.2),
-        Spot(INSIDE, 0.5, 0.2): rates(random=0.96),
-    }
-    assert [v.outcome for v in verdicts(found)[1:5]] == ["not shown"] * 4
-
-
-def test_gains_are_over_the_better_of_one_drafter_and_none() -> None:
-    assert Gains(200.0, 100.0, {"lbss": 150.0}).over("lbss") == pytest.approx(0.75)
-    assert Gains(50.0, 100.0, {"lbss": 150.0}).over("lbss") == pytest.approx(1.5)
-
-
-def test_a_map_without_any_cell_that_pays_says_so() -> None:
-    found = {Spot(INSIDE, 0.05, 0.2): rates()}
-    clairvoyant, words, *_ = verdicts(found)
-    assert clairvoyant.outcome == "does not hold"
-    assert words.measured == "in 0 of 0 cells"
-    assert words.outcome == "does not hold"

@@ -48,15 +48,6 @@ def test_what_changes_nothing_does_not_hold() -> None:
     assert outcomes() == [*["does not hold"] * 6, "holds"]
 
 
-def test_drafters_must_gain_somebody_something() -> None:
-    found: Speeds = {
-        (where, system): 100 * NOISE for where, system in itertools.product(SETTINGS, SYSTEMS)
-    }
-    for system in (NO_DRAFTS, WAIT_ALONE):
-        found[SETTINGS[0], system] = 100 * NOISE
-    assert crossed.verdicts(found)[-1].outcome == "not shown"
-
-
 def test_a_run_is_reproducible() -> None:
     for where, system in zip(SETTINGS, (WAIT, GOODSPEED, LBSS), strict=True):
         first = speed(where, system, 0.1, 0)

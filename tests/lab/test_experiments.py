@@ -204,16 +204,6 @@ def test_json_has_verdicts_files_and_reasons(
     assert (toyless["skipped"], toyless["verdicts"]) == ("no data", [])
 
 
-@pytest.mark.usefixtures("one_entry")
-def test_text_has_one_line_for_each_claim(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert _call(monkeypatch, "toy", "--out", str(tmp_path)) == 0
-    said = capsys.readouterr()
-    assert "[does not hold] claim: 60000 arrivals" in said.out
-    assert said.err == "half of [it]\n", "without a terminal there is a line for each step"
-
-
 def test_an_unknown_name_is_one_line_and_code_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

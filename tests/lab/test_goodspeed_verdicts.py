@@ -5,11 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lab.common.oracles import Misled
 from lab.common.rounds import (
     BarrierTimes,
     GeometricClients,
-    RecordedClient,
     jumping_rates,
     play,
 )
@@ -20,7 +18,6 @@ from lab.papers import (
     goodspeed_theorems,
 )
 from penstock.core.policies.registry import make_policy
-from penstock.fluid.fair_path import fair_optimum, fair_optimum_of_rounds, fair_utility
 
 
 def test_jumps_are_of_the_size_and_at_the_times_that_are_said() -> None:
@@ -30,17 +27,6 @@ def test_jumps_are_of_the_size_and_at_the_times_that_are_said() -> None:
     assert rates.max() <= 0.9
     assert set(np.round(steps[steps > 1e-9], 6)) == {0.3}
     assert all(9 <= (steps[:, i] > 1e-9).sum() <= 10 for i in range(8))
-
-
-def test_recorded_rounds_walk_along_their_row() -> None:
-    client = RecordedClient([[3, 2, 1, 4, 1]], seed=(0,))
-    assert client.most_accepted() == 2
-    assert client.num_accepted(1) == 1
-    assert client.most_accepted() == 0
-    assert client.num_accepted(5) == 0
-    assert client.num_accepted(9) == 3
-    # The row has ended: the next one begins.
-    assert client.num_accepted(5) == 2
 
 
 def test_a_round_lasts_as_long_as_its_slowest_draft() -> None:
@@ -63,16 +49,6 @@ def test_all_policies_meet_the_same_luck() -> None:
     ]
     assert (np.minimum(two[1], 4) == two[0]).all()
     assert two[1].mean() == pytest.approx((1 - 0.6**7) / 0.4, abs=0.4)
-
-
-def test_overlaps_are_evidence_over_all_positions() -> None:
-    rates = np.full((4000, 1), 0.6)
-    client = GeometricClients(rates, seed=3, overlaps=True).clients()[0]
-    found = []
-    for _ in range(4000):
-        found.append(client.evidence(3, client.num_accepted(3)))
-    assert np.mean([shown.successes_all / 3 for shown in found]) == pytest.approx(0.6, abs=0.01)
-    assert all(shown.num_decided <= 3 for shown in found)
 
 
 def drifting(seed: int) -> np.ndarray:
@@ -99,14 +75,6 @@ def test_figure_2_knows_a_forecast_from_what_contains_the_round() -> None:
     assert goodspeed_fig2.forecasts(smoothed).parts == (True, False, False)
 
 
-def test_shuffled_rounds_are_smoothed_by_equation_4_again() -> None:
-    real = drifting(0)
-    found = curve(np.roll(real, 1), real).shuffled(3)
-    assert sorted(found.real) == sorted(real)
-    assert found.forecast[1] == pytest.approx((found.forecast[0] + found.real[0]) / 2)
-    assert abs(found.correlation) < 0.15
-
-
 def figure_4(**utilities: np.ndarray) -> list[str]:
     named = {name.replace("_", ", "): values for name, values in utilities.items()}
     return [v.outcome for v in goodspeed_fig4.verdicts({goodspeed_fig4.Setting(8, 16): named})]
@@ -121,34 +89,6 @@ def test_figure_4_sees_a_baseline_that_wins_and_a_curve_that_moves() -> None:
     assert figure_4(**known, goodspeed=rising)[0] == "does not hold"
     assert figure_4(**known | {"fixed": flat + 1}, goodspeed=flat)[1] == "holds in part"
     assert figure_4(**known | {"goodspeed_misled": flat}, goodspeed=flat)[1] == "not shown"
-
-
-def test_figure_4_sees_who_is_near_the_optimum() -> None:
-    flat = np.full((5, 600), 5.0)
-    curves = {
-        **{"fixed": flat - 1, "random": flat - 3, "goodspeed, misled": flat - 4},
-        goodspeed_fig4.OPTIMUM: np.full((5, 1), 5.1),
-    }
-
-    def last(ours: np.ndarray, **others: np.ndarray) -> str:
-        where = goodspeed_fig4.Setting(8, 16)
-        return goodspeed_fig4.verdicts({where: {**curves, **others, "goodspeed": ours}})[-1].outcome
-
-    assert last(flat) == "holds"
-    assert last(flat - 0.5) == "does not hold"
-    assert last(flat, fixed=flat) == "not shown"
-
-
-def test_the_optimum_of_changing_rounds() -> None:
-    """Where nothing changes it is that of `fair_optimum`; where it does, rounds in which drafts are
-    good lend to those in which they are not."""
-    rates = np.array([0.9, 0.5, 0.3])
-    steady = fair_optimum_of_rounds(np.tile(rates, (200, 1)), 9)
-    assert np.log(steady).sum() == pytest.approx(
-        fair_utility(fair_optimum(rates, 9).goodput), abs=2e-3
-    )
-    changing = np.array([[0.9, 0.3], [0.3, 0.9]] * 50)
-    assert fair_optimum_of_rounds(changing, 4) == pytest.approx([1 + 3.0951 / 2] * 2, abs=0.05)
 
 
 def figure_3(**scales: tuple[float, float, float]) -> list[str]:
@@ -178,29 +118,6 @@ def test_figure_3_sees_who_waits_longer() -> None:
     ]
     level = figure_3()
     assert level == ["not shown", *3 * ["does not hold"], "holds", "does not hold"]
-
-
-def test_a_round_of_figure_3_takes_what_the_devices_take() -> None:
-    one = goodspeed_fig3.TABLE_I[0]
-    spent = goodspeed_fig3.spend(goodspeed_fig3.NONE, one, 24, 20, seed=0)
-    assert spent.receiving == 0
-    assert spent.rounds == pytest.approx(250)
-    assert spent.verification == pytest.approx(250 * 29.6e9 / 3.35e12, rel=0.02)
-    drafted = goodspeed_fig3.spend(goodspeed_fig3.FIXED, one, 24, 20, seed=0)
-    per_token = 1.2e9 / 300e9 + 4 * 151_936 / 1.25e9
-    assert drafted.receiving / drafted.rounds == pytest.approx(1e-3 + 6 * per_token)
-
-
-def test_a_misled_policy_is_told_of_others() -> None:
-    rates = np.tile([0.9, 0.2], (400, 1))
-    lengths = {}
-    for misled in (False, True):
-        policy = make_policy("allocation", "goodspeed", {"evidence": "all"})
-        world = GeometricClients(rates, seed=1)
-        played = play(Misled(policy) if misled else policy, world.clients(), 6, 400)
-        lengths[misled] = played.lengths[200:].mean(axis=0)
-    assert lengths[False][0] > lengths[False][1]
-    assert lengths[True][0] < lengths[True][1]
 
 
 def test_theorems_see_what_does_not_converge() -> None:

@@ -11,7 +11,7 @@ pytest.importorskip("matplotlib")
 
 from matplotlib.colors import rgb_to_hsv, to_rgb
 
-from lab.common.report import COLOURS, LINES, MARKERS, Plot, _looks, draw
+from lab.common.report import COLOURS, LINES, MARKERS, Plot, draw
 
 NAMES = ["wait", "vllm_v0", "vllm_v1", "sarathi", "sarathi, tuned", "the bound"]
 
@@ -35,12 +35,6 @@ def test_the_legend_names_every_line_once(tmp_path: Path) -> None:
     drawn = (tmp_path / "toys.svg").read_text(encoding="utf-8")
     for name in NAMES:
         assert drawn.count(f"<!-- {name} -->") == 1
-
-
-def test_the_ninth_line_is_not_the_first_again(tmp_path: Path) -> None:
-    names = [str(i) for i in range(12)]
-    looks = _looks(names, {})
-    assert len({tuple(sorted(map(str, look.values()))) for look in looks.values()}) == 12
 
 
 def test_no_two_lines_look_the_same_and_none_is_green() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lab.size import Lines, exceeded, lines_of, main
+from lab.size import Lines, exceeded, lines_of
 
 TEXT = '''"""What it is."""
 
@@ -39,8 +39,3 @@ def test_a_budget_is_kept_or_exceeded() -> None:
 def test_a_budget_of_nothing_that_is_counted_is_an_error() -> None:
     with pytest.raises(KeyError):
         exceeded({"src": 1}, {"scr": 1})
-
-
-def test_this_project_keeps_its_budget(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 0
-    assert "src/penstock/core" in capsys.readouterr().out

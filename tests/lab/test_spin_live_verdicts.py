@@ -92,12 +92,6 @@ def test_what_is_best_for_whom_must_be_so_again() -> None:
     assert [v.outcome for v in luck[:2]] == ["does not hold"] * 2
 
 
-def test_one_drafter_that_is_best_for_all_is_no_choice() -> None:
-    same = spin_fig2.verdicts(requests([0] * 8, [0] * 8))
-    assert [v.outcome for v in same] == ["does not hold"] * 3
-    assert "draft-a 100%" in same[0].measured
-
-
 def test_a_family_is_for_live_experiments(tmp_path: Path) -> None:
     found = CliRunner().invoke(app, ["reproduce", "wait_fig4_6", "--family", str(tmp_path)])
     assert found.exit_code == 2

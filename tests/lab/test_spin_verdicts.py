@@ -5,28 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lab.common.families import SPIN_TARGETS, spin_profile
+from lab.common.families import SPIN_TARGETS
 from lab.common.statistics import interval, jain, ratio
 from lab.papers import spin_fig11, spin_fig13
-from lab.papers.spin_fig11 import Goodput, goodput, verdicts, workload
-
-
-def test_times_are_the_rooflines() -> None:
-    machine = spin_profile("7B")
-    weights = 2 * 6.7e9 / (0.7 * 900e9)
-    assert machine.linear(1) == pytest.approx(weights + 0.5e-3, rel=0.02)
-    assert machine.linear(101) - machine.linear(1) == pytest.approx(100 * 13.4e9 / 50e12)
-    seconds = [d.seconds(1, 1) for d in machine.drafters]
-    assert seconds == sorted(seconds)
-    assert 1e-3 > seconds[0] > 0.5e-3
-    assert spin_profile("30B").linear(1) < 1.3 * machine.linear(1)
-
-
-def test_everybody_is_there_from_the_beginning() -> None:
-    load = workload(50, seed=1)
-    assert not load.arrival_time.any()
-    assert (workload(50, seed=1).output_len == load.output_len).all()
-    assert (workload(50, seed=2).output_len != load.output_len).any()
+from lab.papers.spin_fig11 import Goodput, goodput, verdicts
 
 
 def test_a_ratio_is_within_its_interval() -> None:
@@ -82,18 +64,6 @@ def test_what_is_said_of_single_drafters_is_judged() -> None:
     assert [v.outcome for v in verdicts(found)][7:] == ["does not hold"] * 2
 
 
-def test_a_claim_that_holds_somewhere_holds_in_part() -> None:
-    found = figures(LBSS=90.0)
-    found["7B", "hard", "LBSS"] = found["7B", "hard", "LBSS"] * 2
-    assert verdicts(found)[0].outcome == "holds in part"
-
-
-def test_a_larger_gain_with_a_larger_target_is_seen() -> None:
-    found = figures(LBSS=110.0)
-    found["30B", "easy", "LBSS"] = found["30B", "easy", "LBSS"] * 1.2
-    assert verdicts(found)[3].outcome == "holds"
-
-
 def test_a_run_keeps_eight_requests_live_and_is_reproducible() -> None:
     rate = goodput("7B", "mix", "LBSS", 1.0, 0)
     assert rate == goodput("7B", "mix", "LBSS", 1.0, 0)
@@ -125,16 +95,3 @@ def test_figure_13_wants_the_papers_gain_and_not_just_any() -> None:
     assert figure_13(curve({4: 1.17}), easy)[1] == "holds in part"
     assert figure_13(curve({4: 1.17, 9: 1.0}), easy)[1] == "does not hold"
     assert figure_13(easy, easy)[2] == "does not hold"
-
-
-def test_a_control_with_a_gain_shows_nothing() -> None:
-    gains = curve({4: 1.29})
-    names = [f"{times}, {text}" for times in ("rows", "streaming") for text in ("hard", "easy")]
-    same = dict.fromkeys(names, gains)
-    assert [v.outcome for v in spin_fig13.verdicts(same, same)][:2] == ["not shown", "not shown"]
-
-
-def test_figure_11_sets_rivals_against_themselves() -> None:
-    for verdict in verdicts(figures(LBSS=130.0)):
-        assert verdict.control is not None
-        assert verdict.control.outcome == "does not hold"

@@ -5,18 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lab.common.wait_paths import gathered, lindley, nested_runs, wait_runs
+from lab.common.wait_paths import nested_runs, wait_runs
 from lab.papers import wait_lemmas as lemmas
 from lab.papers import wait_nested_theorems as nested
 from penstock.config import PolicyConfig
 from penstock.fluid.step_profile import PAPER_LINEAR
 from penstock.sim.run import Setup, run
 from penstock.sim.workloads import Workload
-
-
-def test_recursions_step_by_step() -> None:
-    assert lindley(np.array([[1, -3, 2]]), 2.0).tolist() == [[2, 3, 2, 4]]
-    assert gathered(np.array([[1, 2, 4]]), 3).tolist() == [[0, 1, 0, 1]]
 
 
 def test_algorithm_1_serves_as_many_as_the_scheduler() -> None:

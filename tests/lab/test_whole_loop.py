@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lab.papers import whole_loop
-from lab.papers.whole_loop import ALL, BASE, PLACEBO, Latencies, latency, machine
+from lab.papers.whole_loop import ALL, BASE, PLACEBO, Latencies, latency
 
 NOISE = np.array([[1.0, 1.0], [1.01, 0.99], [0.99, 1.01]])
 
@@ -33,15 +33,6 @@ def test_parts_that_do_nothing_gain_nothing() -> None:
 def test_parts_that_stand_in_each_others_way() -> None:
     found = outcomes(admission=1.1, allocation=1.2, selection=1.3, all=1.2)
     assert found[3:] == ["holds", "does not hold", "does not hold"]
-
-
-def test_a_calm_is_slower_than_a_rush() -> None:
-    scene = machine("cpu")
-    day = scene.day(40, seed=0)
-    assert day.arrival_time is not None
-    gaps = np.diff(day.arrival_time)
-    assert gaps[:9].mean() > 10 * gaps[10:].mean()
-    assert (scene.day(40, seed=0).prompt_len == day.prompt_len).all()
 
 
 def test_a_run_is_reproducible_and_luck_another() -> None:

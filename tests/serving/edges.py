@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
-from tests.serving.scripted_verifier import LIMITS
+from tests.serving.scripted_verifier import LIMITS, ScriptedVerifier
 
 from penstock.core.types import Output, Request, SamplingParams
 from penstock.serving.draft_server import DraftService
@@ -60,3 +61,19 @@ async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(20):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def linked(
+    verifier: ScriptedVerifier, model: Path, **options: Any
+) -> AsyncIterator[tuple[DraftService, EdgeClient]]:
+    """A draft server with a stream to the verifier, and the endpoint of its users. options: of
+    `drafting`."""
+    async with verifier.serving() as port, drafting(port, model, **options) as server:
+        yield server, edge_client(server, model)
+
+
+async def complete(client: EdgeClient, *requests: Request) -> list[Output]:
+    """All outputs of a user's requests."""
+    with await client.submit("someone", requests) as stream:
+        return await read(stream)

@@ -7,11 +7,12 @@ import multiprocessing
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,6 +20,7 @@ from tests.serving.fakes import FACTORY, TOKENIZER
 
 from penstock.api.server import serve
 from penstock.config import ServeConfig, parse_config
+from penstock.serving.fork_context import LOAD_ENGINE
 
 
 def serve_config(engine: dict[str, Any] | None = None, **settings: Any) -> ServeConfig:
@@ -93,6 +95,28 @@ def running_server(config: ServeConfig, factory: str = FACTORY) -> Iterator[Runn
 
 
 @contextmanager
+def model_server(
+    target: Path,
+    drafters: Mapping[str, Path | str],
+    engine: dict[str, Any] | None = None,
+    /,
+    **settings: Any,
+) -> Iterator[RunningServer]:
+    """Serve real models on one thread, in float32. engine, settings: others, in their place."""
+    models = {
+        "target": target,
+        "drafters": {name: str(path) for name, path in drafters.items()},
+        "dtype": "float32",
+        "num_threads": 1,
+        "kv_tokens": 4096,
+        "allocation": {"name": "fixed"},
+    }
+    config = {"engine": {**models, **(engine or {})}, "port": 0, **settings}
+    with running_server(parse_config(config), LOAD_ENGINE) as running:
+        yield running
+
+
+@contextmanager
 def server_process(factory: str, **settings: Any) -> Iterator[tuple[BaseProcess, str]]:
     """Serve in a process of its own; yields it and its address."""
     ours, theirs = FORKS.Pipe()
@@ -118,7 +142,7 @@ FORKS = multiprocessing.get_context("forkserver")
 
 def load_libraries_once() -> None:
     """In the process from which servers and engines are forked: importing takes each seconds."""
-    tokenizers = "transformers.models.auto.tokenization_auto"
+    tokenizers = "transformers.tokenization_utils_tokenizers"
     loaded = ["penstock.serving.fork_server", "penstock.engine.build", tokenizers, __name__]
     FORKS.set_forkserver_preload(loaded)
     forkserver.ensure_running()

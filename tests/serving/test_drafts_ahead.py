@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tests.engine.small_family import VOCAB
-from tests.serving.edges import SEEDED, drafting, edge_client, read, request
+from tests.serving.edges import SEEDED, complete, linked, request
 from tests.serving.edges import until as until_true
 from tests.serving.fault_rig import metric
 from tests.serving.scripted import ScriptedServer, greedy, scripted_server, seeded
@@ -167,10 +167,8 @@ async def test_a_draft_server_sends_what_it_would_draft(
     verifier.delay_s = 0.02
     made = request("r", sampling, max_tokens=40)
     assert made.prompt_token_ids is not None
-    async with verifier.serving() as port, drafting(port, family["same"]) as server:
-        client = edge_client(server, family["same"])
-        with await client.submit("someone", [made]) as stream:
-            await read(stream)
+    async with linked(verifier, family["same"]) as (server, client):
+        await complete(client, made)
         num_tokens = server.num_ahead
     output = oracle(made.prompt_token_ids, made.max_tokens, made.sampling)
     pieces = [p for m in verifier.ahead for s in m.lines for p in decode_pieces(s.pieces)]
@@ -193,9 +191,7 @@ async def test_a_request_with_a_limit_of_its_own_is_left_to_orders(
     oracle = target_oracle(family["target"])
     verifier = ScriptedVerifier(oracle)
     made = [request("few", SEEDED, max_draft_tokens=2), request("none", SEEDED, drafter="none")]
-    async with verifier.serving() as port, drafting(port, family["same"]) as server:
-        client = edge_client(server, family["same"])
-        with await client.submit("someone", made) as stream:
-            await read(stream)
+    async with linked(verifier, family["same"]) as (_, client):
+        await complete(client, *made)
         await until_true(lambda: not verifier.jobs)
     assert verifier.ahead == []

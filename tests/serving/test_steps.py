@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.engine.small_family import write_family
 
 from lab.bench.simulator_vs_engine import (
     KV_TOKENS,
@@ -64,9 +63,8 @@ def test_the_profile_takes_what_equal_steps_take_in_the_mean(tmp_path: Path) -> 
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> LiveServer:
-    target = write_family(tmp_path_factory.mktemp("family"))["target"]
-    return LiveServer(target, "float32")
+def server(family: dict[str, Path]) -> LiveServer:
+    return LiveServer(family["target"], "float32")
 
 
 def _short_workload() -> Workload:

@@ -154,14 +154,6 @@ def test_bad_drafters(
         parse_drafters(["a=0.5", "a=0.6"])
 
 
-def test_drafters_keep_their_order(tmp_path: Path) -> None:
-    path = write(tmp_path / "r.jsonl", {"eagle": [2, 1]})
-    model = parse_drafters([f"eagle={path}", "a=0.7", "b=0.8,0.2"])
-    assert list(model.models) == ["eagle", "a", "b"]
-    assert model.num_accepted(item(drafter="eagle"), 0) == 1
-    assert model.tokens_per_step("b", 8) == pytest.approx(2.0)
-
-
 PROFILE = load_profile("a100-llama2-7b")
 
 

@@ -11,13 +11,12 @@ from penstock.core.types import (
     TARGET,
     DraftOrder,
     DraftSource,
-    Output,
     Request,
     StepPlan,
     VerifyItem,
 )
 from penstock.fluid.step_profile import DrafterProfile, StepProfile
-from penstock.sim.acceptance import AcceptanceByDrafter, GeometricAcceptance, RecordedAcceptance
+from penstock.sim.acceptance import GeometricAcceptance
 from penstock.sim.clock import VirtualClock
 from penstock.sim.drafters import (
     DrafterCapacity,
@@ -51,13 +50,6 @@ def test_reading_is_charged_by_token() -> None:
     times = ProfiledStepTimes(PROFILE)
     assert times.draft("small", [order("a", read=101)]) == pytest.approx(4e-3 + 100 * 1e-4)
     assert times.draft("small", [order("a", 101, 0)]) == pytest.approx(1e-3 + 100 * 1e-4)
-
-
-def test_a_drafter_without_times_takes_its_share() -> None:
-    times = ProfiledStepTimes(PROFILE)
-    assert times.draft("other", [order("a", 50, 3, "other")]) == pytest.approx(
-        3 * 0.05 * PROFILE.linear(1)
-    )
 
 
 def executor(clock: VirtualClock, setup: Setup) -> SimulatedExecutor:
@@ -152,15 +144,6 @@ def test_a_full_drafter_leaves_requests_to_the_other_instance() -> None:
     assert full.taken_up["small"] <= 6
 
 
-def test_counts_of_drafters() -> None:
-    counts = DrafterCounts()
-    for name in ("a", "a", None, "b", "a"):
-        counts.on_output(Output("r", (1,), 1, drafter=name, num_proposed=2, num_accepted=1))
-    figures = counts.figures(2)
-    assert figures["switches_per_request"] == 1.0
-    assert figures["drafters"]["a"] == {"rounds": 3, "taken_up": 2, "accepted": 3, "seconds": 0.0}
-
-
 @pytest.mark.parametrize(
     "text", ["small", "small=", "small=0", "small=2x0", "small=x2", "small=-1"]
 )
@@ -183,35 +166,3 @@ def test_capacities_and_seconds_from_text() -> None:
     for text in ("a", "a=x", "a=-1", "=1", "a=1:x", "a=inf"):
         with pytest.raises(WorkloadError, match="NAME=SECONDS"):
             parse_drafter_seconds([text])
-
-
-def test_two_recorded_drafters_draft_for_the_same_requests() -> None:
-    """Each request replays one row with either; the better one by row is not the same."""
-    rows = {"look": [[9] * 40, [1] * 40], "eagle": [[3] * 40, [3] * 40]}
-    recorded = RecordedAcceptance(rows, seed=2)
-    slow = DrafterProfile("eagle", (1,), (2e-3,), 0.0)
-    fast = DrafterProfile("look", (1,), (1e-5,), 0.0)
-    setup = Setup(
-        replace(PROFILE, drafters=(slow, fast)),
-        acceptance=AcceptanceByDrafter(dict.fromkeys(rows, recorded)),
-        drafters=("look", "eagle"),
-        selection=PolicyConfig.of("epsilon_greedy"),
-    )
-    workload = make_workload("high", num_requests=40, rate=2.0, seed=4)
-    counts = DrafterCounts()
-    report = run(setup, workload, instruments=[counts])
-    assert report.completed.all()
-    assert all(counts.rounds[name] > 100 for name in rows)
-    assert counts.num_switches > 40
-    # Seconds are those of each drafter's own profile.
-    assert counts.seconds["eagle"] / counts.rounds["eagle"] > 1e-3
-    assert counts.seconds["look"] / counts.rounds["look"] < 1e-3
-    # What a row says of one drafter holds whatever the other did before.
-    records = report.result.records
-    alone = replace(setup, selection=PolicyConfig.of("single", drafter="look"))
-    easy = {i for i, r in run(alone, workload).result.records.items() if r.num_accepted}
-    assert 0 < len(easy) < 40
-    for name, record in records.items():
-        assert record.num_accepted > 0, "eagle has something for everybody"
-        if name not in easy:
-            assert record.num_accepted < record.num_tokens

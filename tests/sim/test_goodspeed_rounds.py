@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.products import first_fast
 
 from penstock.config import PolicyConfig
 from penstock.core.policies.allocation.papers.goodspeed import GoodSpeed
@@ -35,7 +36,7 @@ class Acceptance:
         """Outputs say nothing."""
 
 
-@pytest.mark.parametrize("output_len", [16, 50, 150])
+@pytest.mark.parametrize("output_len", first_fast([16, 50, 150]))
 def test_acceptance_is_learned_whatever_the_length_of_outputs(output_len: int) -> None:
     """The steps of a prompt and of a last token, without a draft, are no rounds."""
     lengths = Workload("equal", np.full(100, 60), np.full(100, output_len))

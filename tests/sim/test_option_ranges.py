@@ -29,7 +29,7 @@ MOST_STEPS = 20_000
 
 DRAFTERS = tuple(DrafterProfile(n, (1,), (s,), 1e-5) for n, s in (("a", 1e-3), ("b", 2e-3)))
 PROFILE = StepProfile("toy", 4096, (1, 64, 256), (1e-2, 1e-2, 2e-2), drafters=DRAFTERS)
-LOAD = make_workload("low", num_requests=6, rate=20, seed=0)
+LOAD = make_workload("low", num_requests=3, rate=20, seed=0)
 
 
 def cases() -> Iterator[tuple[str, str, str]]:

@@ -195,7 +195,7 @@ def test_a_worker_s_complaint_is_one_line(cli: Cli) -> None:
 
 
 def test_runs_over_seeds(cli: Cli, tmp_path: Path) -> None:
-    run = partial(cli, "simulate", *LOW, "--requests", 200, "--rate", 50)
+    run = partial(cli, "simulate", *LOW, "--requests", 100, "--rate", 50)
     found = [json.loads(run("--seeds", 3, "--workers", n, "--json")[1]) for n in (1, 2)]
     for report in found:
         for figures in report["by_seed"]:
@@ -212,6 +212,7 @@ def test_runs_over_seeds(cli: Cli, tmp_path: Path) -> None:
     assert (code, err) == (2, "penstock: --plot draws one run: take it without --seeds\n")
 
 
+@pytest.mark.slow
 def test_a_plan_is_the_same_however_many_work(cli: Cli) -> None:
     load = ("--workload", "low", "--profile", "a100-llama2-7b", "--rate", 60, "--requests", 200)
     found = [json.loads(cli("plan", *load, "--workers", n, "--json")[1]) for n in (1, 2)]

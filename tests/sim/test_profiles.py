@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from penstock.fluid.step_profile import PAPER_LINEAR, DrafterProfile, StepProfile, StepWork
-from penstock.sim import profiles
 from penstock.sim.profiles import (
     LINEAR_OPERATORS,
     Fit,
@@ -80,14 +79,6 @@ def test_the_a100_goes_on_with_the_same_slope() -> None:
         slope = (a100.linear(tokens) - a100.linear(512)) / (tokens - 512)
         assert slope * 1e3 == pytest.approx(0.065, abs=0.003)
     assert a100.linear(65) == a100.linear(72) > 1.1 * a100.linear(64)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "milliseconds"), [(136, 17.584), (160, 17.824), (184, 15.808), (192, 15.92)]
-)
-def test_the_a100_takes_what_was_measured(tokens: int, milliseconds: float) -> None:
-    """Also where a larger step was measured to be faster."""
-    assert load_profile("a100-llama2-7b").linear(tokens) * 1e3 == pytest.approx(milliseconds)
 
 
 def test_the_a100_computes_attention() -> None:
@@ -256,16 +247,6 @@ def test_noise_draws_no_stairs(tmp_path: Path, num: int) -> None:
     assert stair.linear(230) < 1.15 * stair.linear(120)
 
 
-def test_points_that_interpolation_gives_back_are_dropped(tmp_path: Path) -> None:
-    rows = [(n, 0, 0, 0, 0, 0.01 + n * 1e-4) for n in range(1, 101)]
-    rows += [(n, 0, 0, 0, 0, 0.05 + n * 1e-4) for n in range(101, 201)]
-    found = fit_steps(write_rows(tmp_path / "s.csv", STEP_HEADER, rows)).profile
-    assert found.token_counts == (1, 100, 101, 200)
-    assert found.linear(100) == pytest.approx(0.02)
-    assert found.linear(101) == pytest.approx(0.0601)
-    assert found.per_prefill_token == pytest.approx(0, abs=1e-8)
-
-
 def test_the_table_never_falls(tmp_path: Path) -> None:
     rows = [(1, 0, 0, 0, 0, 0.02), (2, 0, 0, 0, 0, 0.01), (3, 0, 0, 0, 0, 0.03)]
     found = fit_steps(write_rows(tmp_path / "s.csv", STEP_HEADER, rows)).profile
@@ -277,36 +258,6 @@ def test_granularity_rounds_up(tmp_path: Path) -> None:
     rows = [(n, 0, 0, 0, 0, 0.01 * -(-n // 8)) for n in range(1, 33)]
     found = fit_steps(write_rows(tmp_path / "s.csv", STEP_HEADER, rows), granularity=8).profile
     assert [found.linear(n) for n in (1, 8, 9, 32)] == pytest.approx([0.01, 0.01, 0.02, 0.04])
-
-
-def test_without_drafts_a_position_has_its_price_in_the_table(tmp_path: Path) -> None:
-    rng = np.random.default_rng(4)
-    rows = []
-    for _ in range(500):
-        prefill, decodes = (int(n) for n in rng.integers(0, 60, size=2))
-        if prefill + decodes:
-            rows.append((prefill, 0, decodes, 0, 0, 0.01 + 1e-4 * (prefill + decodes)))
-    found = fit_steps(write_rows(tmp_path / "s.csv", STEP_HEADER, rows)).profile
-    assert found.seconds(StepWork(num_decodes=10, num_draft_tokens=50)) == pytest.approx(
-        0.016, rel=0.01
-    )
-
-
-def test_decodes_alone_are_ascribed_to_the_table(tmp_path: Path) -> None:
-    rows = [(0, 0, n, 100 * n, 0, 0.01 + 1e-4 * n + 1e-6 * 100 * n) for n in range(1, 50)]
-    rows += [(0, 0, n, 900 * n, 0, 0.01 + 1e-4 * n + 1e-6 * 900 * n) for n in range(1, 50)]
-    found = fit_steps(write_rows(tmp_path / "s.csv", STEP_HEADER, rows)).profile
-    assert found.decode_fixed == pytest.approx(0, abs=1e-6)
-    assert found.per_decode == pytest.approx(0, abs=1e-7)
-    assert found.per_kv_token == pytest.approx(1e-6, rel=0.01)
-    assert found.linear(40) == pytest.approx(0.014, rel=0.01)
-
-
-def test_many_token_counts_are_thinned(tmp_path: Path) -> None:
-    rows = [(n, 0, 0, 0, 0, 0.01 + 1e-9 * n**2) for n in range(1, 2000)]
-    fitted = fit_steps(write_rows(tmp_path / "s.csv", STEP_HEADER, rows))
-    assert len(fitted.profile.token_counts) < 100
-    assert fitted.quality[0].max_relative_error < 0.003
 
 
 # Operators
@@ -397,21 +348,6 @@ def test_drafters_are_kept_in_the_file(tmp_path: Path) -> None:
         path.write_text(json.dumps(broken))
         with pytest.raises(ProfileError, match=message):
             load_profile(path)
-
-
-def test_steps_are_fitted_as_a_file_of_them_is() -> None:
-    truth = load_profile("a100-llama2-7b")
-    works = [
-        StepWork(num_decodes=b, num_kv_tokens=b * c, num_draft_tokens=b * d)
-        for b in (1, 4, 16, 64)
-        for c in (64, 512)
-        for d in (0, 1, 4)
-    ]
-    works += [StepWork(n, n * (c + n / 2)) for n in (1, 8, 64, 256) for c in (0, 512)]
-    steps = [(work, truth.seconds(work)) for work in works]
-    fitted = profiles.fit_steps(steps, name="again", kv_tokens=100, origin="here")
-    assert fitted.quality[0].max_relative_error < 0.1
-    assert (fitted.profile.name, fitted.profile.origin) == ("again", "here")
 
 
 @pytest.mark.parametrize("profile", [TRUTH, PAPER_LINEAR, load_profile("a100-llama2-7b")])

@@ -13,7 +13,7 @@ from penstock.sim.acceptance import GeometricAcceptance
 from penstock.sim.run import Setup, run
 from penstock.sim.workloads import Workload
 
-NUM, OUTPUT = 1200, 24
+NUM, OUTPUT = 600, 24
 
 
 def tokens_per_s(policy: str) -> float:

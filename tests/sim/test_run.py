@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -13,7 +11,6 @@ from penstock.sim.planner import (
     PlanError,
     check_thresholds_fit,
     fitting,
-    length_classes,
     load_bound,
     mean_rate,
     plan_deployment,
@@ -21,7 +18,7 @@ from penstock.sim.planner import (
     threshold_options,
     traffic_of,
 )
-from penstock.sim.plots import PlotError, Sampler, check_target
+from penstock.sim.plots import Sampler
 from penstock.sim.profiles import load_profile
 from penstock.sim.run import Report, Setup, run
 from penstock.sim.workloads import Workload, make_workload
@@ -151,12 +148,6 @@ def test_traffic_of_a_mix_is_exact() -> None:
     )
 
 
-def test_a_recording_is_no_mix_whatever_it_is_called() -> None:
-    recorded = Workload("high", np.full(4, 1000), np.full(4, 5))
-    assert {(t.prompt_len, t.output_len) for t in traffic_of(recorded, 1.0)} == {(1000, 5)}
-    assert traffic_of(HIGH.take(slice(1)), 12.0) == traffic_of(HIGH, 12.0)
-
-
 @pytest.mark.parametrize("name", ["low", "high", "nested", "ten_bins"])
 @pytest.mark.parametrize("admission", ["wait", "nested_wait"])
 def test_planned_thresholds_carry_their_load(name: str, admission: str) -> None:
@@ -238,12 +229,6 @@ def test_the_bound_of_a_plan_holds_in_simulation() -> None:
     assert report.result.kv_peak_tokens <= plan.memory.bound
 
 
-def test_length_classes() -> None:
-    assert length_classes({"segment_ends": (10, 20)}, HIGH) == [10, 20]
-    assert length_classes({}, HIGH) == [101, 201, 301]
-    assert len(length_classes({"output_lens": tuple(range(1, 60))}, HIGH)) <= 4
-
-
 # --- sampling and plots ---------------------------------------------------------------------------
 
 
@@ -271,12 +256,3 @@ def test_samples_agree_with_the_run() -> None:
         assert waiting + sum(running) >= in_system.sum() - 3, "arrivals wait for the step's end"
     assert max(sum(r[2:]) for r in samples.running) > 0
     assert len(sampled(1.0)[0].times) <= report.result.finished_at + 1
-
-
-def test_where_a_picture_cannot_go(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    check_target(tmp_path / "a.PNG")
-    with pytest.raises(PlotError, match="choose an ending from"):
-        check_target(tmp_path / "a.nothing")
-    with pytest.raises(PlotError, match="there is no folder"):
-        check_target(tmp_path / "none" / "a.png")

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,29 +9,21 @@ from tests.core.fakes import ToyDrafter
 from tests.core.world import make_scheduler, replace_policies
 
 from penstock.core.kv.blocks import hash_blocks
-from penstock.core.learn.times import step_work
-from penstock.core.loop import Loop
 from penstock.core.policies.admission import AdmissionPolicy
 from penstock.core.policies.registry import make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.step import Step
 from penstock.core.types import (
-    Arrive,
     Cancel,
     DrafterDown,
     DrafterUp,
     DraftOrder,
-    DraftReady,
-    DraftTime,
     Event,
     FinishReason,
     Output,
-    PhaseTimes,
-    Replayed,
     Request,
     StepPlan,
     StepResult,
-    Verdict,
     VerifyItem,
 )
 from penstock.fluid.step_profile import StepWork
@@ -276,127 +267,6 @@ def test_geometric_acceptance() -> None:
 
 
 # --- plan parity and determinism ------------------------------------------------------------------
-
-
-@dataclass
-class HandExecutor:
-    """The same timings and acceptance as the simulator's, written again and independently."""
-
-    now: float = 0.0
-    running: dict[str, tuple[float, StepResult]] = field(default_factory=dict)
-
-    def ready(self, lane: str) -> bool:
-        return lane not in self.running
-
-    def submit(self, plan: StepPlan) -> None:
-        if plan.is_empty:
-            return
-        orders = [*plan.drafts, *(i.draft for i in plan.items if i.draft)]
-        drafting_orders = [o for o in orders if o.max_draft_tokens]
-        reading_orders = [o for o in orders if not o.max_draft_tokens]
-        times = tuple(
-            self._draft_time(name, [o for o in batch if o.drafter == name])
-            for batch in (drafting_orders, reading_orders)
-            for name in dict.fromkeys(o.drafter for o in batch)
-        )
-        drafting = sum(t.seconds for t in times)
-        verifying = 0.01 + 1e-4 * plan.num_rows if plan.items else 0.0
-        end = self.now + drafting + verifying
-        result = StepResult(
-            plan.id,
-            plan.lane,
-            self.now,
-            end,
-            verdicts=tuple(map(self._verdict, plan.items)),
-            drafts=tuple(
-                DraftReady(o.request_id, o.epoch, o.round, o.drafter, o.max_draft_tokens)
-                for o in plan.drafts
-                if o.max_draft_tokens
-            ),
-            replays=tuple(Replayed(o.request_id, o.epoch, o.drafter) for o in reading_orders),
-            phases=PhaseTimes(draft=drafting, verify=verifying),
-            draft_times=times,
-            num_rows=plan.num_rows,
-            work=step_work(plan) if plan.items else None,
-            work_seconds=verifying,
-        )
-        self.running[plan.lane] = (end, result)
-
-    def collect(self) -> list[StepResult]:
-        done = [lane for lane, (end, _) in self.running.items() if end <= self.now]
-        return [self.running.pop(lane)[1] for lane in sorted(done, key=self._order)]
-
-    def _order(self, lane: str) -> tuple[float, int]:
-        end, result = self.running[lane]
-        return end, result.plan_id
-
-    def _draft_time(self, name: str, orders: list[DraftOrder]) -> DraftTime:
-        steps = max(o.max_draft_tokens for o in orders)
-        catch_up = sum(o.num_catch_up_tokens for o in orders)
-        rows = catch_up + sum(max(0, o.max_draft_tokens - 1) for o in orders)
-        return DraftTime(name, len(orders), steps, catch_up, 1e-3 * max(1, steps) + 1e-5 * rows)
-
-    def _verdict(self, item: VerifyItem) -> Verdict:
-        if not item.samples:
-            return Verdict(item.request_id, item.epoch, item.round)
-        accepted = ACCEPTANCE.num_accepted(item, 0)
-        proposed = item.num_draft_tokens
-        known = item.start + item.num_scheduled_tokens
-        return Verdict(
-            item.request_id,
-            item.epoch,
-            item.round,
-            tuple(known + i for i in range(accepted + 1)),
-            item.drafter if proposed else None,
-            proposed,
-            accepted,
-            accepted + (accepted < proposed),
-            float(accepted),
-            float(accepted + ACCEPTANCE.num_right_behind(item, 0, accepted)),
-        )
-
-
-@dataclass
-class HandClock:
-    executor: HandExecutor
-
-    def now(self) -> float:
-        return self.executor.now
-
-
-@pytest.mark.parametrize("own_lanes", [(), ("a",), ("a", "b")])
-@pytest.mark.parametrize("num_blocks", [24, 80])
-def test_plans_are_those_of_a_loop_turned_by_hand(
-    own_lanes: Sequence[str], num_blocks: int
-) -> None:
-    trace = make_trace()
-    events = [(0.1, DrafterDown("b")), (0.2, Cancel("r3")), (0.3, DrafterUp("b"))]
-    simulated, by_hand = Log(), Log()
-    run(make(own_lanes, num_blocks=num_blocks), trace, events, simulated)
-
-    executor = HandExecutor()
-    scheduler = make(own_lanes, num_blocks=num_blocks)
-    loop = Loop(scheduler, executor, HandClock(executor), [by_hand])
-    timeline = [(r.arrival_time, 0, i, Arrive(r)) for i, r in enumerate(trace)]
-    timeline += [(time, 1, i, event) for i, (time, event) in enumerate(events)]
-    heapq.heapify(timeline)
-    while timeline or scheduler.num_unfinished:
-        due = []
-        while timeline and timeline[0][0] <= executor.now:
-            due.append(heapq.heappop(timeline)[-1])
-        turn = loop.turn(due)
-        while turn.submitted or turn.collected:
-            turn = loop.turn([])
-        times = [end for end, _ in executor.running.values()]
-        if timeline:
-            times.append(timeline[0][0])
-        if turn.wake_at is not None:
-            times.append(turn.wake_at)
-        if times:
-            executor.now = min(times)
-    assert len(simulated.plans) > 40
-    assert by_hand.plans == simulated.plans
-    assert by_hand.entries == simulated.entries
 
 
 @pytest.mark.parametrize("own_lanes", [(), ("a", "b")])

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from tests.products import first_fast
 
-from lab.common.loads import Scene, setup_of
+from lab.common.loads import Scene
 from penstock.config import PolicyConfig
 from penstock.fluid.step_profile import PAPER_LINEAR
-from penstock.sim.capacity import Criterion, Estimate, TooShort, capacity, judge_load
+from penstock.sim.capacity import Criterion, TooShort, capacity, judge_load
 from penstock.sim.driver import SimulationResult
 from penstock.sim.planner import load_bound
 from penstock.sim.profiles import load_profile
@@ -60,40 +60,12 @@ def test_a_queue_with_a_known_limit(num: int) -> None:
         assert not any(verdict.sustained for verdict in beyond)
 
 
-def test_batch_means_are_students() -> None:
-    found = Estimate.of([1.0, 2.0, 3.0])
-    assert (found.low, found.high) == pytest.approx((2 - 2.4841, 2 + 2.4841), abs=1e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("admission", ["fluid_guided", "vllm_v0", "sarathi"])
-def test_runs_of_any_length_agree(admission: str) -> None:
-    setup = Setup(PROFILE, PolicyConfig.of(admission))
-    found = [
-        capacity(setup, Scene(PAPER_LINEAR, "low").at(num), 90.0, 180.0, tolerance=0.02)
-        for num in (8_000, 16_000)
-    ]
-    assert max(c.low for c in found) <= min(c.high for c in found), found
-    # The rule of 1.5% unfinished had 31% of the bound for every policy.
-    assert min(c.requests_per_s for c in found) > 0.6 * 172
-
-
-@pytest.mark.slow
-def test_literal_wait_is_not_punished_for_its_full_stages() -> None:
-    """888 requests in service are 4% of these arrivals, and no backlog."""
-    setup = setup_of("wait", output_lens=(21, 41, 81, 161), thresholds=(3, 3, 3, 3))
-    at = Scene(PAPER_LINEAR, "nested").at(20_000)
-    bound = load_bound(PAPER, at(1.0), PAPER.kv_tokens)
-    assert judge_load(setup, at(0.95 * bound)).sustained
-    assert not judge_load(setup, at(1.1 * bound)).sustained
-
-
 def test_capacity_is_where_the_criterion_turns() -> None:
     def at(rate: float) -> Workload:
-        return make_workload("low", num_requests=4000, rate=rate, seed=2)
+        return make_workload("low", num_requests=2500, rate=rate, seed=2)
 
     setup = Setup(PROFILE, PolicyConfig.of("sarathi", token_budget=768, max_num_seqs=320))
-    found = capacity(setup, at, 40.0, 120.0, tolerance=0.02)
+    found = capacity(setup, at, 40.0, 120.0, tolerance=0.05)
     assert found.requests_per_s > 120, "the range is widened"
     assert judge_load(setup, at(found.low)).sustained
     assert not judge_load(setup, at(1.1 * found.high)).sustained
@@ -139,5 +111,5 @@ def test_a_load_without_a_setup_is_not_sustained() -> None:
     def at(rate: float) -> Workload:
         return make_workload("low", num_requests=2000, rate=rate)
 
-    found = capacity(setup_at, at, 5.0, 40.0, tolerance=0.01)
+    found = capacity(setup_at, at, 5.0, 40.0, tolerance=0.05)
     assert found.requests_per_s == pytest.approx(12, rel=0.05)

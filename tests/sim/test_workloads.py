@@ -80,19 +80,6 @@ def test_a_request_has_the_papers_stages(name: str, closed_form: float) -> None:
     assert steps in [length + 1 for length in mix.decode_lens]
 
 
-def test_the_shares_are_the_papers() -> None:
-    assert MIXES["high"].probabilities == pytest.approx([1 / 2, 1 / 3, 1 / 6])
-    ten = MIXES["ten_bins"].probabilities
-    assert ten[1:] / ten[:-1] == pytest.approx(math.exp(-50 / 210))
-
-
-def test_a_longer_draw_begins_with_the_shorter_one() -> None:
-    short = make_workload("high", num_requests=50, rate=2.0, seed=7)
-    long = make_workload("high", num_requests=500, rate=2.0, seed=7)
-    assert (long.output_len[:50] == short.output_len).all()
-    assert (long.arrival_time[:50] == short.arrival_time).all()
-
-
 def test_another_rate_only_scales_the_arrivals() -> None:
     unit = make_workload("nested", num_requests=200, rate=1.0, arrivals="gamma:2", seed=1)
     fast = make_workload("nested", num_requests=200, rate=8.0, arrivals="gamma:2", seed=1)
@@ -101,12 +88,6 @@ def test_another_rate_only_scales_the_arrivals() -> None:
     other = make_workload("nested", num_requests=200, rate=1.0, arrivals="gamma:2", seed=2)
     assert (unit.output_len != other.output_len).any()
     assert (unit.arrival_time[1:] != other.arrival_time[1:]).all()
-
-
-def test_lengths_and_arrivals_are_independent() -> None:
-    made = make_workload("low", num_requests=20_000, rate=1.0, seed=0)
-    gaps = np.diff(made.arrival_time)
-    assert abs(np.corrcoef(gaps, made.output_len[1:])[0, 1]) < 5 / math.sqrt(20_000)
 
 
 # Arrivals
@@ -122,12 +103,6 @@ def test_gaps_have_the_rate_and_the_variation(text: str, cv: float) -> None:
     assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.05)
 
 
-def test_poisson_counts_have_variance_equal_to_mean() -> None:
-    times = make_workload("low", num_requests=50_000, rate=10.0).arrival_time
-    counts = np.bincount(times.astype(int))[:-1]
-    assert counts.var() / counts.mean() == pytest.approx(1.0, abs=0.1)
-
-
 def test_rate_changes_hold_between_their_times_only() -> None:
     made = make_workload(
         "low", num_requests=60_000, rate=10.0, arrivals="poisson@1000-2000x2,3000-x0.5"
@@ -141,18 +116,6 @@ def test_rate_changes_hold_between_their_times_only() -> None:
     assert rate(2000, 3000) == pytest.approx(10, rel=0.05)
     assert rate(3000, 5000) == pytest.approx(5, rel=0.05)
     assert (np.diff(made.arrival_time) >= 0).all()
-
-
-def test_rate_changes_leave_earlier_arrivals_alone() -> None:
-    plain = make_workload("low", num_requests=2000, rate=10.0).arrival_time
-    changes = (RateChange(50, 60, 4), RateChange(60, 70, 0.25))
-    process = ArrivalProcess(rate_changes=changes)
-    changed = make_workload("low", num_requests=2000, rate=10.0, arrivals=process).arrival_time
-    before = plain < 50
-    assert (changed[before] == plain[before]).all()
-    # 10 s at four times the rate take 40 s of arrivals, 10 s at a quarter 2.5 s.
-    late = plain > 50 + 40 + 2.5
-    assert changed[late] == pytest.approx(plain[late] - 22.5)
 
 
 def test_arrivals_as_text() -> None:
@@ -219,19 +182,6 @@ def test_a_recorded_trace_has_tenants_and_is_played_once(tmp_path: Path) -> None
     assert make_workload(path, time_scale=4).arrival_time.tolist() == [0, 0.125, 0.5, 0.75]
     cut = make_workload(path, num_requests=2)
     assert (len(cut), cut.tenants.tolist()) == (2, ["a", "b"])
-
-
-def test_requests_in_random_order(tmp_path: Path) -> None:
-    recorded = load_workload(write(tmp_path, RECORDED))
-    mixed = recorded.shuffled(3)
-    assert mixed.tenants is not None
-    rows = zip(mixed.prompt_len, mixed.output_len, mixed.tenants, strict=True)
-    assert sorted(rows) == [(10, 1, "a"), (20, 2, "b"), (30, 3, "a"), (40, 4, "a")]
-    assert list(mixed.prompt_len) != [10, 20, 30, 40]
-    assert (mixed.arrival_time == recorded.arrival_time).all()
-    assert (mixed.prompt_len == recorded.shuffled(3).prompt_len).all()
-    drawn = make_workload("high", num_requests=10, rate=1.0)
-    assert drawn.shuffled(3) is drawn
 
 
 def test_a_recorded_trace_may_arrive_otherwise(tmp_path: Path) -> None:
@@ -390,24 +340,6 @@ def test_arrivals_need_a_column_of_times(tmp_path: Path) -> None:
 
 
 # Two workloads in turn
-
-
-def test_lengths_may_shift_halfway() -> None:
-    both = concatenate(synthetic("low", 30, 0), synthetic("high", 40, 0))
-    made = make_workload(both, rate=2.0, seed=1)
-    assert len(made) == 70
-    assert made.name == "low+high"
-    assert set(made.output_len[:30]) == {11, 21}
-    assert set(made.output_len[30:]) == {101, 201, 301}
-
-
-def test_recorded_workloads_follow_one_another(tmp_path: Path) -> None:
-    one = load_workload(write(tmp_path, RECORDED))
-    both = concatenate(one, one)
-    assert both.arrival_time.tolist() == [0, 0.5, 2, 3, 4, 4.5, 6, 7]
-    assert both.tenants.tolist() == ["a", "b", "a", "a"] * 2
-    with pytest.raises(WorkloadError, match="arrival_time"):
-        concatenate(one, synthetic("low", 3, 0))
 
 
 def test_what_requests_ask_for_is_in_the_trace(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from tests.products import first_fast
 
 from penstock.config.engine import PolicyConfig
 from penstock.core.types import AUTO_DRAFTER, DraftOrder, Request, StepPlan, StepResult
@@ -131,7 +132,7 @@ def quiet_start(name: str, num_before: int = LATER) -> Watch:
 OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in POLICIES if name != "throughput"]
 
 
-@pytest.mark.parametrize("noise", NOISE)
+@pytest.mark.parametrize("noise", first_fast(NOISE))
 @pytest.mark.parametrize("name", ["throughput", *OTHERS])
 def test_a_busy_start_is_forgotten_within_32_requests(name: str, noise: str) -> None:
     quiet = quiet_start(name)
@@ -140,7 +141,8 @@ def test_a_busy_start_is_forgotten_within_32_requests(name: str, noise: str) -> 
     assert later.num_tokens / later.seconds >= 0.97 * quiet.num_tokens / quiet.seconds
 
 
-@pytest.mark.parametrize("name", ["throughput", *OTHERS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", POLICIES)
 def test_load_that_comes_and_goes_is_followed_within_64_requests(name: str) -> None:
     """For 20 of each 40 seconds, until the 64th request, drafting takes too long to pay."""
     slow, until = busy(1.5, 4.0, 8.0), 64 * 4.0

@@ -101,7 +101,7 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
     return bytes(changed)
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=15 * settings.default.max_examples, deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_whatever_comes_is_refused_or_valid(rng: random.Random) -> None:
     """No other exception, and nothing gets through that the engine could choke on."""

@@ -43,7 +43,7 @@ def test_the_digest_of_a_prefix_does_not_depend_on_its_pieces(pieces: list[list[
     assert PrefixDigest([*whole, 1]).digest() != grown.digest()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(
     st.integers(1, 5),
     st.integers(1, 300),

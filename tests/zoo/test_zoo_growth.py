@@ -9,7 +9,6 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from safetensors.torch import load_file  # noqa: E402
 from tests.engine.small_models import Paging  # noqa: E402
 
 from lab.zoo.growth import (  # noqa: E402
@@ -25,7 +24,7 @@ from lab.zoo.growth import (  # noqa: E402
 from lab.zoo.manifest import verify_manifest  # noqa: E402
 from lab.zoo.modeling import load_model  # noqa: E402
 from penstock.engine.models.config import DecoderConfig  # noqa: E402
-from penstock.engine.models.weights import load_weights, weight_bytes  # noqa: E402
+from penstock.engine.models.weights import weight_bytes  # noqa: E402
 from penstock.engine.native.runner import NativeRunner  # noqa: E402
 from penstock.engine.tokenizer import load_tokenizer  # noqa: E402
 from penstock.zoo.registry import bundled_models, load_prompts  # noqa: E402
@@ -63,28 +62,10 @@ def test_sizes_are_met_at_every_scale(name):
         assert (large.head_dim, large.vocab_size) == (small.head_dim, small.vocab_size)
 
 
-def test_proportions_stay_near_the_original():
-    """At half a billion parameters the target is a wide model, not a thousand thin layers."""
-    target, *_ = plan_family(500_000_000, (0.01, 0.1))
-    assert target.width == 4
-    assert 0.5 < target.large.num_layers / (6 * 4) < 2
-    assert 0.5 < target.large.intermediate_size / (1152 * 4) < 2
-
-
-def test_shares_run_from_the_smallest_drafter_to_the_largest():
-    target, *drafters = plan_family(400_000_000, (0.01, 0.1))
-    assert target.card.role == "target"
-    by_size = sorted(drafters, key=lambda g: g.card.parameters)
-    shares = [g.asked / 400_000_000 for g in by_size]
-    assert shares == sorted(shares)
-    assert shares[0] == pytest.approx(0.01)
-    assert shares[-1] == pytest.approx(0.1)
-    assert shares[1] == shares[2] == shares[3]  # the specialists are of one size
-    assert all(g.asked == 20_000_000 for g in plan_family(400_000_000, (0.05, 0.05))[1:])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("name", "width"), [("target-small", 4), ("draft-tiny", 16)])
+@pytest.mark.parametrize(
+    ("name", "width", "dtype"),
+    [("target-small", 4, torch.bfloat16), ("draft-tiny", 16, torch.float32)],
+)
 def test_native_logits_are_the_originals_bits(tmp_path, name, width, dtype):
     made = growth(name, width, layers=2)
     write_grown(tmp_path / name, made)
@@ -110,9 +91,9 @@ def test_a_norm_that_is_not_rescaled_changes_the_logits(tmp_path):
     assert (old - new).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize(("name", "width"), [("draft-base", 4), ("draft-code", 4)])
-def test_transformers_makes_the_same_tokens(tmp_path, name, width):
-    made = growth(name, width)
+def test_transformers_makes_the_same_tokens(tmp_path):
+    name = "draft-base"
+    made = growth(name, 4)
     write_grown(tmp_path / name, made)
     ids = torch.tensor([prompt_ids(made.card.path)])
     texts, logits = [], []
@@ -125,32 +106,6 @@ def test_transformers_makes_the_same_tokens(tmp_path, name, width):
     assert texts[0].shape[1] > ids.shape[1]
     assert torch.equal(*texts)
     torch.testing.assert_close(*logits, rtol=0, atol=1e-4)
-
-
-def test_what_is_added_reads_random_numbers_and_writes_zeros(tmp_path):
-    made = growth("draft-tiny", 4)
-    write_grown(tmp_path / "grown", made)
-    tensors = load_file(tmp_path / "grown" / "model.safetensors")
-    old = load_file(made.card.path / "model.safetensors")
-    for name, tensor in tensors.items():
-        if name.endswith(("embed_tokens.weight", "o_proj.weight", "down_proj.weight")):
-            rows, columns = old[name].shape if name in old else (0, 0)
-            assert not tensor[rows:].any()
-            assert not tensor[:, columns:].any()
-        elif tensor.dim() == 2:
-            assert (tensor != 0).float().mean() > 0.99
-            assert tensor.float().std(dim=1).min() > 0
-        assert tensor.dtype == torch.bfloat16
-
-
-def test_shards_hold_what_one_file_holds(tmp_path):
-    made = growth("draft-tiny", 4)
-    write_grown(tmp_path / "one", made)
-    write_grown(tmp_path / "many", made, shard_bytes=1_000_000)
-    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
-    one, many = (load_weights(tmp_path / x, made.large) for x in ("one", "many"))
-    assert one.keys() == many.keys()
-    assert all(torch.equal(one[name], many[name]) for name in one)
 
 
 @pytest.mark.slow

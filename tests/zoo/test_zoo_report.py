@@ -15,13 +15,12 @@ from lab.zoo.evidence import (  # noqa: E402
     NGRAM,
     AcceptanceTrace,
     lookup_runs,
-    noise,
     run_lengths,
     target_texts,
 )
 from lab.zoo.modeling import build  # noqa: E402
 from lab.zoo.recipe import Shape  # noqa: E402
-from lab.zoo.report import DecodeTimes, _Costs, cells, choice, report, rounds  # noqa: E402
+from lab.zoo.report import DecodeTimes, _Costs, choice, report, rounds  # noqa: E402
 
 
 def _trace(domain, **agreement):
@@ -29,10 +28,6 @@ def _trace(domain, **agreement):
     length = len(next(iter(agreement.values())))
     share = {n: bits.count("1") / length for n, bits in agreement.items()}
     return AcceptanceTrace(domain, length, runs, dict(share), dict(share))
-
-
-def test_run_lengths():
-    assert run_lengths(np.array([1, 1, 0, 1, 1, 1], dtype=bool)).tolist() == [2, 1, 0, 3, 2, 1]
 
 
 def test_rounds_count_verifications():
@@ -50,26 +45,11 @@ def test_choice_rewards_specialists_only():
     assert choice(_Costs(alike, times)).gain == pytest.approx(0.0)
 
 
-def test_cells_cover_domains_and_all():
-    times = DecodeTimes(lambda n: 1.0, {"a": 0.1})
-    table = cells(_Costs([_trace("x", a="1101"), _trace("y", a="0000")], times), times)
-    assert {(c.domain, c.drafter) for c in table} == {
-        (d, n) for d in ("x", "y", "all") for n in ("none", "a")
-    }
-    none = next(c for c in table if c.domain == "x" and c.drafter == "none")
-    assert none.tokens_per_s == pytest.approx(1.0)
-
-
 def test_lookup_finds_repeats():
     prompt = [5, 6, 7, 8, 9, 1]
     runs = lookup_runs(prompt, [5, 6, 7, 8, 9, 2])
     assert runs.tolist() == [0, 0, 3, 2, 1, 0]
     assert lookup_runs([1, 2, 3], [4, 5, 6]).tolist() == [0, 0, 0]
-
-
-def test_noise_is_keyed_by_request():
-    assert torch.equal(noise(0, 1, 3, 5), noise(0, 1, 3, 5))
-    assert not torch.equal(noise(0, 1, 3, 5), noise(0, 2, 3, 5))
 
 
 def test_padded_batch_continues_as_alone():

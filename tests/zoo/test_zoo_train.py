@@ -8,10 +8,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from lab.zoo.data import ROW, Mixture, answer_mask, pack  # noqa: E402
+from lab.zoo.data import Mixture, answer_mask, pack  # noqa: E402
 from lab.zoo.distil import TeacherRows, divergences, overlap, teach  # noqa: E402
 from lab.zoo.modeling import build, grow, hidden_states, load_model, save_model  # noqa: E402
-from lab.zoo.optim import cosine_factor, orthogonalise  # noqa: E402
 from lab.zoo.recipe import EVEN, FULL, ModelSpec, Shape, quick  # noqa: E402
 from lab.zoo.template import ASSISTANT_ID, BOS_ID, EOS_ID  # noqa: E402
 from lab.zoo.tokenizer import load_tokenizer  # noqa: E402
@@ -79,10 +78,6 @@ def test_resumed_run_ends_in_the_same_state(spec, pools, tmp_path):
         assert torch.equal(value, rest.model.state_dict()[name]), name
 
 
-def test_no_checkpoint_no_resume(spec, pools, tmp_path):
-    assert not TrainingRun(spec, pools, tmp_path / "none", seed=0).resume()
-
-
 @pytest.mark.slow
 def test_distillation_raises_overlap(spec, pools, tmp_path):
     schooled = TrainingRun(spec, pools, tmp_path / "teacher", seed=5)
@@ -148,29 +143,9 @@ def test_answer_mask_covers_answers_and_their_end():
     assert mask.nonzero()[0].tolist() == [3, 4, 5, 9, 10]
 
 
-def test_rows_begin_with_an_example(pools):
-    for ids in pools.train.values():
-        assert ids.shape[1] == ROW
-        assert (ids[:, 0] == BOS_ID).all()
-
-
 def test_mixture_prefix_does_not_depend_on_length():
     mixture = Mixture({"chat": 1.0, "math": 2.0}, offset=3)
     assert mixture.plan(5, 4, seed=1) == mixture.plan(9, 4, seed=1)[:5]
-
-
-def test_orthogonalise_brings_singular_values_together():
-    matrix = torch.randn(48, 96, generator=torch.Generator().manual_seed(1))
-    values = torch.linalg.svdvals(orthogonalise(matrix))
-    assert values.min() > 0.4
-    assert values.max() < 1.6
-    assert orthogonalise(matrix.mT).shape == (96, 48)
-
-
-def test_cosine_factor():
-    assert cosine_factor(0, 100, 10) == pytest.approx(0.1)
-    assert cosine_factor(9, 100, 10) == pytest.approx(1.0)
-    assert cosine_factor(100, 100, 10) == pytest.approx(0.02)
 
 
 def test_recipes_name_known_domains_and_fit_the_limits():
