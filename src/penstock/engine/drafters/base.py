@@ -1,4 +1,4 @@
-"""What the executor, and a draft server's sessions, ask of any drafter."""
+"""Interface of drafters in this process."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """The tokens of one order, and where they were sampled from: `prob_rows` index the rows of
-    `Drafts.probs`; -1 is a point mass (coupled, greedy or looked-up). is_unread: its drafter's
-    model was not asked, and its KV is as it was. confidences: the drafter's in each token, where it
-    had to know them."""
+    """Draft tokens of one order.
+
+    prob_rows: per token the row of `Drafts.probs`; -1: a point mass (coupled, greedy, looked up).
+    is_unread: the drafter's model did not run, and its KV is unchanged. confidences: per token, if
+    they were computed."""
 
     token_ids: list[int]
     prob_rows: list[int]
@@ -33,8 +34,10 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """The drafts of several orders, in their order. probs: [rows, V] float32 or None. num_steps:
-    that a model took one after the other; None: one for each token of the longest order."""
+    """Drafts of several orders.
+
+    probs: [rows, V] float32 or None. num_steps: sequential steps of the model; None: as many as
+    the longest order has tokens."""
 
     drafts: list[Draft]
     probs: torch.Tensor | None = None
@@ -63,8 +66,7 @@ class DraftBuilder:
         tokens: Sequence[int] | IntArray,
         probs: torch.Tensor | None = None,
     ) -> None:
-        """One more token for each of `jobs` that has one (`NO_TOKEN`), sampled from the rows of
-        `probs` if given."""
+        """Append a token to each of `jobs`, except NO_TOKEN. probs: rows sampled from, if any."""
         for i, (job, token) in enumerate(zip(jobs, tokens, strict=True)):
             if token == NO_TOKEN:
                 continue
@@ -75,7 +77,6 @@ class DraftBuilder:
             self._num_probs += probs.shape[0]
 
     def drop_last(self, job: int) -> None:
-        """Of the token that was added last to a draft."""
         for values in (self.token_ids, self.prob_rows, self.confidences):
             del values[job][-1:]
 
@@ -86,37 +87,37 @@ class DraftBuilder:
 
 
 class LocalDrafter(ABC):
-    """A drafter in this process. runner: the model that it drafts with, if it is one."""
+    """A drafter in this process. runner: of its model, if any."""
 
     name: str
     runner: ModelRunner | None = None
 
     @abstractmethod
     def draft(self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]) -> Drafts:
-        """Carry out the orders as one batch; `texts` are their requests' known tokens."""
+        """Draft for the orders as one batch. texts: their requests' known tokens."""
 
     @abstractmethod
     def replay(
         self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]
     ) -> tuple[Replayed, ...]:
-        """Read verified text without drafting, and where an order says so count the output tokens
-        that the drafter's own first guess, behind the true text, would have been. An output token
-        is counted once; those of a `ratio` request are not: what makes its evidence unbiased, the
-        target's probabilities, is gone by then."""
+        """Read verified text without drafting, and count the tokens predicted if an order asks.
+
+        Each output token counts once; those of `ratio` requests do not: unbiased evidence would
+        need the target's probabilities."""
 
     def learn(self, sampling: SamplingParams, draft: Draft, verdict: Verdict) -> None:  # noqa: B027
-        """A draft of its own was verified."""
+        """Learn from the verdict on a draft of this drafter."""
 
     def drop_table(self, request_id: str) -> None:  # noqa: B027
-        """The scheduler took the request's KV in this drafter away."""
+        """Drop the block table of a request whose KV the scheduler freed."""
 
     @abstractmethod
     def forget(self, request_id: str) -> None:
-        """The request is over."""
+        """Drop all state of a finished request."""
 
     @property
     def timed(self) -> LocalDrafter:
-        """What a step of it is measured by, where not every step is alike."""
+        """The drafter by which step times are measured."""
         return self
 
     def limit_threads(self, num_threads: int) -> None:
@@ -125,5 +126,5 @@ class LocalDrafter(ABC):
             self.runner.limit_threads(num_threads)
 
     def num_that_fit(self, num_tokens: int) -> int:
-        """Requests of so many tokens that its memory holds."""
+        """Return the number of requests of `num_tokens` tokens that fit the KV cache."""
         return 1 << 30 if self.runner is None else self.runner.num_that_fit(num_tokens)
