@@ -183,7 +183,6 @@ async def _validated(model: type[_Read], http: Request) -> _Read:
 
 
 def _count(told: str) -> int:
-    """Return the value of the EXPECTED_OUTPUT_TOKENS header. Raises: ApiError."""
     if not (told.isascii() and told.isdigit() and len(told) < 10 and int(told) > 0):
         name = EXPECTED_OUTPUT_TOKENS
         raise errors.ApiError(400, f"{name}: must be a whole number of at least 1", param=name)
@@ -272,8 +271,6 @@ def _add_openai(app: FastAPI, service: Service, api_keys: ApiKeys) -> None:
 
 
 def _add_tokens(app: FastAPI, service: Service, dependencies: Sequence[params.Depends]) -> None:
-    """Add vLLM's endpoints for tokenization."""
-
     @app.post("/tokenize", dependencies=dependencies, openapi_extra=_body_of(TokenizeBody))
     async def tokenize(http: Request) -> dict[str, Any]:
         body = await _validated(TokenizeBody, http)

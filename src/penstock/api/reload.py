@@ -66,7 +66,6 @@ class Reload:
         )
 
     def _check(self, new: ServeConfig) -> None:
-        """Raises: ConfigError."""
         if _has_keys(self._config) and not _has_keys(new):
             raise ConfigError(
                 "there is no API key any more, which would open the server to all clients; "

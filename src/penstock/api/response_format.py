@@ -71,7 +71,6 @@ class ResponsesFormat(Form):
     # --- items ----------------------------------------------------------------------------------
 
     def _add(self, delta: Delta) -> Iterator[bytes]:
-        """Add a delta and yield its events."""
         if delta.text:
             yield from self._begin_text()
             self._items[self._text or 0]["content"][0]["text"] += delta.text
@@ -141,7 +140,6 @@ _TOLD = ("code", "message", "param")
 
 
 def _head(response_id: str, model_name: str, body: ResponsesBody) -> JsonDict:
-    """Return the fields of a response that do not change."""
     asked = body.model_dump(
         include={
             "instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "temperature",

@@ -174,7 +174,6 @@ def _message(delta: Delta) -> JsonDict:
 
 
 def _merged(pieces: Sequence[CallPiece]) -> list[CallPiece]:
-    """Join the pieces of each call."""
     found: dict[int, CallPiece] = {}
     for piece in pieces:
         first = found.get(piece.position)
@@ -413,7 +412,6 @@ async def collected(job: Generation, form: Form, http: HttpRequest) -> Response:
 
 
 async def _join(job: Generation) -> list[Delta]:
-    """Join all deltas to one per choice."""
     pieces: list[list[Delta]] = [[] for _ in job.choices]
     async for delta in job.deltas():
         pieces[delta.index].append(delta)

@@ -286,7 +286,6 @@ class ToolCallParser:
         return True
 
     def _tell(self, call: WrittenCall) -> None:
-        """Append the new part of a call."""
         arguments = call.arguments
         if call.name is None or arguments is None:
             return
@@ -324,7 +323,6 @@ class ToolCallParser:
 
 
 def _agree(text: str, mark: str) -> bool:
-    """True if one is a prefix of the other."""
     return text.startswith(mark) or mark.startswith(text)
 
 

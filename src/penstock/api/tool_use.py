@@ -96,7 +96,6 @@ class ToolUse:
         return Structure("response_format", "json", {"anyOf": schemas, **style})
 
     def _call_rules(self, special: Mapping[str, int]) -> Iterator[str]:
-        """Yield the Lark rules of `call`."""
         if self.form.call is JsonCall:
             yield f"call: {lark_json(self._calls('/anyOf'))}"
             return
@@ -122,7 +121,6 @@ class ToolUse:
 
 
 def _written(pieces: Sequence[str], special: Mapping[str, int]) -> str:
-    """Return a sequence of strings in Lark's notation."""
     return " ".join(f"<[{special[p]}]>" if p in special else json.dumps(p) for p in pieces)
 
 
@@ -184,7 +182,6 @@ def _refused_tool(message: str) -> ApiError:
 
 
 def _parameters(tool: Tool) -> Mapping[str, Any]:
-    """Schema of a tool's arguments."""
     found: Mapping[str, Any] = tool.for_template()["function"]["parameters"]
     return found
 
@@ -262,7 +259,6 @@ def tool_use(body: ChatBody, template: str | None) -> ToolUse | None:
 
 
 def _callable(body: ChatBody) -> tuple[Tool, ...]:
-    """Return the tools that may be called. Raises: ApiError."""
     choice = body.tool_choice
     if not isinstance(choice, NamedTool):
         if choice == "required" and not body.tools:

@@ -98,7 +98,6 @@ class JsonCall(WrittenCall):
         return not self.is_over or self._is_call()
 
     def _is_call(self) -> bool:
-        """True if the whole object is a call."""
         call = _parsed(self.text)
         if not isinstance(call, dict) or self.name is None:
             return False
@@ -282,7 +281,6 @@ _TYPES: dict[str, Any] = {
 
 
 def _types(schema: Any, root: Mapping[str, Any]) -> set[str]:
-    """Return the JSON types that a schema and its parts name."""
     return {name for part in alternatives(schema, root) for name in types_of(part)}
 
 
@@ -375,7 +373,6 @@ class _Object:
 
 
 def _parsed(text: str) -> Any:
-    """Return the value of a JSON text, or None if it is invalid."""
     try:
         return from_json(text, allow_inf_nan=False)
     except ValueError:

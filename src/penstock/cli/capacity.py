@@ -192,7 +192,6 @@ def _plot(
     path: Path,
     workers: Workers,
 ) -> None:
-    """Plot whole runs around the capacity."""
     from penstock.sim.plots import plot_load
 
     rates = [share * capacity for share in _PLOTTED if capacity > 0]

@@ -101,7 +101,6 @@ def draft(
 def _endpoint(
     connect: str, token: str | None, cert: Path | None, key: Path | None, ca: Path | None
 ) -> Endpoint:
-    """Raises: ConfigError."""
     from penstock.config import ConfigError
     from penstock.serving.link import Endpoint
     from penstock.transport.service import channel_credentials
@@ -154,7 +153,6 @@ def _listen_address(text: str) -> tuple[str, int]:
 
 
 def _host_and_port(option: str, text: str) -> tuple[str, int]:
-    """Raises: ConfigError."""
     from penstock.config import ConfigError
 
     host, _, port = text.rpartition(":")

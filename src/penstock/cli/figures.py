@@ -69,7 +69,6 @@ def print_over_seeds(runs: list[dict[str, Any]], title: str) -> None:
 
 
 def _compared(runs: list[dict[str, Any]]) -> Iterator[tuple[str, str, list[float | None]]]:
-    """Yield key, name and values of each figure."""
     for key, name in _TIMES.items():
         for column in ("mean", "p99"):
             values = [run[key][column] for run in runs]

@@ -115,7 +115,6 @@ def measure(
 
 
 def _describe(engine: Engine, repeats: int) -> str:
-    """Return the machine and settings of a measurement as text."""
     import platform
 
     import torch
@@ -200,7 +199,6 @@ def _print_drafters(profile: StepProfile) -> None:
 
 
 def _curves(profile: StepProfile, counts: tuple[int, ...]) -> tuple[list[float], list[float]]:
-    """Return milliseconds of a prompt, and of decoding requests, by count."""
     from penstock.fluid.step_profile import StepWork
 
     prefill = [StepWork(num_prefill_tokens=n, prefill_context=n * n / 2) for n in counts]

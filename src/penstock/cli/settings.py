@@ -148,7 +148,6 @@ def _pair(text: str) -> tuple[str, tuple[Any, str]]:
 
 
 def _choose_engine(settings: Settings, engine: str | None) -> None:
-    """Raises: ConfigError."""
     if engine not in (None, NATIVE, VLLM):
         raise ConfigError(f"--engine is {engine!r}; allowed: {NATIVE}, {VLLM}")
     if engine == VLLM and settings.at(_VLLM) is None:

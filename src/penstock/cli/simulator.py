@@ -378,7 +378,6 @@ def parse_value(text: str, wanted: Any) -> Any:
 
 
 def _weights(texts: Sequence[str]) -> dict[str, float]:
-    """Parse `NAME=WEIGHT` texts. Raises: WorkloadError."""
     from penstock.config import each_once
     from penstock.sim.workloads import WorkloadError
 
@@ -386,7 +385,6 @@ def _weights(texts: Sequence[str]) -> dict[str, float]:
 
 
 def _weight(text: str) -> tuple[str, float]:
-    """Raises: WorkloadError."""
     from penstock.sim.workloads import WorkloadError
 
     name, _, number = text.rpartition("=")

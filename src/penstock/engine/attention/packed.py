@@ -138,7 +138,6 @@ class PackedAttention:
         return out.view(heads[0], -1, *heads[1:]).permute(1, 0, 2, 3).reshape(q.shape)
 
     def _attend_chunk(self, q: torch.Tensor, layer: int, group: _Group) -> torch.Tensor:
-        """Attend one chunk. q, result: [num_queries, num_heads, head_dim]."""
         self.gather.fill(layer, group.kv)
         grouped = q.view(-1, self._num_kv_heads, self._group_size, self._head_dim)
         heads = (-1, self._group_size, -1, -1)
@@ -152,7 +151,6 @@ class PackedAttention:
         return out.permute(2, 0, 1, 3).reshape(q.shape)
 
     def _most_together(self, num_queries: int, num_blocks: int) -> int:
-        """Return the most sequences of a shape in one call."""
         if num_queries > _MAX_FOLDED_QUERIES:
             return 1
         per_seq = num_blocks * self._block_size * self.gather.bytes_per_token

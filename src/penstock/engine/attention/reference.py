@@ -35,7 +35,6 @@ class ReferenceAttention:
     def _attend_one(
         self, q: torch.Tensor, layer: int, batch: RaggedBatch, index: int, window: int | None
     ) -> torch.Tensor:
-        """Attend the rows q of sequence `index`: [num_queries, num_heads, head_dim]."""
         seq_len = int(batch.seq_lens[index])
         num_blocks = -(-seq_len // self._cache.block_size)
         blocks = torch.from_numpy(batch.block_tables[index, :num_blocks]).long().to(q.device)

@@ -76,7 +76,6 @@ class ChainDrafter(LocalDrafter):
         self._evidence.forget(request_id)
 
     def _choose(self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]) -> list[Parts]:
-        """Choose the parts of all drafts of a step."""
         for text in texts:
             self._evidence.observe(text)
         matches = [self._match(order, text) for order, text in zip(orders, texts, strict=True)]

@@ -138,7 +138,6 @@ class ModelProposer:
     def _foresee(
         self, logits: torch.Tensor, rows: SamplingRows, positions: IntArray
     ) -> list[Guess | None]:
-        """Predict the target's samples under the same noise."""
         tokens = self._drafter.runner.sample(logits, rows, positions)
         divisor = torch.from_numpy(np.where(rows.greedy, 1.0, rows.temperature)).float()
         scores = logits / divisor.to(logits.device).unsqueeze(-1)

@@ -190,6 +190,5 @@ class TextDrafter(LocalDrafter):
 
 
 def _judged(order: DraftOrder, text: TokenBuffer) -> list[int]:
-    """Return the output tokens that a replay evaluates."""
     end = order.start + order.num_catch_up_tokens
     return text.tokens(max(order.start, text.request.prompt_len, end - MOST_EVALUATED), end)
