@@ -1,4 +1,4 @@
-"""The HTTP application: OpenAI's endpoints, and what operators look at."""
+"""The HTTP application: OpenAI's endpoints, health, metrics and dashboard."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ _Read = TypeVar("_Read", bound=BaseModel)
 
 
 def _body_of(model: type[BaseModel]) -> dict[str, Any]:
-    """`openapi_extra` of an endpoint that reads its body as `model`."""
+    """Return `openapi_extra` of an endpoint whose body is a `model`."""
     schema = {"$ref": _REF.format(model=model.__name__)}
     content = {"application/json": {"schema": schema}}
     count = {"type": "integer", "minimum": 1}
@@ -93,8 +93,6 @@ def _body_of(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _describe(app: FastAPI) -> None:
-    """Describe the application as OpenAPI."""
-
     def describe() -> dict[str, Any]:
         if app.openapi_schema is None:
             made = get_openapi(title="Penstock", version=__version__, routes=app.routes)
@@ -110,7 +108,7 @@ def _describe(app: FastAPI) -> None:
 
 
 class Service:
-    """What the endpoints share."""
+    """State shared by the endpoints."""
 
     def __init__(self, config: ServeConfig, client: RequestClient, tokenizer: Tokenizer) -> None:
         self.client = client
@@ -131,7 +129,7 @@ class Service:
         )
 
     async def read(self, model: type[_Body], http: Request) -> _Body:
-        """Validate the body of a request for text. Raises: ApiError."""
+        """Validate the body of a generation request. Raises: ApiError."""
         body = await _validated(model, http)
         told = http.headers.get(EXPECTED_OUTPUT_TOKENS)
         if told is not None and body.expected_output_tokens is None:
@@ -142,7 +140,7 @@ class Service:
         return body
 
     def model_card(self) -> dict[str, Any]:
-        """The model as `/v1/models` lists it."""
+        """Return the model's entry in `/v1/models`."""
         engine = self.client.info
         card = {
             "id": self.model_name,
@@ -164,7 +162,7 @@ class Service:
         choices: list[ResponseChoice],
         form: Form,
     ) -> Response:
-        """Run the choices. Raises: ApiError."""
+        """Run the choices and return their response. Raises: ApiError."""
         limits = [t for t in (body.timeout, self._timeout_s) if t is not None]
         deadline = asyncio.get_running_loop().time() + min(limits) if limits else None
         job = await Generation.start(
@@ -176,8 +174,8 @@ class Service:
 
 
 async def _validated(model: type[_Read], http: Request) -> _Read:
-    """A body. Not left to FastAPI: pydantic's own parser also refuses what is no valid Unicode, and
-    says what is wrong with broken JSON. Raises: ApiError."""
+    """Parse a body. Raises: ApiError."""
+    # By pydantic, not FastAPI: it refuses invalid Unicode and says what is wrong with broken JSON.
     try:
         return model.model_validate_json(await http.body())
     except ValidationError as error:
@@ -185,7 +183,6 @@ async def _validated(model: type[_Read], http: Request) -> _Read:
 
 
 def _count(told: str) -> int:
-    """The value of the header. Raises: ApiError."""
     if not (told.isascii() and told.isdigit() and len(told) < 10 and int(told) > 0):
         name = EXPECTED_OUTPUT_TOKENS
         raise errors.ApiError(400, f"{name}: must be a whole number of at least 1", param=name)
@@ -193,9 +190,10 @@ def _count(told: str) -> int:
 
 
 def create_app(config: ServeConfig, client: RequestClient, tokenizer: Tokenizer) -> FastAPI:
-    """The application in front of a started client; `tokenizer` is the target's. Its state has
-    `metrics`, for what is served in other ways, and `api_keys`, which may change."""
-    # The documentation pages would load scripts from elsewhere.
+    """Build the application in front of a started client and the target's tokenizer.
+
+    Its state holds `metrics`, which draft servers share, and `api_keys`, which may be reloaded."""
+    # No documentation pages: they load scripts from other servers.
     app = FastAPI(openapi_url="/openapi.json", docs_url=None, redoc_url=None, responses=_RESPONSES)
     errors.install(app)
     _describe(app)
@@ -265,7 +263,7 @@ def _add_openai(app: FastAPI, service: Service, api_keys: ApiKeys) -> None:
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [service.model_card()]}
 
-    # A model's name may have slashes in it.
+    # A model's name may contain slashes.
     @app.get("/v1/models/{model_id:path}", dependencies=[Depends(caller_of)])
     async def model(model_id: str) -> dict[str, Any]:
         service.prepare.check_model(model_id)
@@ -273,8 +271,6 @@ def _add_openai(app: FastAPI, service: Service, api_keys: ApiKeys) -> None:
 
 
 def _add_tokens(app: FastAPI, service: Service, dependencies: Sequence[params.Depends]) -> None:
-    """vLLM's endpoints for the model's tokens."""
-
     @app.post("/tokenize", dependencies=dependencies, openapi_extra=_body_of(TokenizeBody))
     async def tokenize(http: Request) -> dict[str, Any]:
         body = await _validated(TokenizeBody, http)

@@ -1,5 +1,4 @@
-"""Request bodies, and what is known of other engines' fields. Wrong types and values out of range
-are refused; null is as if a field were not there."""
+"""Request bodies of completions and chats, and the fields of other engines that are refused."""
 
 from __future__ import annotations
 
@@ -23,18 +22,18 @@ from penstock.core.types import (
     latency_target,
 )
 
+# OpenAI's limits of choices and tools; the limit of prompts bounds memory.
 _MAX_CHOICES = 128
 _MAX_PROMPTS = 2**16
 MAX_TOOLS = 128
 _MAX_TOP_K = 2**31 - 1
-"""What everything behind can hold: a draft server's link has 32 bits for it."""
+"""Largest int32: the type of top_k in the draft servers' protocol."""
 
 TokenId = Annotated[int, Field(ge=0)]
 _DecimalId = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 _Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 
-# Lists may be millions long: they are read once as what their first entry is, and a wrong entry is
-# one complaint, not one for each entry and shape.
+# Lists may have millions of entries: validation stops at the first wrong one.
 _Texts = Annotated[list[str], Field(fail_fast=True)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 _Prompts = Annotated[list[TokenIds], Field(fail_fast=True, max_length=_MAX_PROMPTS)]
@@ -42,17 +41,17 @@ _Prompt = Annotated[str | _Texts | TokenIds | _Prompts, Field(union_mode="left_t
 
 
 class StreamOptions(Body):
-    """include_usage: a last chunk with the whole request's usage.
-    continuous_usage_stats: usage so far with every chunk."""
+    """Usage in streams: in a last chunk (include_usage), in every one (continuous_usage_stats)."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
 class SpeculationOptions(Body):
-    """drafter: `auto` (the server selects), `none`, or a drafter's name.
-    max_draft_tokens: most draft tokens in a round. origins: say of every token where it is from. No
-    other engine has fields in here."""
+    """Penstock's own options of speculation.
+
+    drafter: `auto` (the scheduler selects), `none`, or a drafter's name. max_draft_tokens: of a
+    step. origins: report the origin of every token."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -62,8 +61,7 @@ class SpeculationOptions(Body):
 
 
 class LatencyOptions(Body):
-    """How fast the client wants it, in milliseconds. tpot_ms: mean time of a token after the first.
-    deadline_ms: from arrival to the last token. No other engine has fields in here."""
+    """Latency targets in milliseconds: mean time per token after the first, and end to end."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -76,12 +74,10 @@ class LatencyOptions(Body):
 
 
 class _SamplingBody(Body):
-    """Which tokens are made, and how many.
+    """Sampling parameters, with vLLM's meanings.
 
-    temperature: 0 is greedy. top_k: 0 and -1 are off, and so is the vocabulary's size or more.
-    seed: the output is a function of prompt and seed; without one it is drawn. n: choices, with
-    seeds derived from the first. ignore_eos: go on after the model's own end of text. min_tokens:
-    before so many nothing ends a choice. Penalties, logit_bias (by token id) and min_p are vLLM's.
+    temperature: 0 is greedy. top_k: 0 and -1 are off. seed: drawn if not given. n: choices, with
+    seeds derived from `seed`. min_tokens: a choice does not stop before so many.
     """
 
     max_tokens: int | None = Field(default=None, ge=1)
@@ -118,15 +114,14 @@ class _SamplingBody(Body):
 
 
 class GenerationBody(_SamplingBody, StructuredBody):
-    """What completions and chat completions have in common.
+    """Fields of completions, chats and responses.
 
-    user is ignored. timeout: seconds until the request is given up. expected_output_tokens: how
-    long the client thinks a choice's output will be; admission policies go by it. latency: targets
-    of every choice, which decide how long its drafts are, and change no output.
+    user: ignored. timeout: seconds until the request is cancelled. expected_output_tokens: the
+    client's estimate for a choice, used by admission policies. latency: targets of every choice.
     """
 
     not_offered: ClassVar[Mapping[str, tuple[object, ...]]] = {}
-    """Fields of this endpoint alone by which the answer would change, as in `_UNSUPPORTED`."""
+    """This endpoint's own unsupported fields, as in `_UNSUPPORTED`."""
 
     model: str | None = None
     stream: bool = False
@@ -153,9 +148,10 @@ class GenerationBody(_SamplingBody, StructuredBody):
 
 
 class CompletionBody(GenerationBody):
-    """`POST /v1/completions`. logprobs: how many alternatives to report for each token. echo: the
-    prompt goes before the text, with its tokens' log-probabilities; max_tokens may then be 0.
-    add_special_tokens: to prompts that are texts, as the tokenizer does."""
+    """Body of `POST /v1/completions`.
+
+    logprobs: alternatives per token. echo: prepend the prompt, with its log-probabilities;
+    max_tokens may then be 0. add_special_tokens: to text prompts."""
 
     prompt: _Prompt
     add_special_tokens: bool = True
@@ -171,7 +167,7 @@ class CompletionBody(GenerationBody):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One entry a prompt, as text or as token ids."""
+        """One entry per prompt: text or token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if self.prompt and isinstance(self.prompt[0], int):
@@ -184,12 +180,14 @@ class CompletionBody(GenerationBody):
 
 
 class TextPart(Body):
+    """A text part of a message's content."""
+
     type: Literal["text"]
     text: str
 
 
 class CalledFunction(Body):
-    """arguments: a JSON object in a string."""
+    """Name of a called function, and its arguments: a JSON object in a string."""
 
     name: str
     arguments: str = ""
@@ -207,23 +205,24 @@ class CalledFunction(Body):
 
 
 class ToolCall(Body):
-    """A call that the assistant made in an earlier turn."""
+    """A tool call of an earlier assistant turn."""
 
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
 
     def for_template(self) -> dict[str, Any]:
-        """With the arguments as a mapping, which templates write as JSON."""
+        """Return the call for a chat template, with its arguments as a mapping."""
         arguments = from_json(self.function.arguments or "{}")
         function = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id or "", "type": "function", "function": function}
 
 
 class ChatMessage(Body):
-    """One turn. developer: OpenAI's later word for system. name: who speaks, for the chat template
-    to use. tool_calls: of an assistant, who then need not say anything. tool_call_id: of a tool,
-    the call that it answers."""
+    """One turn of a chat.
+
+    role: `developer` is OpenAI's newer name of `system`. name: passed to the chat template.
+    tool_calls: of the assistant; content is then optional. tool_call_id: the call answered."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] = ""
@@ -252,7 +251,7 @@ class ChatMessage(Body):
         return self.role == "tool" or bool(self.tool_calls)
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates take it."""
+        """Return the message for a chat template."""
         made: dict[str, Any] = {"role": self.role, "content": self.text}
         if self.role == "developer":
             made["role"] = "system"
@@ -263,8 +262,7 @@ class ChatMessage(Body):
 
 
 class FunctionDefinition(Body):
-    """parameters: a JSON schema. strict: changes nothing; a call whose arguments are no JSON object
-    stays text."""
+    """A function offered as a tool. parameters: a JSON schema. strict: ignored."""
 
     name: str = Field(pattern="^[A-Za-z0-9_.-]{1,64}$")
     description: str | None = None
@@ -273,6 +271,8 @@ class FunctionDefinition(Body):
 
 
 class Tool(Body):
+    """A tool that the model may call."""
+
     type: Literal["function"]
     function: FunctionDefinition
 
@@ -287,18 +287,23 @@ class Tool(Body):
 
 
 class NamedFunction(Body):
+    """The function of a `NamedTool`."""
+
     name: str
 
 
 class NamedTool(Body):
+    """A tool_choice that names the function to call."""
+
     type: Literal["function"] = "function"
     function: NamedFunction
 
 
 class ChatBody(GenerationBody):
-    """`POST /v1/chat/completions`. logprobs: report them; top_logprobs: with how many
-    alternatives. tools: functions that the model may call. parallel_tool_calls: false ends a choice
-    behind its first call. add_special_tokens: beside those that the chat template writes."""
+    """Body of `POST /v1/chat/completions`.
+
+    top_logprobs: alternatives per token. parallel_tool_calls: false ends a choice after its first
+    call. add_special_tokens: in addition to those of the chat template."""
 
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
@@ -329,7 +334,7 @@ class ChatBody(GenerationBody):
 
     @property
     def offered_tools(self) -> list[Tool]:
-        """Those that the model is told of."""
+        """Tools that the chat template receives."""
         return [] if self.tool_choice == "none" else self.tools
 
 
@@ -359,25 +364,25 @@ _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "skip_special_tokens": (True,), "prompt_logprobs": (), "return_hidden_states": (False,),
     "return_tokens_as_token_ids": (False,), "return_token_ids": (False,),
 }  # fmt: skip
-"""Fields by which the answer would change, with the values at which it does not."""
+"""Unsupported fields that would change the answer, with the values at which they do not."""
 
 _UNSUPPORTED_IN_MESSAGES: Mapping[str, tuple[object, ...]] = {
     "function_call": (), "audio": (),
     "prefix": (False,), "partial": (False,),
 }  # fmt: skip
 
+# Bounds of the work per request and of the header's length.
 _MAX_FIELDS = 256
 _MAX_NAMES = 16
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 UNNAMED = "other"
-"""Stands for a name that is too long, or has characters that no engine's fields have."""
+"""Stands for an ignored field whose name does not match `_NAME`."""
 
 
 def ignored_fields(body: GenerationBody) -> list[str]:
-    """Names of the fields that were ignored, each once; in messages without the message's number.
+    """Return the names of ignored fields, each once; in messages without the message's index.
 
-    Raises: ApiError for a field that would change the answer, and for more fields than any engine
-    has.
+    Raises: ApiError for a field that would change the answer, or over _MAX_FIELDS unknown fields.
     """
     names: dict[str, None] = {}
     for path, name, value, unsupported in _unknown(body):
@@ -392,7 +397,7 @@ def ignored_fields(body: GenerationBody) -> list[str]:
 
 
 def header_value(names: Iterable[str]) -> str:
-    """Names as the value of one header of bounded length."""
+    """Join names to a header value of bounded length."""
     shown = list(names)
     more = ["..."] if len(shown) > _MAX_NAMES else []
     return ", ".join(shown[:_MAX_NAMES] + more)
@@ -401,7 +406,7 @@ def header_value(names: Iterable[str]) -> str:
 def _unknown(
     body: GenerationBody,
 ) -> Iterator[tuple[tuple[str | int, ...], str, Any, Mapping[str, tuple[object, ...]]]]:
-    """Where a field is, its name, its value, and what is not offered there."""
+    """Yield each unknown field's path, name, value, and the unsupported fields there."""
     for name, value in (body.model_extra or {}).items():
         yield (), name, value, {**_UNSUPPORTED, **body.not_offered}
     if body.stream_options is not None:
@@ -423,7 +428,7 @@ def _joined(*parts: str | int) -> str:
 
 
 def _check_neutral(where: str, value: Any, neutral: tuple[object, ...]) -> None:
-    # true is no 1, and false no 0.
+    # In Python True == 1.
     if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
         return
     allowed = " or ".join(json.dumps(one) for one in neutral)

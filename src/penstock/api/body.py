@@ -1,4 +1,4 @@
-"""What all request bodies have in common."""
+"""Base of all request bodies."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 
 class Body(BaseModel):
+    """A strictly typed JSON object, in which null means that a field is absent."""
+
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
     @model_validator(mode="before")

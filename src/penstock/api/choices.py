@@ -1,4 +1,4 @@
-"""One choice of a response while it grows: tokens to text, stop strings, usage."""
+"""One choice of a response: detokenization, stop strings, tool calls, usage."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ _STATUS = {FinishReason.REFUSED: 400, FinishReason.ERROR: 500, FinishReason.CANC
 
 
 class Origin(NamedTuple):
-    """Where a token is from. accepted: drafted, and kept. recovered: the target's own, where it
-    rejected a draft. bonus: the target's own, behind a draft of which all was kept. target: of a
-    round without a draft. drafter: who drafted in that round."""
+    """Origin of an output token.
+
+    accepted: a draft token. recovered: sampled by the target after a rejection. bonus: sampled
+    after a wholly accepted draft. target: of a step without a draft. drafter: that of the step."""
 
     kind: Literal["accepted", "recovered", "bonus", "target"]
     drafter: str | None
 
 
 def origins_of(output: Output) -> list[Origin]:
-    """One for each of an output's tokens."""
+    """Return the origin of each token of an output."""
     num_accepted, drafter = output.num_accepted, output.drafter
     own = Origin("target", None)
     if output.num_proposed:
@@ -40,10 +41,10 @@ def origins_of(output: Output) -> list[Origin]:
 
 @dataclass(frozen=True, slots=True)
 class TokenText:
-    """A token with what is told of it. `start`, `end`: where its text lies in the choice's text;
-    `raw`: the bytes it adds, part of a character where the vocabulary has such tokens; `text`: what
-    it adds to the choice's text, with whole characters. A log-probability that nobody asked for, or
-    that there is none of (a prompt's first token), is not a number."""
+    """A token of a choice with log-probabilities and origin.
+
+    raw: its bytes, which may end inside a character. start, end: of its text in the choice's text.
+    text: whole characters only. logprob: NaN if not requested, or of a prompt's first token."""
 
     token_id: int
     raw: bytes
@@ -62,11 +63,12 @@ class TokenText:
 
 
 class TextStream:
-    """Text of one choice. Characters that could begin a stop string are held back until it is
-    certain that they do not. Whether one has ended the text, the engine says.
+    """Incremental detokenizer of one choice, which holds back the beginnings of stop strings.
 
-    previous: the last token of the text that it goes on from, if it does
-    shown: special tokens that are part of it
+    The engine decides if a stop string ended the text.
+
+    previous: the last token of the text being continued
+    shown: special tokens that are part of the text
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class TextStream:
         self._previous = previous
 
     def echo(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
-        """Begin with a prompt, with log-probabilities of all its tokens but the first, or none."""
+        """Prepend the prompt. logprobs: of all its tokens but the first, or empty."""
         known = (_NO_LOGPROB, *logprobs)
         for place, token_id in enumerate(token_ids):
             start = self._length + len(self._pending)
@@ -102,7 +104,7 @@ class TextStream:
         logprobs: Sequence[TokenLogprob],
         origins: Sequence[Origin] = (),
     ) -> None:
-        """Append tokens, with their log-probabilities and origins, or none at all of either."""
+        """Append tokens. logprobs, origins: one per token, or empty."""
         if not (logprobs or origins):
             self._pending += "".join(map(self._detokenizer.add, token_ids))
             return
@@ -114,12 +116,11 @@ class TextStream:
             self._note(token_id, start, text, logprob, origins[place] if origins else None)
 
     def finish(self, num_stop_chars: int = 0) -> None:
-        """No more tokens will come: nothing needs to be held back. num_stop_chars: at the end of
-        the text, from where a stop string begins; they are not shown."""
+        """End the text. num_stop_chars: length of the end to cut, from a stop string's start."""
         rest = self._detokenizer.finish()
         self._pending += rest
         if rest and self._tokens:
-            # A character that is not complete belongs to the last token that began it.
+            # An incomplete character belongs to the last token.
             last = self._tokens[-1]
             self._tokens[-1] = replace(last, text=last.text + rest)
         if num_stop_chars:
@@ -131,7 +132,7 @@ class TextStream:
         self._is_over = True
 
     def take(self) -> tuple[str, list[TokenText]]:
-        """Text that may be shown and has not been taken, and the tokens that it completes."""
+        """Return the text that is ready and not yet taken, and the tokens that it completes."""
         ready = len(self._pending) - (0 if self._is_over else self._num_held_back())
         text, self._pending = self._pending[:ready], self._pending[ready:]
         self._length += ready
@@ -147,7 +148,7 @@ class TextStream:
         self._previous = token_id
 
     def _num_held_back(self) -> int:
-        """Length of the longest end of the text that a stop string could begin with."""
+        """Return the length of the longest end of the text that begins a stop string."""
         for size in range(min(self._longest_hold, len(self._pending)), 0, -1):
             tail = self._pending[-size:]
             if any(stop.startswith(tail) for stop in self._stops):
@@ -157,8 +158,7 @@ class TextStream:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What a choice adds to what its client has: text, the tokens behind it, tool calls, perhaps
-    the end."""
+    """New text of a choice, with its tokens, tool calls, and finish reason if it has ended."""
 
     index: int
     text: str
@@ -168,10 +168,10 @@ class Delta:
 
 
 class ResponseChoice:
-    """Takes in the outputs of one engine request. `opens_prompt`: the first choice of its prompt,
-    which is counted once. `tells_origins`: of every token. `echo`: the text begins with the prompt.
-    `adds_text`: and goes on with what is made, of which otherwise nothing is shown or counted.
-    calls: finds tool calls in its text."""
+    """One choice of a response, built from the outputs of one engine request.
+
+    opens_prompt: the first choice of its prompt, whose tokens count once. echo: the text begins
+    with the prompt. adds_text: False hides and does not count the generated tokens."""
 
     def __init__(
         self,
@@ -197,9 +197,9 @@ class ResponseChoice:
         self._adds_text = adds_text
 
     def take(self, output: Output) -> Delta | None:
-        """Take in an output; None if there is nothing to show for it yet.
+        """Add an output; return None while there is nothing to show.
 
-        Raises: ApiError where the engine gave the request up.
+        Raises: ApiError if the engine ended the request without completing it.
         """
         if output.finish_reason in _STATUS:
             self.finish_reason = output.finish_reason
@@ -237,7 +237,6 @@ class ResponseChoice:
         return None
 
     def _add(self, output: Output) -> None:
-        """To the text. A stop token counts, but is not shown."""
         shown = output.token_ids
         if output.finish_reason is FinishReason.STOP:
             stops = self.request.stop_token_ids
@@ -247,7 +246,7 @@ class ResponseChoice:
 
 
 def usage(choices: Sequence[ResponseChoice]) -> dict[str, Any]:
-    """Usage of a response so far. A prompt counts once, however many choices it has."""
+    """Return the usage of a response so far. A prompt counts once for all of its choices."""
     prompt_tokens = sum(c.request.prompt_len for c in choices if c.opens_prompt)
     cached_tokens = sum(c.usage.num_cached_tokens for c in choices if c.opens_prompt)
     total = Usage()

@@ -1,4 +1,4 @@
-"""What is told of the engine, of drafts and of draft servers when Prometheus asks."""
+"""Prometheus collectors of the engine, accepted draft tokens and draft servers."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from penstock.serving.verification import DraftHub
 
 _Values = float | Mapping[Any, float]
-"""One value, or several by the tuples of their labels."""
+"""One value, or values by tuples of labels."""
 
 
 class PositionCollector(Collector):
-    """Counts accepted draft tokens by their position in the draft, from 0 on, when it is asked."""
+    """Accepted draft tokens by position in the draft, from 0."""
 
     def __init__(self, model_name: str, accepted: Mapping[str, list[int]]) -> None:
         self._model_name = model_name
@@ -47,7 +47,7 @@ class PositionCollector(Collector):
 
 
 class EngineCollector(Collector):
-    """Turns the engine's last snapshot into metrics."""
+    """Metrics of the engine's last snapshot."""
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
@@ -73,7 +73,7 @@ class EngineCollector(Collector):
         yield from self._memory(stats)
         yield self._gauge(
             "tenant_weight",
-            "Weights by which tenants share the server.",
+            "Fair-share weights of tenants.",
             {(name,): weight for name, weight in stats.tenant_weights.items()},
             ("tenant",),
         )
@@ -83,7 +83,7 @@ class EngineCollector(Collector):
     def _refused(self) -> Iterator[Metric]:
         yield self._counter(
             "requests_refused",
-            "Requests that were not taken, by tenant and reason.",
+            "Rejected requests, by tenant and reason.",
             self.refused,
             ("tenant", "reason"),
         )
@@ -92,7 +92,7 @@ class EngineCollector(Collector):
             rejected[reason,] = rejected.get((reason,), 0) + num
         yield self._counter(
             "admission_rejections",
-            "Requests that were not taken, by reason.",
+            "Rejected requests, by reason.",
             rejected,
             ("reason",),
         )
@@ -115,14 +115,14 @@ class EngineCollector(Collector):
         )
         yield self._gauge(
             "kv_cache_capacity_tokens",
-            "Tokens that the target's KV holds.",
+            "Capacity of the target's KV cache in tokens.",
             stats.kv_capacity_tokens,
         )
         if stats.kv_fluid is not None:
             yield self._gauge(
                 "kv_cache_fluid_tokens",
-                "KV tokens that the present traffic takes in the fluid: in the mean, and exceeded "
-                "within an hour with probability 0.001 at most.",
+                "KV tokens of the present traffic in the fluid model: the mean, and a bound "
+                "exceeded within an hour with probability 0.001 at most.",
                 {("mean",): stats.kv_fluid.mean, ("bound",): stats.kv_fluid.bound},
                 ("kind",),
             )
@@ -135,8 +135,8 @@ class EngineCollector(Collector):
         phases = stats.phases
         yield self._counter(
             "target_step_seconds",
-            "Seconds of the target's steps by phase; receive is the wait for draft servers, batch "
-            "what the host does between drafting and the target's pass.",
+            "Seconds of the target's steps by phase; receive: waiting for draft servers, batch: "
+            "host time between drafting and the target's pass.",
             {
                 ("plan",): stats.plan_s,
                 ("receive",): phases.receive,
@@ -148,7 +148,7 @@ class EngineCollector(Collector):
         )
         yield self._counter(
             "drafter_seconds",
-            "Seconds that a drafter of this machine has drafted and read.",
+            "Seconds of a local drafter's passes.",
             {(name,): seconds for name, seconds in stats.drafter_seconds.items()},
             ("drafter",),
         )
@@ -157,8 +157,7 @@ class EngineCollector(Collector):
         yield self._gauge("num_requests_waiting", "Requests waiting.", stats.num_waiting)
         yield self._gauge(
             "num_requests_waiting_by_reason",
-            "Requests waiting for room (capacity), and while their grammars are compiled "
-            "(deferred).",
+            "Requests waiting for KV blocks (capacity) or for their grammars (deferred).",
             {
                 ("capacity",): stats.num_waiting - stats.num_deferred,
                 ("deferred",): stats.num_deferred,
@@ -169,7 +168,7 @@ class EngineCollector(Collector):
     def _step_tokens(self, stats: EngineStats) -> Metric:
         family = HistogramMetricFamily(
             "penstock:iteration_tokens_total",
-            "Tokens that a step of the target computed, drafts among them.",
+            "Tokens computed in a step of the target, including draft tokens.",
             labels=("model_name",),
         )
         bounds = [*map(float, STEP_TOKENS), math.inf]
@@ -180,7 +179,7 @@ class EngineCollector(Collector):
     def _ahead(self, stats: EngineStats) -> Metric:
         return self._counter(
             "ahead_draft_tokens",
-            "Tokens that draft servers sent unasked, and whether they were verified.",
+            "Tokens that draft servers sent ahead, by whether they were verified.",
             {
                 ("used",): stats.num_ahead_used,
                 ("unused",): stats.num_ahead - stats.num_ahead_used,
@@ -197,7 +196,7 @@ class EngineCollector(Collector):
         )
         yield self._counter(
             "refused_connections",
-            "Connections that were refused, by draft server (empty: not known).",
+            "Refused connections, by draft server (empty: unknown).",
             hub.connections.refused,
             ("draft_server", "reason"),
         )

@@ -1,4 +1,4 @@
-"""A draft server's process from start to end: model, link, and HTTP for its own users."""
+"""A draft server's process: model, link, and HTTP for its own users."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from penstock.serving.messages import Ready
 
 @dataclass(frozen=True, slots=True)
 class DraftSettings:
-    """listen: host and port for the server's own users; None opens no port."""
+    """Settings of a draft server. listen: host and port for its own users, or None."""
 
     endpoint: Endpoint
     drafter: DrafterOptions
@@ -32,11 +32,9 @@ class DraftSettings:
 async def serve_drafts(settings: DraftSettings, announce: Callable[[str], None]) -> None:
     """Draft, and serve own users if a port is given, until SIGTERM, SIGINT or SIGHUP.
 
-    announce: called with one line when the verification server has taken this one, and one when
-    users are
-
-    Raises: ConfigError where the address cannot be had, CheckpointError for the model's folder,
-    LinkRefused where the verification server does not want this one.
+    announce: called with a line when the verification server has accepted this one, and a line when
+    users are served. Raises: ConfigError if the address cannot be bound, CheckpointError for the
+    model's folder, LinkRefused if the verification server rejects this one.
     """
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -86,7 +84,7 @@ async def _serve_users(
     http = HttpServer(app, client, config, lambda: announce(f"serving on {address_of(host, sock)}"))
     serving = asyncio.create_task(http.serve(sockets=[sock]))
     await _first(serving, running)
-    # Without the link or the drafter nothing would come of waiting for what is open.
+    # Without the link, open requests cannot complete.
     http.should_exit, http.force_exit = True, running.done()
     await serving
 

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them: `{"error": {message, type, param, code}}`."""
+"""Errors in OpenAI's format: `{"error": {message, type, param, code}}`."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ _SHAPES = {
     "content": "must be a string or a list of text parts",
     "tool_choice": 'must be "none", "auto", "required" or an object that names a function',
 }
-"""Fields of several shapes: one line for what pydantic reports as many."""
+"""Messages of fields with several shapes, for which pydantic reports an error per shape."""
 
 
 class ApiError(Exception):
-    """What a client did wrong, or why it cannot be served; one line. retry_after_s: when to come
-    again, if that may help."""
+    """An error response with a one-line message. retry_after_s: sent as Retry-After."""
 
     def __init__(
         self,
@@ -65,13 +64,13 @@ class ApiError(Exception):
         headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
         if self.retry_after_s is not None:
             headers["Retry-After"] = str(math.ceil(self.retry_after_s))
-        # Escaped: a message may quote what the client sent, and that need not be valid Unicode.
+        # Escaped: a message may quote invalid Unicode of the client.
         body = dumps(self.body(), ensure_ascii=True)
         return Response(body, self.status, headers, media_type="application/json")
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """The first of pydantic's complaints, as one line."""
+    """Return the first of pydantic's errors."""
     details = error.errors(include_url=False, include_input=False)
     details = [d for d in details if d["type"] == "too_long"] or details
     first, location = details[0], list(details[0]["loc"])
@@ -96,7 +95,7 @@ def _dotted(location: Sequence[Any]) -> str:
 
 
 def install(app: FastAPI) -> None:
-    """Let every error of `app` have OpenAI's body."""
+    """Give every error of `app` OpenAI's body."""
 
     @app.exception_handler(ApiError)
     async def own(request: Request, error: ApiError) -> Response:

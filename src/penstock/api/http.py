@@ -1,4 +1,4 @@
-"""HTTP below the application: connections, body limits, and headers that every response has."""
+"""HTTP below the application: connections, body limits and common headers."""
 
 from __future__ import annotations
 
@@ -23,34 +23,31 @@ from penstock.serving.intake import Shares, network_of_host
 from penstock.serving.logs import ACCESS_LOG, request_id
 
 _UNSENT_BYTES = 16 * 1024
-"""Unsent bytes that a socket buffers (TCP_NOTSENT_LOWAT). The kernel's default is megabytes: whole
-streams would fit, and a client that stops reading would go unnoticed."""
+"""TCP_NOTSENT_LOWAT. The kernel's default of megabytes would hide a client that stops reading."""
 _BODIES = 16
-"""Memory for bodies that are being read, in bodies of the largest size."""
+"""Memory for bodies that are being read, in bodies of the maximum size."""
 
 REQUEST_ID = "X-Request-Id"
 
 IGNORED_FIELDS = "X-Penstock-Ignored-Fields"
 
 EXPECTED_OUTPUT_TOKENS = "X-Penstock-Expected-Output-Tokens"
-"""Of a request: the body's field of that name, for proxies; the body's own comes first."""
+"""Request header for the body's field of that name; the body's own takes precedence."""
 
 _VALID_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 trace_parent: ContextVar[str | None] = ContextVar("trace_parent", default=None)
-"""W3C's header of that name, of the request that is being served."""
+"""W3C's traceparent header of the current request."""
 
 _log = logging.getLogger(__name__)
 _access_log = logging.getLogger(ACCESS_LOG)
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection, closed when a request's head is not complete in time, or when the
-    client reads nothing for a while; its request is then cancelled like that of any other client
-    that goes away. `with_timeouts` makes the class for a server.
+    """HTTP connection of uvicorn with timeouts for the request's head and for stalled clients.
 
     header_s: from the connection, or the first byte after a response, to the end of the head
-    write_s:  without a byte read, while some wait to be
+    write_s:  without progress while bytes wait to be sent
     """
 
     header_s: ClassVar[float]
@@ -65,7 +62,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # No buffer above the socket's: `pause_writing` is called as soon as that one is full.
+        # `pause_writing` is called as soon as the socket's buffer is full.
         transport.set_write_buffer_limits(high=0)
         sock: socket.socket = transport.get_extra_info("socket")
         with contextlib.suppress(OSError, AttributeError):
@@ -96,8 +93,7 @@ class Connection(H11Protocol):
     # --- the head -------------------------------------------------------------------------------
 
     def _watch_head(self) -> None:
-        """A head is due at first, and when part of one has come; between requests uvicorn has a
-        limit of its own."""
+        """Time the head of a first request, or of one that has begun (else uvicorn's own limit)."""
         is_first = self.cycle is None
         is_between = not is_first and self.cycle.response_complete
         is_due = is_first or (is_between and bool(self.conn.trailing_data[0]))
@@ -143,15 +139,15 @@ class Connection(H11Protocol):
 
 
 def client_network(scope: Scope) -> str:
-    """The network that a request comes from."""
+    """Return the client's network."""
     client = scope.get("client")
     return "" if client is None else network_of_host(client[0])
 
 
 class BodyLimit:
-    """ASGI middleware: a body of more than `max_bytes` bytes is refused with 413, one that takes
-    longer than `timeout_s` seconds with 408, and with 429 one of a client whose bodies take more
-    than its share of the memory for all that are being read."""
+    """ASGI middleware that limits bodies.
+
+    Status 413: over max_bytes. 408: over timeout_s. 429: over the client's share of the memory."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
         self._app = app
@@ -194,8 +190,6 @@ class BodyLimit:
 
 
 class _BodyReader:
-    """One body while it is read."""
-
     def __init__(self, memory: Shares, client: str, max_bytes: int) -> None:
         self.is_read = False
         self._memory = memory
@@ -204,7 +198,7 @@ class _BodyReader:
         self._num_bytes = 0
 
     def add(self, message: Message) -> bool:
-        """Whether a piece still fits. Raises: HTTPException where memory is short."""
+        """Count a chunk; False if too large in sum. Raises: HTTPException if memory is short."""
         num = len(message.get("body", b""))
         if self._num_bytes + num > self._max_bytes:
             return False
@@ -222,9 +216,10 @@ class _BodyReader:
 
 
 class ResponseHeaders:
-    """ASGI middleware. Every response has `X-Request-Id`: the client's own where it is printable
-    and short, else a new one; it is in all log lines about the request. `X-Penstock-Ignored-Fields`
-    is what the endpoint left in the request's state under `ignored_fields`."""
+    """ASGI middleware that sets `X-Request-Id` and `X-Penstock-Ignored-Fields`, and logs accesses.
+
+    The id is the client's own if it is valid, and in all log lines about the request. Endpoints
+    put ignored fields into the request's state."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -237,7 +232,7 @@ class ResponseHeaders:
         given = sent.get(REQUEST_ID, "")
         own_id = given if _VALID_ID.fullmatch(given) else uuid4().hex
         began_at = time.perf_counter()
-        # Not reset: a failure is logged after this has been left, in the same task.
+        # Not reset: a failure is logged later in the same task.
         request_id.set(own_id)
         trace_parent.set(sent.get("traceparent"))
         state = scope.setdefault("state", {})

@@ -1,7 +1,6 @@
 """Prometheus metrics under vLLM's names, with the prefix `penstock:`.
 
-Counters and histograms are fed here, from what clients are sent; gauges and the engine's own
-counters come from its snapshot (`collectors`) and start anew when its process is restarted.
+Gauges and the engine's counters come from its snapshot (`collectors`) and restart with its process.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from penstock.api.tracing import Tracer
     from penstock.serving.verification import DraftHub
 
+# Bucket bounds in seconds, based on vLLM's, with finer ones for small models.
 _FIRST_TOKEN_S = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20,
     40, 80, 160,
@@ -38,10 +38,10 @@ _REQUEST_S = (
 )  # fmt: skip
 
 MAX_IGNORED_FIELDS = 64
-"""Names of ignored fields that are told apart; clients make them up. The others count as one."""
+"""Names with a label of their own; clients choose them, so the others share one label."""
 
 MAX_POSITIONS = 16
-"""Positions of a draft that are told apart; longer drafts count in these alone."""
+"""Draft positions with a label; later ones are not counted."""
 
 _REASONS = {
     FinishReason.STOP: "stop",
@@ -57,44 +57,44 @@ _TENANT_COUNTERS = {
     "generation_tokens": "Tokens generated.",
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
-    "prompt_tokens_cached": "The same.",
+    "prompt_tokens_cached": "Prompt tokens found in the prefix cache.",
     "latency_target_requests": "Finished requests with a latency target of their own.",
-    "latency_target_met": "Those of them that met it.",
+    "latency_target_met": "Finished requests that met their own latency target.",
 }
 _LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 _FEW = (1, 2, 5, 10, 20)
 _TENANT_HISTOGRAMS = {
     "time_to_first_token_seconds": ("Time to the first token.", _FIRST_TOKEN_S),
     "inter_token_latency_seconds": (
-        "Time between a request's outputs; a round of speculation is one output.",
+        "Time between a request's outputs; the tokens of a step are one output.",
         _BETWEEN_TOKENS_S,
     ),
     "request_time_per_output_token_seconds": (
-        "Mean time for each token after the first, one value a request.",
+        "Mean time per token after the first, one value per request.",
         _BETWEEN_TOKENS_S,
     ),
     "request_queue_time_seconds": ("Time until a request was admitted.", _REQUEST_S),
-    "request_prefill_time_seconds": ("Time from then to the first token.", _REQUEST_S),
+    "request_prefill_time_seconds": ("Time from admission to the first token.", _REQUEST_S),
     "request_decode_time_seconds": ("Time from the first token to the last.", _REQUEST_S),
     "request_inference_time_seconds": ("Time from admission to the last token.", _REQUEST_S),
     "request_prompt_tokens": ("Prompt tokens of a request.", _LENGTHS),
     "request_generation_tokens": ("Tokens generated for a request.", _LENGTHS),
-    "request_params_max_tokens": ("Tokens that a request allowed.", _LENGTHS),
+    "request_params_max_tokens": ("max_tokens of a request.", _LENGTHS),
     "request_params_n": ("Choices of a response: n of each prompt.", _FEW),
     "request_max_num_generation_tokens": ("Tokens of a response's longest choice.", _LENGTHS),
     "request_prefill_kv_computed_tokens": (
-        "Prompt tokens of a request that were computed, and not found in the prefix cache.",
+        "Prompt tokens of a request that were not in the prefix cache.",
         _LENGTHS,
     ),
-    "request_num_preemptions": ("How often a request was preempted.", (0, *_FEW)),
+    "request_num_preemptions": ("Preemptions of a request.", (0, *_FEW)),
     "e2e_request_latency_seconds": ("Time from arrival to the last token.", _REQUEST_S),
 }
 _DRAFTER_COUNTERS = {
-    "spec_decode_num_drafts": "Rounds in which a drafter proposed tokens.",
+    "spec_decode_num_drafts": "Drafts.",
     "spec_decode_num_draft_tokens": "Draft tokens proposed.",
     "spec_decode_num_accepted_tokens": "Draft tokens accepted.",
-    "drafter_requests": "Requests whose first draft it made.",
-    "drafter_switches": "Requests that came to it from another drafter.",
+    "drafter_requests": "Requests by the drafter of their first draft.",
+    "drafter_switches": "Switches of requests to this drafter from another.",
 }
 
 
@@ -121,23 +121,23 @@ class Metrics:
             "request_success", "Finished requests.", "tenant", "finished_reason"
         )
         self._by_source = self._counter(
-            "prompt_tokens_by_source", "Prompt tokens by where they came from.", "tenant", "source"
+            "prompt_tokens_by_source", "Prompt tokens by source.", "tenant", "source"
         )
         self._cached_by_source = self._counter(
             "prompt_tokens_cached_by_source",
-            "Prompt tokens found in the prefix cache, by where it is.",
+            "Prompt tokens found in the prefix cache, by its location.",
             "tenant",
             "source",
         )
         self._ignored_fields = self._counter(
-            "ignored_fields", "Requests with a field that is ignored, by its name.", "field"
+            "ignored_fields", "Requests with an ignored field, by its name.", "field"
         )
         self._ignored_names: set[str] = set()
         self.recent = RecentRequests()
         self.accepted: dict[str, list[int]] = {}
-        """Rounds by accepted tokens, by drafter."""
+        """By drafter: number of drafts by accepted tokens."""
         self.registry.register(PositionCollector(model_name, self.accepted))
-        # Looked up once each: a look-up by labels takes longer than counting.
+        # Cached: looking up labels takes longer than counting.
         self.tenant = cache(lambda name: self._children(self._of_tenant, tenant=name))
         self.sources = cache(
             lambda name: (
@@ -149,7 +149,7 @@ class Metrics:
         self.drafter = cache(lambda name: self._children(self._of_drafter, drafter=name))
 
     def count_draft(self, drafter: str, num_proposed: int, num_accepted: int) -> None:
-        """Count a round in which a drafter proposed tokens."""
+        """Count a draft."""
         counters = self.drafter(drafter)
         counters["spec_decode_num_drafts"].inc()
         counters["spec_decode_num_draft_tokens"].inc(num_proposed)
@@ -175,8 +175,7 @@ class Metrics:
         num_restarts: int,
         refused: Mapping[tuple[str, str], int] = MappingProxyType({}),
     ) -> bytes:
-        """The exposition text. `stats` is None while the engine cannot say. refused: requests that
-        were not taken, by tenant and reason."""
+        """Return the exposition text. refused: rejected requests by tenant and reason."""
         self._engine.refused = refused
         self._engine.stats = stats
         self._engine.is_up = is_up
@@ -184,7 +183,7 @@ class Metrics:
         return generate_latest(self.registry)
 
     def follow(self, hub: DraftHub) -> None:
-        """Also tell of draft servers."""
+        """Include draft servers."""
         self._engine.hub = hub
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -199,7 +198,7 @@ class Metrics:
 
 
 class RequestMeter:
-    """Times one engine request, from now on."""
+    """Metrics, trace and record of one engine request, from now on."""
 
     def __init__(self, metrics: Metrics, request: Request) -> None:
         self._metrics = metrics
@@ -253,7 +252,6 @@ class RequestMeter:
                 self.tenant["latency_target_met"].inc()
 
     def _observe_whole(self, seconds: float) -> None:
-        """Of a request that is complete after so many seconds."""
         started_at = self._arrived_at + self._queued_s
         for name, value in (
             ("e2e_request_latency_seconds", seconds),
@@ -296,7 +294,7 @@ class RequestMeter:
 
 
 def count_response(meters: Sequence[RequestMeter]) -> None:
-    """Count the choices of a response that is over, if they are complete."""
+    """Observe the metrics of a response whose choices are all complete."""
     if all(meter.is_complete for meter in meters):
         tenant = meters[0].tenant
         tenant["request_params_n"].observe(len(meters))

@@ -1,5 +1,4 @@
-"""Requests one by one, for people to look at: those that run, and the last that have ended. Nothing
-of what they say is kept."""
+"""Running and recently ended requests for the dashboard, without their texts."""
 
 from __future__ import annotations
 
@@ -11,6 +10,7 @@ from weakref import WeakValueDictionary
 
 from penstock.core.types import FinishReason, Output, Request
 
+# Ended requests that are kept, and requests that are listed.
 _MAX_ENDED = 64
 _MAX_TOLD = 40
 
@@ -18,7 +18,7 @@ JsonDict = dict[str, Any]
 
 
 class RequestRecord:
-    """One request, from now on. drafts: by drafter, how many, their tokens, and those accepted."""
+    """Record of one request, from now on."""
 
     __slots__ = ("__weakref__", "_began_at", "_drafts", "_num_tokens", "_recent", "_request")
 
@@ -28,6 +28,7 @@ class RequestRecord:
         self._began_at = time.perf_counter()
         self._num_tokens = 0
         self._drafts: dict[str, list[int]] = {}
+        """By drafter: drafts, draft tokens, accepted tokens."""
 
     @property
     def tenant(self) -> str:
@@ -42,7 +43,6 @@ class RequestRecord:
             counts[2] += output.num_accepted
 
     def end(self, reason: FinishReason) -> None:
-        """Not twice."""
         self._recent.ended(self._request.id, self.describe(reason))
 
     def describe(self, reason: FinishReason | None = None) -> JsonDict:
@@ -66,25 +66,24 @@ class RequestRecord:
 
 
 class RecentRequests:
-    """Those of one server. One whose record nobody holds any more is forgotten."""
+    """Requests of one server. A running one is kept as long as its record is referenced."""
 
     def __init__(self) -> None:
         self._open: WeakValueDictionary[str, RequestRecord] = WeakValueDictionary()
         self._ended: deque[JsonDict] = deque(maxlen=_MAX_ENDED)
 
     def begin(self, request: Request) -> RequestRecord:
-        """Tell of a request from now on."""
+        """Return a new record of a running request."""
         record = self._open[request.id] = RequestRecord(request, self)
         return record
 
     def ended(self, request_id: str, told: JsonDict) -> None:
-        """`told`: what is known of it at last."""
+        """Keep the final description of a request."""
         self._open.pop(request_id, None)
         self._ended.append(told)
 
     def of(self, tenant: str | None) -> list[JsonDict]:
-        """Of one tenant (None: of all), the newest first: the last to come of those that run, then
-        the last to end of the others."""
+        """Return a tenant's requests (None: all): running ones, then ended ones, newest first."""
         return [told for told, _ in zip(self._all(tenant), range(_MAX_TOLD), strict=False)]
 
     def _all(self, tenant: str | None) -> Iterator[JsonDict]:

@@ -1,4 +1,4 @@
-"""Settings of tenants that change while the server runs."""
+"""Reloading of tenants and keys while the server runs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from penstock.serving.client import EngineClient
 _log = logging.getLogger(__name__)
 
 _KEPT = {"engine", "tenants", "metrics_keys"}
-"""Settings that are not compared: those that are taken over, and what holds them."""
+"""Settings that are reloaded, and what holds them; they need no restart."""
 
 
 class Reload:
-    """Takes over tenants and keys from settings that are read again: all of them or, where a
-    mistake is found, none. Other settings need a restart, and the log says which ones wait for it.
+    """Applies changed tenants and keys, or none of them if there is an error.
 
-    config: in force now
+    Other settings need a restart; the log names those that changed.
     """
 
     def __init__(
@@ -41,14 +40,14 @@ class Reload:
         self._running: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        """Begin; what was begun before is finished first."""
-        # A signal may come amid a request, whose id must not be in the log for this.
+        """Reload in a task, after earlier reloads."""
+        # A signal may arrive during a request; an empty context keeps its id out of the log.
         task = asyncio.create_task(self.run(), context=Context())
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
     async def run(self) -> None:
-        """Read, and take over. Says in one line of the log what came of it."""
+        """Reload, and log the outcome in one line."""
         async with self._turn:
             try:
                 new = await asyncio.to_thread(self._read_again)
@@ -67,11 +66,10 @@ class Reload:
         )
 
     def _check(self, new: ServeConfig) -> None:
-        """Raises: ConfigError."""
         if _has_keys(self._config) and not _has_keys(new):
             raise ConfigError(
-                "there is no API key any more, which would open the server to everybody; restart "
-                "it if that is meant"
+                "there is no API key any more, which would open the server to all clients; "
+                "restart it if that is intended"
             )
         if not self._counts_service and _is_limited(new.engine):
             raise ConfigError(
@@ -80,7 +78,7 @@ class Reload:
             )
 
     def _take_over(self, new: ServeConfig) -> None:
-        """In one pass of the event loop: no request sees half of it."""
+        # Without await: no request sees half of it.
         tenants = new.engine.tenants
         self._client.reconfigure(tenants)
         self._api_keys.change(tenants, new.metrics_keys)
@@ -99,7 +97,7 @@ def _is_limited(engine: EngineConfig) -> bool:
 
 
 def _changed(old: ServeConfig, new: ServeConfig) -> Iterator[str]:
-    """Settings that differ, and are not taken over."""
+    """Yield the names of changed settings that need a restart."""
     for prefix, before, after in (("", old, new), ("engine.", old.engine, new.engine)):
         for name in type(before).model_fields:
             if name not in _KEPT and getattr(before, name) != getattr(after, name):

@@ -1,4 +1,4 @@
-"""The body of `POST /v1/responses`, and the chat request that it comes to."""
+"""The body of `POST /v1/responses`, and its conversion to a chat request."""
 
 from __future__ import annotations
 
@@ -26,25 +26,27 @@ _LOGPROBS = "message.output_text.logprobs"
 
 
 class InputText(Body):
+    """A text part of an input message or of an earlier answer."""
+
     type: Literal["input_text", "output_text"]
     text: str
 
 
 class InputMessage(Body):
-    """A turn, as a client writes it or as an earlier answer had it."""
+    """A message of the client or of an earlier answer."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[InputText]
 
 
 class FunctionCall(CalledFunction):
-    """A call of an earlier answer."""
+    """A tool call of an earlier answer."""
 
     call_id: str
 
 
 class FunctionCallOutput(Body):
-    """What a call came to."""
+    """The result of a tool call."""
 
     call_id: str
     output: str | list[InputText]
@@ -67,15 +69,15 @@ class _Function(Body):
 
 
 class FunctionTool(FunctionDefinition, _Function):
-    """A tool, with the function's fields beside its type, which is looked at first."""
+    """A tool, with the function's fields beside its type."""
 
 
 class NamedFunctionTool(NamedFunction, _Function):
-    """Likewise, of a choice."""
+    """A tool_choice, with the function's name beside its type."""
 
 
 class TextFormat(NamedSchema):
-    """What shape the text has: a schema's fields beside its type."""
+    """Format of the text, with a schema's fields beside its type."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
 
@@ -85,18 +87,19 @@ class TextFormat(NamedSchema):
 
 
 class TextOptions(Body):
+    """Options of the text output."""
+
     format: TextFormat = TextFormat()
 
     @property
     def response_format(self) -> ResponseFormat:
-        """As chat completions have it."""
         if self.format.type != "json_schema":
             return ResponseFormat(type=self.format.type)
         return ResponseFormat(type="json_schema", json_schema=self.format)
 
 
 class ResponsesBody(GenerationBody):
-    """`POST /v1/responses`. Nothing is kept: what came before is in `input`."""
+    """Body of `POST /v1/responses`. No state is kept: `input` has the whole conversation."""
 
     not_offered: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "previous_response_id": (), "conversation": (), "background": (False,), "store": (False,),
@@ -133,7 +136,7 @@ class ResponsesBody(GenerationBody):
         return self
 
     def as_chat(self) -> ChatBody:
-        """The same as a chat request."""
+        """Return the equivalent chat request."""
         shared = {name: getattr(self, name) for name in GenerationBody.model_fields}
         named = self.tool_choice
         choice = NamedTool(function=named) if isinstance(named, NamedFunctionTool) else named
@@ -147,7 +150,7 @@ class ResponsesBody(GenerationBody):
         )
 
     def _messages(self) -> Iterator[ChatMessage]:
-        """Calls belong to the assistant's turn before them."""
+        # Calls belong to the assistant's turn before them.
         if self.instructions is not None:
             yield ChatMessage(role="system", content=self.instructions)
         said, calls = "", list[ToolCall]()

@@ -1,4 +1,4 @@
-"""What `/v1/responses` answers: items, whole or as events."""
+"""Responses of `/v1/responses`: items, whole or as events."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from penstock.api.tool_calls import CallPiece
 
 
 class ResponsesFormat(Form):
-    """One response. Its items are the text, if there is any, and the calls, in the order in which
-    they began."""
+    """One response. Its items are the text, if any, and the calls, in the order of their starts."""
 
     def __init__(self, response_id: str, model_name: str, body: ResponsesBody) -> None:
         self._head = _head(response_id, model_name, body)
         self._items: list[JsonDict] = []
         self._calls: dict[str, int] = {}
-        """Places of calls among the items."""
+        """Indices of calls in the items, by id."""
         self._text: int | None = None
         self._num_events = 0
 
@@ -48,7 +47,7 @@ class ResponsesFormat(Form):
             yield self._event(f"response.{response['status']}", response=response)
         except ApiError as error:
             told = error.body()["error"]
-            # Where OpenAI's own clients look for it, and where it is documented.
+            # OpenAI's clients read it in `error`; it is documented at the top level.
             yield self._event("error", error=told, **{k: told[k] for k in _TOLD})
             failed = {"code": "server_error", "message": error.message}
             response = {**self._state("failed"), "error": failed}
@@ -72,7 +71,6 @@ class ResponsesFormat(Form):
     # --- items ----------------------------------------------------------------------------------
 
     def _add(self, delta: Delta) -> Iterator[bytes]:
-        """Take in a delta. Yields its events."""
         if delta.text:
             yield from self._begin_text()
             self._items[self._text or 0]["content"][0]["text"] += delta.text
@@ -113,7 +111,7 @@ class ResponsesFormat(Form):
         return self._event("response.output_item.added", output_index=place, item=item)
 
     def _end(self, is_cut: bool) -> Iterator[bytes]:
-        """No more will come. is_cut: the last item is not complete. Yields the events."""
+        """Complete the items and yield the events. is_cut: the last item is incomplete."""
         if not self._items:
             yield from self._begin_text()
         for place, item in enumerate(self._items):
@@ -142,7 +140,6 @@ _TOLD = ("code", "message", "param")
 
 
 def _head(response_id: str, model_name: str, body: ResponsesBody) -> JsonDict:
-    """What a response says of its request."""
     asked = body.model_dump(
         include={
             "instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "temperature",

@@ -1,4 +1,4 @@
-"""What responses look like, and one HTTP request while it is served: streamed or collected."""
+"""Formats of responses, and the serving of one HTTP request: streamed or collected."""
 
 from __future__ import annotations
 
@@ -35,22 +35,23 @@ if TYPE_CHECKING:
 
 JsonDict = dict[str, Any]
 _KEEP_ALIVE_S = 5.0
+"""Well below the idle timeouts of proxies (nginx: 60 s)."""
 
 
 class Form(ABC):
-    """What one response looks like."""
+    """Format of one response."""
 
     @abstractmethod
     def response(self, choices: Sequence[ResponseChoice], deltas: Sequence[Delta]) -> JsonDict:
-        """`deltas`: one for each choice, with all of its text."""
+        """Build the whole response. deltas: one per choice, with all of its text."""
 
     @abstractmethod
     def events(self, job: Generation, body: GenerationBody) -> AsyncIterator[bytes]:
-        """Likewise, in pieces; errors are among them."""
+        """Yield the server-sent events, including errors."""
 
 
 class Format(Form):
-    """Builds the JSON of one response, or of the chunks of its stream."""
+    """Format of completions and chats: one JSON object, or chunks of a stream."""
 
     def __init__(self, job_id: str, model_name: str, tokenizer: Tokenizer, *, logprobs: bool):
         self._head = {"id": job_id, "created": int(time.time()), "model": model_name}
@@ -58,7 +59,7 @@ class Format(Form):
         self._logprobs = logprobs
 
     def opening(self, choice: ResponseChoice) -> JsonDict | None:
-        """A chunk before a choice's first text, if there is one."""
+        """Return a chunk that precedes a choice's first text, or None."""
         return None
 
     @abstractmethod
@@ -75,7 +76,7 @@ class Format(Form):
 
 
 class CompletionFormat(Format):
-    """`text_completion`, for both."""
+    """Format `text_completion`, of responses and chunks."""
 
     def chunk(self, delta: Delta) -> JsonDict:
         return self._body("text_completion", [self._choice(delta)])
@@ -111,7 +112,7 @@ class CompletionFormat(Format):
 
 
 class ChatFormat(Format):
-    """`chat.completion` and `chat.completion.chunk`."""
+    """Formats `chat.completion` and `chat.completion.chunk`."""
 
     def opening(self, choice: ResponseChoice) -> JsonDict | None:
         return self._chunk(choice.index, {"role": "assistant", "content": ""}, (), None)
@@ -166,7 +167,6 @@ class ChatFormat(Format):
 
 
 def _message(delta: Delta) -> JsonDict:
-    """The assistant's turn. Without text it is only the calls, if there are any."""
     if not delta.calls:
         return {"role": "assistant", "content": delta.text}
     calls = [_called(piece) for piece in _merged(delta.calls)]
@@ -174,7 +174,6 @@ def _message(delta: Delta) -> JsonDict:
 
 
 def _merged(pieces: Sequence[CallPiece]) -> list[CallPiece]:
-    """One piece a call."""
     found: dict[int, CallPiece] = {}
     for piece in pieces:
         first = found.get(piece.position)
@@ -195,7 +194,7 @@ def _called_piece(piece: CallPiece) -> JsonDict:
 
 
 def _text(raw: bytes) -> str:
-    """A token as a string; parts of characters as OpenAI writes them, so that they stay apart."""
+    """Return a token as a string; incomplete characters as OpenAI writes them."""
     try:
         return raw.decode()
     except UnicodeDecodeError:
@@ -203,7 +202,6 @@ def _text(raw: bytes) -> str:
 
 
 def _origins(tokens: Sequence[TokenText]) -> JsonDict:
-    """A choice's field for a client that has asked for it."""
     told = [
         {"text": t.text, "origin": t.origin.kind, "drafter": t.origin.drafter}
         for t in tokens
@@ -217,7 +215,7 @@ def _entry(raw: bytes, logprob: float) -> JsonDict:
 
 
 class Generation(AbstractContextManager["Generation"]):
-    """The choices of one response, fed by the engine. Leaving it cancels what still runs."""
+    """The choices of one response, fed by the engine. Its exit cancels running requests."""
 
     def __init__(
         self,
@@ -246,9 +244,10 @@ class Generation(AbstractContextManager["Generation"]):
         deadline: float | None,
         max_wait_s: float | None,
     ) -> Self:
-        """Hand the choices' requests to the engine. asker: the client whose they are. deadline: of
-        the event loop's clock. max_wait_s: until they begin. Raises: ApiError if it cannot take
-        them."""
+        """Submit the choices' requests to the engine.
+
+        asker: the client. deadline: on the event loop's clock. max_wait_s: seconds until they
+        start. Raises: ApiError if they are rejected."""
         left_s = None if deadline is None else deadline - asyncio.get_running_loop().time()
         limits = [limit for limit in (left_s, max_wait_s) if limit is not None]
         requests = [choice.request for choice in choices]
@@ -272,7 +271,7 @@ class Generation(AbstractContextManager["Generation"]):
         count_response([meter for _, meter in self._by_request.values()])
 
     async def deltas(self) -> AsyncIterator[Delta]:
-        """What the choices come to, in pieces. Raises: ApiError."""
+        """Yield the new text of choices. Raises: ApiError."""
         with _as_api_errors():
             async for output in self._stream:
                 choice, meter = self._by_request[output.request_id]
@@ -289,7 +288,7 @@ class Generation(AbstractContextManager["Generation"]):
 
 @contextmanager
 def _as_api_errors() -> Iterator[None]:
-    """What is said of requests that are not taken, or not made in time. Raises: ApiError."""
+    """Turn rejections and timeouts into ApiError."""
     try:
         yield
     except NotAllowed as error:
@@ -311,8 +310,9 @@ def _as_api_errors() -> Iterator[None]:
 
 
 class EventStream(StreamingResponse):
-    """A job's chunks as server-sent events; a client that goes away ends the job. The headers go
-    out at once: a request that comes to nothing after that ends with an error event."""
+    """Server-sent events of a job; a client that disconnects ends it.
+
+    The headers are sent at once, so later errors are sent as events."""
 
     media_type = "text/event-stream"
 
@@ -335,7 +335,7 @@ class EventStream(StreamingResponse):
 
 
 class _KeepAliveSender:
-    """Sends a comment where nothing else was sent for a while: proxies close quiet connections."""
+    """Sends a comment after _KEEP_ALIVE_S of silence: proxies close idle connections."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -386,7 +386,7 @@ def _with_usage(chunk: JsonDict, job: Generation, body: GenerationBody) -> JsonD
 
 
 def event(data: JsonDict, kind: str | None = None) -> bytes:
-    """A server-sent event. kind: its type, where events have some."""
+    """Encode a server-sent event. kind: its type, if any."""
     named = "" if kind is None else f"event: {kind}\n"
     return f"{named}data: {_dumps(data)}\n\n".encode()
 
@@ -396,7 +396,7 @@ def _dumps(body: JsonDict) -> str:
 
 
 async def collected(job: Generation, form: Form, http: HttpRequest) -> Response:
-    """The whole response, unless the client goes away before. Raises: ApiError."""
+    """Return the whole response. Raises: ApiError, also if the client disconnects before."""
     with job:
         work = asyncio.create_task(_join(job))
         gone = asyncio.create_task(_disconnected(http))
@@ -412,7 +412,6 @@ async def collected(job: Generation, form: Form, http: HttpRequest) -> Response:
 
 
 async def _join(job: Generation) -> list[Delta]:
-    """All deltas, joined to one a choice."""
     pieces: list[list[Delta]] = [[] for _ in job.choices]
     async for delta in job.deltas():
         pieces[delta.index].append(delta)

@@ -1,4 +1,4 @@
-"""The server process from start to end: socket, engine, application, signals."""
+"""The server process: socket, engine, application, signals."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from penstock.serving.verification import VerificationServer
 
 _CLOSING_S = 5
-"""After the grace period: for cancelled requests to say so to their clients."""
+"""After the grace period, for the responses of cancelled requests."""
 
 
 async def serve(
@@ -43,16 +43,16 @@ async def serve(
     announce_drafters: Callable[[str], None] = lambda address: None,
     read_again: Callable[[], ServeConfig] | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT; a second one ends it at once. SIGHUP does the same, unless
-    settings can be read again, and are then.
+    """Serve until SIGTERM or SIGINT; a second one ends it at once.
 
-    announce: called with the address when requests are taken
-    factory:  what the engine process builds its engine with, "package.module:function"
-    announce_drafters: called with the address for draft servers, if there is one, when it is open
-    read_again: returns the settings as they are now; may raise ConfigError
+    SIGHUP reloads the settings with read_again, or ends the server without it.
 
-    Raises: ConfigError where address or tokenizer cannot be had, EngineFailed where the engine
-    cannot be loaded.
+    announce: called with the address when it serves
+    factory:  builds the engine in its process, "package.module:function"
+    announce_drafters: called with the address of draft servers when it is open
+    read_again: reads the settings again; may raise ConfigError
+
+    Raises: ConfigError for the address or the tokenizer, EngineFailed if the engine fails to load.
     """
     tracer = _tracer(config)
     with bind(config.host, config.port) as sock:
@@ -76,7 +76,7 @@ async def serve(
             server = HttpServer(
                 app, client, config, lambda: announce(address_of(config.host, sock)), reload
             )
-            # As in the engine process: what is loaded stays, and need not be walked again.
+            # Loaded objects stay: the garbage collector need not visit them again.
             gc.collect()
             gc.freeze()
             await server.serve(sockets=[sock])
@@ -89,7 +89,7 @@ async def serve(
 
 
 def _tracer(config: ServeConfig) -> Tracer | None:
-    """Raises: ModuleNotFoundError where `penstock[otel]` is not installed."""
+    """Raises: ModuleNotFoundError without `penstock[otel]`."""
     if config.otlp_traces_endpoint is None:
         return None
     from penstock.api.tracing import Tracer
@@ -99,7 +99,7 @@ def _tracer(config: ServeConfig) -> Tracer | None:
 
 
 def _draft_listener(config: DraftersConfig) -> VerificationServer:
-    # gRPC takes a while, and most servers have no draft servers.
+    # Imported here: gRPC is slow to import, and most servers have no draft servers.
     from penstock.serving.verification import VerificationServer
 
     return VerificationServer(config)
@@ -112,7 +112,6 @@ async def _listen(
     metrics: Metrics,
     tokenizer: Tokenizer,
 ) -> None:
-    """Let draft servers connect."""
     from penstock.serving.verification import DraftHub
 
     hub = DraftHub(
@@ -128,7 +127,7 @@ async def _listen(
 
 
 async def _start(client: EngineClient, path: Path) -> Tokenizer:
-    """Load the engine and, meanwhile, the tokenizer. Raises: as `serve`."""
+    """Load the engine and the tokenizer concurrently. Raises: as `serve`."""
     engine, tokenizer = await asyncio.gather(
         client.start(), asyncio.to_thread(_load_tokenizer, path), return_exceptions=True
     )
@@ -142,7 +141,7 @@ async def _start(client: EngineClient, path: Path) -> Tokenizer:
 
 
 def _load_tokenizer(path: Path) -> Tokenizer:
-    # Seconds, which the engine takes as well.
+    # The import takes seconds, during which the engine loads.
     from penstock.engine.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(path)
@@ -151,7 +150,7 @@ def _load_tokenizer(path: Path) -> Tokenizer:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, with the engine's requests drained while it waits for connections to close."""
+    """HTTP server of uvicorn that drains the engine's requests on shutdown."""
 
     def __init__(
         self,
@@ -178,7 +177,7 @@ class HttpServer(uvicorn.Server):
         self._had_terminal = _has_terminal()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Raises: ConfigError where another process has taken the address."""
+        """Raises: ConfigError if the address is in use."""
         try:
             await super().startup(sockets)
         except OSError as error:
@@ -194,8 +193,7 @@ class HttpServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """A terminal that is closed ends the server like any other signal, unless it was told to
-        outlive it (nohup)."""
+        # A closed terminal ends the server, except under nohup.
         with super().capture_signals(), on_hang_up(self._hang_up):
             yield
 
@@ -217,7 +215,7 @@ class HttpServer(uvicorn.Server):
 
 
 def _has_terminal() -> bool:
-    """Whether this process belongs to a terminal that is open."""
+    """True if this process has an open terminal."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
     except OSError:
@@ -227,7 +225,7 @@ def _has_terminal() -> bool:
 
 @contextmanager
 def on_hang_up(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Handle SIGHUP, unless it is ignored, or this is not the main thread."""
+    """Handle SIGHUP, except if it is ignored or this is not the main thread."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         yield
@@ -240,7 +238,7 @@ def on_hang_up(handler: Callable[[int, FrameType | None], None]) -> Iterator[Non
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket, before anything is loaded. Raises: ConfigError."""
+    """Return a socket bound to an address. Raises: ConfigError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -249,7 +247,7 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
     except ValueError as error:
-        # No name to look up at all: empty labels, characters that no name can have.
+        # Not a valid host name: empty labels, wrong characters.
         raise ConfigError(f"cannot listen on {host}:{port}: that is no host's name") from error
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -261,5 +259,6 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def address_of(host: str, sock: socket.socket) -> str:
+    """Return the URL of a bound socket."""
     port = sock.getsockname()[1]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

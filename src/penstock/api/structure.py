@@ -1,4 +1,4 @@
-"""What shape a text is to have: the fields of OpenAI's and of vLLM's API that say it."""
+"""Structured outputs: OpenAI's and vLLM's fields, and their compilation to a grammar."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from penstock.api.errors import ApiError
 from penstock.engine.grammar import GrammarCompiler, GrammarError, GrammarKind, grammar_of
 
 _COMPILE_S = 20.0
-"""Most that a client waits for its grammar, those of others before it included, and the server's
-first one, for which a large vocabulary is read, too."""
+"""Timeout of a grammar, including those queued before it and the loading of the vocabulary."""
 
 _Schema = dict[str, Any] | bool | str
-"""Of JSON: an object, or its text."""
+"""A JSON schema: an object, or its text."""
 
 _Choice = Annotated[list[str], Field(min_length=1, max_length=10_000, fail_fast=True)]
 
@@ -24,7 +23,7 @@ _ANY_OBJECT = {"type": "object"}
 
 
 class Structure(NamedTuple):
-    """What was asked for, and in which field."""
+    """A requested structure, with the field that requests it."""
 
     field: str
     kind: GrammarKind
@@ -32,7 +31,7 @@ class Structure(NamedTuple):
 
 
 class NamedSchema(Body):
-    """strict, name, description: as OpenAI has them; every schema is kept to."""
+    """OpenAI's json_schema. strict: ignored; every schema is enforced."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
@@ -43,6 +42,8 @@ class NamedSchema(Body):
 
 
 class ResponseFormat(Body):
+    """OpenAI's response_format."""
+
     model_config = ConfigDict(extra="forbid")
 
     type: Literal["text", "json_object", "json_schema"]
@@ -56,7 +57,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """One of these, as in vLLM. disable_any_whitespace changes nothing: there never is any."""
+    """Structured outputs of vLLM. disable_any_whitespace: ignored; JSON has no extra whitespace."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -69,7 +70,7 @@ class StructuredOutputs(Body):
 
 
 class StructuredBody(Body):
-    """At most one of these fields says what a text may be. guided_*: vLLM's older names."""
+    """Fields of structured outputs, of which one may be given. guided_*: vLLM's older names."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -80,7 +81,7 @@ class StructuredBody(Body):
 
     @property
     def structures(self) -> list[Structure]:
-        """All that were given."""
+        """All structures given."""
         found: list[tuple[str, GrammarKind, Any]] = [
             ("guided_json", "json", self.guided_json),
             ("guided_regex", "regex", self.guided_regex),
@@ -110,7 +111,7 @@ class StructuredBody(Body):
 async def compiled(
     structures: list[Structure], ignore_eos: bool, compiler: GrammarCompiler
 ) -> str | None:
-    """The grammar that a body asks for, known to be one, or None. Raises: ApiError."""
+    """Return the validated grammar of a body, or None. Raises: ApiError."""
     if not structures:
         return None
     field, kind, value = structures[0]
@@ -124,7 +125,7 @@ async def compiled(
     try:
         async with asyncio.timeout(_COMPILE_S):
             grammar = await asyncio.to_thread(grammar_of, kind, value)
-            # Who waits no longer must not take it from others.
+            # A timeout must not cancel a compilation that others wait for.
             await asyncio.shield(asyncio.wrap_future(compiler.compile(grammar)))
     except GrammarError as error:
         raise ApiError(400, f"{field}: {error}", param=field, code="invalid_grammar") from error

@@ -9,8 +9,9 @@ from penstock.api.body import Body
 
 
 class TokenizeBody(Body):
-    """A text or a conversation. add_special_tokens: by default with a text; a chat template writes
-    them itself. return_token_strs: the tokens as the vocabulary spells them, too."""
+    """Body of `/tokenize`: a prompt or messages.
+
+    add_special_tokens: default true for a prompt; chat templates add their own."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -30,6 +31,8 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
+    """Body of `/detokenize`."""
+
     model_config = ConfigDict(extra="forbid")
 
     model: str | None = None

@@ -1,4 +1,4 @@
-"""Tool calls in what a model writes, found while it writes."""
+"""Incremental parser of tool calls in a model's output."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from penstock.api.written_calls import JsonCall, NamedCall, WrittenCall, XmlCall
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a model writes calls.
+    """A model's format of tool calls.
 
-    call:     one of them, by itself
-    closings: by opening, what may follow a call. An empty opening: an object also counts without
-              any, at the start of a text and behind another call
-    key:      of the arguments in a JSON object, as the model has learned it
-    before, between, after: what stands around the calls where the model does as it should,
-              special tokens by themselves
+    closings: closing mark by opening mark. An empty opening: an object is a call without a mark,
+              at the start of a text and after another call
+    key:      of the arguments in a JSON object
+    before, between, after: strings around the calls in the trained format, special tokens apart
     is_list:  the calls are one JSON array
-    id_size:  letters and digits of a call's id, where the template insists on a number
+    id_size:  length of a call's id, if the template requires one
+    call:     parser of one call
     """
 
     closings: Mapping[str, str]
@@ -46,7 +45,7 @@ class ToolFormat:
 
     @property
     def marks(self) -> set[str]:
-        """What is part of the text, even if the vocabulary has a special token for it."""
+        """Marks that are part of the text even if they are special tokens."""
         return {*self.closings, *self.closings.values(), *self.call.marks} - {""}
 
     def new_id(self) -> str:
@@ -61,7 +60,7 @@ HERMES = ToolFormat(
     between=("\n", "</tool_call>", "\n", "<tool_call>", "\n"),
     after=("\n", "</tool_call>"),
 )
-"""As it should be, and as Qwen2.5-Coder writes it."""
+"""The trained format, and the variants of Qwen2.5-Coder."""
 
 LLAMA = ToolFormat({"": ";", "<|python_tag|>": ";"}, "parameters")
 
@@ -84,7 +83,7 @@ MISTRAL_ARGS = ToolFormat(
     id_size=9,
     call=NamedCall,
 )
-"""Since Mistral Small 3.1 and Devstral."""
+"""Format since Mistral Small 3.1 and Devstral."""
 
 QWEN_CODER = ToolFormat(
     {"<tool_call>": "</tool_call>"},
@@ -97,7 +96,7 @@ QWEN_CODER = ToolFormat(
 
 
 def format_of(template: str | None) -> ToolFormat | None:
-    """By a chat template; None where it has no tools, or calls are written in another way."""
+    """Return the format of a chat template's tool calls; None if it has none or another one."""
     if template is None or "tools" not in template:
         return None
     if "<tool_call>" in template:
@@ -108,8 +107,7 @@ def format_of(template: str | None) -> ToolFormat | None:
 
 
 class CallPiece(NamedTuple):
-    """What a call has more of. position: among the calls. name: with its first piece. arguments:
-    JSON, perhaps part of it."""
+    """New part of a call. position: of the call. name: in its first piece only."""
 
     position: int
     id: str
@@ -118,7 +116,7 @@ class CallPiece(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a piece of a text comes to: text to show, and calls."""
+    """Text to show and pieces of calls."""
 
     content: str
     pieces: list[CallPiece]
@@ -127,25 +125,23 @@ class Found(NamedTuple):
 class _State(Enum):
     TEXT = auto()
     FORMATTED = auto()
-    """In a text that has a format."""
+    """In a text with a response_format."""
     OPENED = auto()
-    """Behind an opening, where a call is due."""
+    """After an opening."""
     CALL = auto()
     CLOSED = auto()
-    """Behind a call."""
+    """After a call."""
 
 
 class ToolCallParser:
-    """Divides a growing text into calls and what is to be shown. What it finds does not depend on
-    how the text is cut.
+    """Splits a growing text into tool calls and text to show, independently of its chunks.
 
-    A call has the name of a tool, and arguments. Whatever looks like one and is none stays text.
+    A call has the name of a tool and arguments; malformed calls stay text.
 
-    tools: schemas of their arguments, by their names. whole: calls come in one piece, so that a
-    broken one stays text, too; else their arguments come while they are written, as soon as the
-    tool is known. most: calls. inside: the text begins behind an opening. formatted: text that is
-    no call has a format; it is all there is, is not searched, and may stand between an opening and
-    its closing, which are then not shown
+    tools: schemas of their arguments, by name. whole: calls are returned in one piece, so that a
+    broken one stays text; else arguments are streamed once the tool is known. most: calls. inside:
+    the text begins after an opening. formatted: a text with a response_format, which is not
+    searched for calls; an opening and closing around it are not shown
     """
 
     def __init__(
@@ -159,7 +155,7 @@ class ToolCallParser:
         formatted: bool = False,
     ) -> None:
         self.num_calls = 0
-        """Calls that are complete."""
+        """Complete calls."""
         self._form = form
         self._openings = re.compile("|".join(map(re.escape, form.openings)))
         self._tools = tools
@@ -169,23 +165,23 @@ class ToolCallParser:
         self._state = _State.OPENED if inside or form.is_bare else _State.TEXT
         self._pending = ""
         self._opening = ""
-        """Of the call that may have begun, as it was written."""
+        """Opening of the current call, as written."""
         self._blank = ""
-        """White space that is shown only if text follows."""
+        """White space, shown only if text follows."""
         self._call = form.call(tools)
         self._closing = form.closings.get("", "")
-        """What closes the call that may have begun, or the last one."""
+        """Closing mark of the current or last call."""
         self._num_begun = 0
         self._content: list[str] = []
         self._pieces: list[CallPiece] = []
 
     @property
     def is_full(self) -> bool:
-        """No more calls are wanted; the text is over."""
+        """True when the limit of calls is reached, which ends the text."""
         return self._most is not None and self.num_calls >= self._most
 
     def add(self, text: str) -> Found:
-        """Go on with the text."""
+        """Parse more text."""
         self._pending += text
         steps = {
             _State.TEXT: self._in_text,
@@ -199,7 +195,7 @@ class ToolCallParser:
         return self._take()
 
     def finish(self, text: str) -> Found:
-        """The last of the text."""
+        """Parse the end of the text."""
         content, pieces = self.add(text)
         if not self.is_full:
             if self._state in (_State.OPENED, _State.CALL) and not self._call.id:
@@ -223,7 +219,7 @@ class ToolCallParser:
         self._blank = text[len(shown) :]
         self._content.append(shown)
 
-    # --- one step in each state: whether there may be another ------------------------------------
+    # --- one step in each state; True if another may follow --------------------------------------
 
     def _in_text(self) -> bool:
         text = self._pending
@@ -263,8 +259,7 @@ class ToolCallParser:
         return True
 
     def _be_text(self, written: str) -> None:
-        """Treat an opening as text: no call follows. written: what was taken in of it. It may hold
-        the opening of another, but not where it has a format."""
+        """Treat an opening, and `written` after it, as text, in which another call may begin."""
         if self._formatted:
             self._closing = self._closing if self._opening.strip() else ""
             self._state = _State.FORMATTED
@@ -291,7 +286,6 @@ class ToolCallParser:
         return True
 
     def _tell(self, call: WrittenCall) -> None:
-        """What is known of a call and has not been told."""
         arguments = call.arguments
         if call.name is None or arguments is None:
             return
@@ -318,7 +312,7 @@ class ToolCallParser:
         if closing.startswith(rest):
             return False
         if rest.startswith("{") and (self._form.is_bare or self._form.is_list):
-            # Whatever opened them, calls in a row have the same between them.
+            # Calls in a row have the same separator after any opening.
             (self._closing,) = set(self._form.closings.values())
             self._state = _State.OPENED
         elif rest.startswith("]") and self._form.is_list:
@@ -329,11 +323,10 @@ class ToolCallParser:
 
 
 def _agree(text: str, mark: str) -> bool:
-    """True if one of them begins with the other."""
     return text.startswith(mark) or mark.startswith(text)
 
 
 def _overlap(text: str, mark: str) -> int:
-    """Length of the longest end of a text that a mark could begin with."""
+    """Return the length of the longest end of a text that begins a mark."""
     sizes = range(min(len(mark) - 1, len(text)), 0, -1)
     return next((size for size in sizes if mark.startswith(text[-size:])), 0)

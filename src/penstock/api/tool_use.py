@@ -1,4 +1,4 @@
-"""What a chat request's tools ask of the model that serves it."""
+"""Tools of a chat request: its grammar and the parser of its tool calls."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ from penstock.engine.grammar import lark_json
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """Calls that may be in an answer.
+    """Tool calls that an answer may have.
 
-    tools: that may be called. must: the answer is one call. whole, most, formatted: as the parser
-    takes them
+    must: the answer is one call. whole, most, formatted: arguments of `ToolCallParser`
     """
 
     form: ToolFormat
@@ -40,15 +39,16 @@ class ToolUse:
 
     @property
     def lead(self) -> str:
-        """What the prompt ends with, so that the model goes on with a call's object."""
+        """End of the prompt that makes the model continue with a call."""
         return "".join(self.form.before) if self.must else ""
 
     def shaped(
         self, structures: Sequence[Structure], special: Mapping[str, int]
     ) -> list[Structure]:
-        """What shape the answer must have. structures: that were asked for; a `response_format` is
-        one of texts: where a call must come it has nothing to say, where one may come it is the
-        text that follows it. special: tokens, by their spellings. Raises: ApiError."""
+        """Return the structures of the answer, given those requested.
+
+        A `response_format` applies to text only: it is dropped if a call is required, and an
+        alternative to calls otherwise. special: token ids by spelling. Raises: ApiError."""
         others = [s for s in structures if s.field != "response_format"]
         if self.must:
             if self.form.call is JsonCall:
@@ -59,7 +59,7 @@ class ToolUse:
         return [*others, *(self._beside_calls(_object(s.value), special) for s in formats)]
 
     def _calls(self, place: str) -> dict[str, Any]:
-        """Schema of a call's object. place: of its alternatives in the whole one."""
+        """Return the schema of a call's object. place: JSON pointer to its alternatives."""
         key = self.form.key
         return {
             "anyOf": [
@@ -69,8 +69,9 @@ class ToolUse:
         }
 
     def _beside_calls(self, schema: Mapping[str, Any], special: Mapping[str, int]) -> Structure:
-        """A text by a schema, or calls, in any of the forms that are read. A model that opens calls
-        like other JSON writes the text so, too."""
+        """Return the structure of a text by `schema`, or of calls in any format that is parsed.
+
+        A model may also write the text between the marks of a call."""
         form = self.form
         if form.before:
             before, between, after = (
@@ -95,7 +96,6 @@ class ToolUse:
         return Structure("response_format", "json", {"anyOf": schemas, **style})
 
     def _call_rules(self, special: Mapping[str, int]) -> Iterator[str]:
-        """What `call` is in Lark's notation."""
         if self.form.call is JsonCall:
             yield f"call: {lark_json(self._calls('/anyOf'))}"
             return
@@ -121,13 +121,13 @@ class ToolUse:
 
 
 def _written(pieces: Sequence[str], special: Mapping[str, int]) -> str:
-    """Strings in Lark's notation, one behind the other."""
     return " ".join(f"<[{special[p]}]>" if p in special else json.dumps(p) for p in pieces)
 
 
 def _xml_rules(rule: str, name: str, schema: Mapping[str, Any]) -> Iterator[str]:
-    """What a call is as `XmlCall` reads it, its arguments in the schema's order. Raises: ApiError
-    for a schema that it could not read a call by."""
+    """Yield the Lark rules of a call in the format of `XmlCall`, arguments in the schema's order.
+
+    Raises: ApiError for a schema whose calls `XmlCall` could not parse."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
     is_read = isinstance(properties, Mapping) and isinstance(required, list)
     if schema["type"] != "object" or not is_read:
@@ -153,8 +153,9 @@ def _xml_rules(rule: str, name: str, schema: Mapping[str, Any]) -> Iterator[str]
 
 
 def _xml_value(of_value: Any, schema: Mapping[str, Any]) -> str | None:
-    """An argument's value in Lark's notation: strings stand there without quotes, all else as JSON.
-    None where any string may come. schema: what `of_value` may refer to. Raises: ApiError."""
+    """Return an argument's value in Lark's notation: strings without quotes, all else as JSON.
+
+    None if it may be any string. schema: root of references. Raises: ApiError."""
     strings: list[str] = []
     others: list[Mapping[str, Any]] = []
     for part in alternatives(of_value, schema):
@@ -181,13 +182,12 @@ def _refused_tool(message: str) -> ApiError:
 
 
 def _parameters(tool: Tool) -> Mapping[str, Any]:
-    """Schema of a tool's arguments."""
     found: Mapping[str, Any] = tool.for_template()["function"]["parameters"]
     return found
 
 
 def _object(schema: Any) -> Mapping[str, Any]:
-    """A schema as an object. Raises: ApiError."""
+    """Return a schema as an object. Raises: ApiError."""
     try:
         read = json.loads(schema) if isinstance(schema, str) else schema
     except (ValueError, RecursionError):
@@ -201,7 +201,7 @@ def _object(schema: Any) -> Mapping[str, Any]:
 
 
 def _call_schema(tool: Tool, key: str, place: str) -> dict[str, Any]:
-    """Of a call's object. key: of the arguments. place: of their schema in the whole one."""
+    """Return the schema of a call's object. place: JSON pointer to the arguments' schema."""
     arguments = {"type": "object", **_moved(_parameters(tool), place)}
     return {
         "type": "object",
@@ -212,8 +212,9 @@ def _call_schema(tool: Tool, key: str, place: str) -> dict[str, Any]:
 
 
 def _moved(schema: Any, place: str, closes: bool = True) -> Any:
-    """A schema within another one: what refers to its root refers to the place. closes: objects
-    have no other entries than those that are named, unless they say so."""
+    """Return a schema with references moved to `place`.
+
+    closes: set `additionalProperties` to false where it is not given."""
     if isinstance(schema, list):
         return [_moved(part, place, closes) for part in schema]
     if not isinstance(schema, Mapping):
@@ -230,8 +231,9 @@ def _moved(schema: Any, place: str, closes: bool = True) -> Any:
 
 
 def tool_use(body: ChatBody, template: str | None) -> ToolUse | None:
-    """What to look for in the answers; None without tools. template: the model's, for chats with
-    tools. Raises: ApiError where model or server cannot do it."""
+    """Return the tool calls that answers may have, or None. template: of chats with tools.
+
+    Raises: ApiError for invalid tools, or if the template's format is not supported."""
     form = format_of(template)
     about_tools = [i for i, message in enumerate(body.messages) if message.is_about_tools]
     if form is None and (about_tools or body.offered_tools):
@@ -257,7 +259,6 @@ def tool_use(body: ChatBody, template: str | None) -> ToolUse | None:
 
 
 def _callable(body: ChatBody) -> tuple[Tool, ...]:
-    """The tools that may be called. Raises: ApiError."""
     choice = body.tool_choice
     if not isinstance(choice, NamedTool):
         if choice == "required" and not body.tools:

@@ -1,5 +1,6 @@
-"""OpenTelemetry: a trace of each request, with its time in the queue, its prefill and its rounds.
-Needs `penstock[otel]`. Neither prompts nor outputs are in it."""
+"""OpenTelemetry traces of requests: queue, prefill and decode, without texts.
+
+Needs `penstock[otel]`."""
 
 from __future__ import annotations
 
@@ -20,12 +21,12 @@ from penstock.serving.logs import request_id
 _NS = 1_000_000_000
 
 _ROUNDS = 16
-"""Of one event at most. Making, encoding and sending an event takes 23 µs: one for each round would
-take a tenth of the throughput of a small model."""
+"""Steps per event. An event takes 23 µs (measured): one per step would cost a small model a tenth
+of its throughput."""
 
 
 class Tracer:
-    """Makes traces, and sends them in the background. Spans have vLLM's names of attributes."""
+    """Creates traces with vLLM's attribute names and sends them in the background."""
 
     def __init__(self, model_name: str, processor: SpanProcessor) -> None:
         self._provider = TracerProvider(resource=Resource.create({"service.name": "penstock"}))
@@ -35,22 +36,22 @@ class Tracer:
 
     @classmethod
     def to(cls, endpoint: str, model_name: str) -> Tracer:
-        """One that sends to a collector, by OTLP over HTTP: the address of its traces."""
+        """Return a tracer that sends to a collector's traces endpoint by OTLP over HTTP."""
         return cls(model_name, BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
 
     def begin(self, request: Request) -> RequestTrace:
-        """A request has come."""
+        """Start the trace of a request."""
         return RequestTrace(self, request)
 
     def close(self) -> None:
-        """Send what there still is."""
+        """Flush and stop."""
         self._provider.shutdown()
 
 
 class RequestTrace:
-    """One request, as its outputs come. Its spans are made when it ends.
+    """Trace of one request, whose spans are created when it ends.
 
-    Times are the wall clock's at the arrival, and the steady clock's from then on.
+    Times are the wall clock's at the arrival plus the steady clock's since.
     """
 
     def __init__(self, tracer: Tracer, request: Request) -> None:
@@ -65,11 +66,10 @@ class RequestTrace:
         self._rounds: list[_Rounds] = []
 
     def observe(self, output: Output) -> None:
-        """New tokens."""
         drafter = output.drafter or "none"
         if not self._rounds:
             self._queued_s = output.queued_s
-        # The first round ends the prefill, and stands alone.
+        # The first step ends the prefill and is an event of its own.
         last = self._rounds[-1] if len(self._rounds) > 1 else None
         if last is None or last.drafter != drafter or last.num_rounds == _ROUNDS:
             last = _Rounds(drafter)
@@ -81,7 +81,7 @@ class RequestTrace:
         last.num_accepted_tokens += output.num_accepted
 
     def finish(self, reason: FinishReason) -> None:
-        """The request has ended."""
+        """Create the spans."""
         request, end = self._request, self._ns(time.perf_counter())
         admitted = min(self._began_ns + int(self._queued_s * _NS), end)
         root = self._tracer.spans.start_span(
@@ -123,7 +123,7 @@ class RequestTrace:
 
 @dataclass(slots=True)
 class _Rounds:
-    """Some rounds with one drafter, one behind the other. end: of the last, by the steady clock"""
+    """Consecutive steps with one drafter. end: of the last, on the steady clock."""
 
     drafter: str
     end: float = 0.0
@@ -133,7 +133,6 @@ class _Rounds:
     num_accepted_tokens: int = 0
 
     def attributes(self) -> dict[str, str | int]:
-        """Of their event."""
         return {
             "drafter": self.drafter,
             "num_rounds": self.num_rounds,

@@ -1,4 +1,4 @@
-"""Calls of tools as models write them, read while they are written."""
+"""Incremental parsers of one tool call in each format."""
 
 from __future__ import annotations
 
@@ -16,27 +16,26 @@ _KEYS = ("name", "type", "id", *_ARGUMENTS)
 
 
 class WrittenCall(ABC):
-    """What may be a call, while it is written.
+    """A possible call while it is generated.
 
-    begins: a call's first characters, any of them; none: whatever comes. marks: in it, that a
-    vocabulary may have special tokens for. id, index, num_told: for whoever tells of it
+    begins: possible first characters; "" for any. marks: strings in it that may be special tokens.
+    id, index, num_told: state of `ToolCallParser`
     """
 
     begins: ClassVar[tuple[str, ...]]
     marks: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
-        """tools: schemas of their arguments, by their names."""
         self.name: str | None = None
         self.is_wrong = False
-        """It can be no call."""
+        """True if it cannot be a call."""
         self.id, self.index, self.num_told = "", 0, 0
         self._tools = tools
 
     @property
     @abstractmethod
     def text(self) -> str:
-        """All that was taken in."""
+        """Text parsed so far."""
 
     @property
     @abstractmethod
@@ -45,12 +44,11 @@ class WrittenCall(ABC):
     @property
     @abstractmethod
     def arguments(self) -> str | None:
-        """JSON, as far as it is written; None while it may be no object."""
+        """JSON so far; None while it may not be an object."""
 
     @abstractmethod
     def add(self, text: str) -> int:
-        """Take in text up to the call's end, or to where it can be no call. Returns how many
-        characters that are."""
+        """Parse up to the call's end, or until it cannot be a call; return the characters used."""
 
 
 class JsonCall(WrittenCall):
@@ -100,14 +98,13 @@ class JsonCall(WrittenCall):
         return not self.is_over or self._is_call()
 
     def _is_call(self) -> bool:
-        """Whether the whole object is a call."""
         call = _parsed(self.text)
         if not isinstance(call, dict) or self.name is None:
             return False
         key = next((key for key in _ARGUMENTS if key in call), None)
         value = call.get(key, {}) if key else {}
         if isinstance(value, str):
-            # Some models write the arguments as OpenAI's clients get them.
+            # Some models write the arguments as a JSON string.
             self._whole_arguments = value.strip()
             return isinstance(_parsed(value), dict)
         if value is None or key is None:
@@ -119,7 +116,7 @@ class JsonCall(WrittenCall):
 
 
 class NamedCall(WrittenCall):
-    """A tool's name, `[ARGS]`, and a JSON object; between them there may be `[CALL_ID]` and one."""
+    """A tool's name, optionally `[CALL_ID]` and an id, then `[ARGS]` and a JSON object."""
 
     begins = ("",)
     marks = ("[ARGS]", "[CALL_ID]")
@@ -158,7 +155,7 @@ class NamedCall(WrittenCall):
         return self._head.startswith(name) and _BEFORE_ARGUMENTS.fullmatch(rest) is not None
 
     def _goes_on(self, char: str) -> bool:
-        """Take one more in. Whether arguments may still follow."""
+        """Add a character; True if arguments may still follow."""
         self._head += char
         return any(
             name.startswith(self._head)
@@ -172,7 +169,7 @@ _CALL_ID = re.compile(r"\[CALL_ID\][A-Za-z0-9_-]{0,64}")
 
 
 def _may_precede(text: str) -> bool:
-    """Whether `_BEFORE_ARGUMENTS` may match what a text goes on to."""
+    """True if `_BEFORE_ARGUMENTS` may match a continuation of a text."""
     rest = _CALL_ID.sub("", text, count=1) if text.startswith("[CALL_ID]") else text
     whole = "[ARGS]"
     is_part = whole.startswith(rest) or "[CALL_ID]".startswith(rest)
@@ -180,8 +177,9 @@ def _may_precede(text: str) -> bool:
 
 
 class XmlCall(WrittenCall):
-    """`<function=NAME>`, then `<parameter=KEY>`, value and `</parameter>` for each argument, and
-    `</function>`. A value is text, or what its schema says it is; arguments come one by one."""
+    """Arguments as `<parameter=KEY>VALUE</parameter>` in `<function=NAME>` and `</function>`.
+
+    A value is text, or of its schema's type."""
 
     begins = ("<",)
 
@@ -190,7 +188,7 @@ class XmlCall(WrittenCall):
         self._text = ""
         self._is_over = False
         self._start = 0
-        """Of the tag, or of the value, that is being written."""
+        """Start of the current tag or value."""
         self._key: str | None = None
         self._entries: dict[str, str] = {}
 
@@ -223,7 +221,7 @@ class XmlCall(WrittenCall):
         return len(text)
 
     def _in_tag(self, char: str) -> bool:
-        """Whether it may be one."""
+        """Add a character; False if this is not a valid tag."""
         if char.isspace() and self._start == len(self._text) - 1:
             self._start += 1
             return True
@@ -268,12 +266,12 @@ _XML_KEY = re.compile(rf"[^<>\n]{{1,{LONGEST_XML_KEY}}}")
 
 
 def is_xml_key(name: str) -> bool:
-    """Whether `XmlCall` reads it where a parameter's name stands."""
+    """True if `XmlCall` accepts the name of a parameter."""
     return _XML_KEY.fullmatch(name) is not None
 
 
 def is_xml_value(text: str) -> bool:
-    """Whether `XmlCall` reads all of it where a value stands."""
+    """True if `XmlCall` accepts the text as a value."""
     return _END_OF_VALUE not in text
 
 
@@ -283,19 +281,17 @@ _TYPES: dict[str, Any] = {
 
 
 def _types(schema: Any, root: Mapping[str, Any]) -> set[str]:
-    """JSON's types that a schema allows, as far as it names them."""
     return {name for part in alternatives(schema, root) for name in types_of(part)}
 
 
 def types_of(schema: Mapping[str, Any]) -> list[str]:
-    """Those that it names itself."""
+    """Return the JSON types that a schema itself names."""
     own = schema.get("type")
     return [t for t in (own if isinstance(own, list) else [own]) if isinstance(t, str)]
 
 
 def alternatives(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """A schema, and those that it refers to or is made of, each once. root: what references refer
-    to."""
+    """Yield a schema and the schemas it refers to or consists of. root: of references."""
     pending, seen = deque([schema]), set[int]()
     while pending:
         part = pending.popleft()
@@ -311,7 +307,7 @@ def alternatives(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, 
 
 
 def _referred(reference: str, root: Mapping[str, Any]) -> Any:
-    """What `#/$defs/name` stands for; None for what is not there."""
+    """Resolve a reference such as `#/$defs/name`; None if it is missing."""
     found: Any = root
     for name in reference.removeprefix("#").split("/")[1:]:
         found = found.get(name) if isinstance(found, Mapping) else None
@@ -319,10 +315,9 @@ def _referred(reference: str, root: Mapping[str, Any]) -> Any:
 
 
 class _Object:
-    """The outermost entries of a JSON object while it is written. It may turn out to be no JSON:
-    that is for a parser to say when it is over.
+    """Top-level entries of a JSON object while it is generated, without validation.
 
-    entries: those that are complete, as they are written
+    entries: complete ones, as written
     """
 
     def __init__(self) -> None:
@@ -331,22 +326,20 @@ class _Object:
         self.is_over = False
         self._key: str | None = None
         self._start = 1
-        """Where the key or value that is being written begins."""
+        """Start of the current key or value."""
         self._depth = 0
         self._in_string = False
         self._is_escaped = False
 
     @property
     def written(self) -> dict[str, str]:
-        """The entries, the last of them perhaps in part. A key that comes again differs from the
-        first by a space."""
+        """Entries, the last perhaps incomplete. A repeated key has a space before it."""
         if self._key is None:
             return self.entries
         return {**self.entries, self._key: self.text[self._start :]}
 
     def add(self, text: str) -> int:
-        """Take in text up to the end of an outermost key or value. Returns how many characters
-        that are."""
+        """Parse up to the end of a top-level key or value; return the characters used."""
         for taken, char in enumerate(text, 1):
             self.text += char
             if self._ends_with(char):
@@ -380,7 +373,6 @@ class _Object:
 
 
 def _parsed(text: str) -> Any:
-    """JSON's value; None for what is none."""
     try:
         return from_json(text, allow_inf_nan=False)
     except ValueError:
@@ -388,6 +380,6 @@ def _parsed(text: str) -> Any:
 
 
 def _string(text: str) -> str:
-    """A JSON string's value; for anything else what no key and no tool is called."""
+    """Return the value of a JSON string, or "", which names no key or tool."""
     value = _parsed(text)
     return value if isinstance(value, str) else ""

@@ -1,4 +1,4 @@
-"""The program `penstock`. Commands import what they need when they run, so that help is fast."""
+"""The program `penstock`. Commands import their modules when they run, so that help is fast."""
 
 from __future__ import annotations
 
@@ -56,15 +56,15 @@ def _program(
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
-    """Serve a large language model that verifies what small ones draft."""
+    """Serve a large language model with speculative decoding by small ones."""
 
 
-# Typer has carried a copy of click since 0.20; the class must come from the one that it uses.
+# Since 0.20 Typer has its own copy of click, whose class is needed.
 _ClickException: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
 def main() -> None:
-    """Run the program. Bad input ends it with exit code 2 and one line on standard error."""
+    """Run the program. Invalid input ends it with exit code 2 and one line on standard error."""
     try:
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except typer.Abort:

@@ -1,4 +1,4 @@
-"""`penstock bench engine`: target-only and speculative decoding, side by side in one run."""
+"""`penstock bench engine`: target-only and speculative decoding compared in one run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from penstock.serving.bench import BenchPrompt, BenchRun
 
 _LARGEST_BLOCK = 128
-"""KV tokens of a block, of which a request's last may be nearly empty."""
+"""Largest block size of the engine, in tokens: a request's last block may be nearly empty."""
 
 app = typer.Typer(no_args_is_help=True, help="Measure the engine.")
 
@@ -32,7 +32,7 @@ def bench(
     target: cli.TargetArgument = None,
     drafter: cli.DrafterOption = None,
     domain: Annotated[
-        str | None, typer.Option(help="Prompts of one bundled domain; all mixed without.")
+        str | None, typer.Option(help="Prompts of one bundled domain. Default: all.")
     ] = None,
     engine: cli.EngineOption = None,
     dtype: cli.DtypeOption = None,
@@ -40,19 +40,19 @@ def bench(
     prompt_tokens: Annotated[
         int | None, typer.Option(min=1, help="Cut or repeat prompts to this many tokens.")
     ] = None,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens that each request makes.")] = 64,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of each request.")] = 64,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
-    repeats: Annotated[int, typer.Option(min=1, help="Counted passes over every cell.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Measured runs of every cell.")] = 5,
     device: cli.DeviceOption = None,
     settings: cli.SettingsOption = None,
     as_json: cli.JsonOption = False,
 ) -> None:
-    """Tokens per second of target-only decoding and of every drafter, in turn, in this process."""
+    """Measure the tokens per second of target-only decoding and of every drafter, in turn."""
     options = dict(locals())
     from penstock.cli.settings import assembled, put_options
     from penstock.config import ConfigError, Settings
 
-    # A prompt that is measured twice must be computed twice.
+    # Repeated prompts must be computed again.
     given = Settings({"engine": {"prefix_caching": False}})
     with one_line(ConfigError):
         batches = whole_numbers("--batch", batch)
@@ -78,7 +78,7 @@ def bench(
 
 
 def _built(settings: dict[str, Any], longest: int) -> Engine:
-    """An engine that takes requests of `longest` tokens. Raises: ConfigError, CheckpointError."""
+    """Load an engine for requests of `longest` tokens. Raises: ConfigError, CheckpointError."""
     from penstock.config import ConfigError, parse_config
     from penstock.engine.build import load_engine
 

@@ -1,4 +1,4 @@
-"""`penstock capacity`: the largest load that a policy sustains, and the fluid bound beside it."""
+"""`penstock capacity`: the largest load that a policy sustains, and the fluid bound."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from penstock.sim.run import Setup
     from penstock.sim.workloads import Workload
 
+# Requests of a mix; the search's range as a share of its top; how often it moves below its range;
+# plotted loads by capacity.
 _REQUESTS = 60_000
 _LEAST = 0.05
 _DESCENTS = 3
@@ -37,11 +39,11 @@ _PLOTTED = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0, 1.1)
 
 @simulates
 def capacity(scenario: Scenario, seeds: cli.SeedsOption = 1, plot: cli.PlotOption = None) -> None:
-    """The largest stable load, by bisection, and the fluid bound beside it.
+    """Find the largest stable load by bisection, and compare it with the fluid bound.
 
-    Stable: the backlog does not grow over the second half of the arrivals (95% interval), and p99
-    of TTFT and TPOT are within the targets that are given. A trace that is too short to tell is
-    refused. Where arrivals are generated, the requests of a trace come in random order.
+    Stable: the backlog does not grow over the second half of the arrivals (95% interval), and the
+    p99 of TTFT and TPOT meet their targets. Too short traces are rejected. With generated arrivals
+    the requests of a trace come in random order.
     """
     from penstock.sim.planner import load_bound
     from penstock.sim.plots import check_target
@@ -54,7 +56,7 @@ def capacity(scenario: Scenario, seeds: cli.SeedsOption = 1, plot: cli.PlotOptio
             base.profile, lengths.workload, kv_tokens, base.acceptance, base.drafters
         )
         highest = bound if scenario.rate is None else scenario.rate
-        # What is wrong with any load is wrong with the first.
+        # Check the setup before the search.
         with_thresholds(base, lengths.at(highest * _LEAST))
         if plot is not None:
             check_target(plot)
@@ -73,19 +75,19 @@ def capacity(scenario: Scenario, seeds: cli.SeedsOption = 1, plot: cli.PlotOptio
 
 @dataclass(frozen=True, slots=True)
 class LoadedWorkload:
-    """The same requests at any rate."""
+    """A workload at any rate."""
 
     load: Scenario
     workload: Workload
     recorded_rate: float | None
-    """Requests a second of recorded arrivals; None where arrivals are generated."""
+    """Requests per second of recorded arrivals; None if arrivals are generated."""
 
     @classmethod
     def of(cls, load: Scenario) -> LoadedWorkload:
-        """Recorded arrivals are made faster or slower, others generated anew, with the requests in
-        random order then: a load is judged by the second half, which may be lighter in a trace.
+        """Load the requests of `load`. Raises: WorkloadError, PlanError.
 
-        Raises: WorkloadError, PlanError.
+        Recorded arrivals are scaled. Generated ones come with the requests in random order: a
+        trace's second half, by which a load is judged, may be lighter than its first.
         """
         from penstock.sim.arrivals import parse_arrivals
         from penstock.sim.planner import mean_rate
@@ -115,10 +117,9 @@ def _search_each(
     highest: float,
     workers: Workers,
 ) -> list[MeasuredCapacity]:
-    """The capacity of every load. A trace that is too short is refused."""
     from penstock.sim.capacity import TooShort
 
-    # A worker for each load; all of them for one that would be the last, alone.
+    # One worker per load, but all workers for a last load that would run alone.
     num_each = 0 if workers.num == 1 else len(loads) - (len(loads) % workers.num == 1)
     job = partial(search, base, highest)
     found = []
@@ -138,8 +139,9 @@ def search(
     workers: Workers | None = None,
     on_try: Callable[[float, bool], None] | None = None,
 ) -> MeasuredCapacity:
-    """Thresholds are planned anew for every load, and a load for which none fit is not sustained.
-    The search goes on below its range a few times before it gives up with 0. Raises: TooShort."""
+    """Return the capacity for a load; 0 if none is found after _DESCENTS ranges. Raises: TooShort.
+
+    Thresholds are planned for every rate; a rate without feasible thresholds is not sustained."""
     from penstock.sim import capacity as bisection
     from penstock.sim.parallel import HERE
 
@@ -160,7 +162,7 @@ def search(
 
 
 def _setup_at(base: Setup, workload_at: Callable[[float], Workload], rate: float) -> Setup | None:
-    """None where no thresholds fit."""
+    """Return the setup at a rate; None if no thresholds are feasible."""
     from penstock.sim.planner import PlanError
 
     try:
@@ -170,7 +172,7 @@ def _setup_at(base: Setup, workload_at: Callable[[float], Workload], rate: float
 
 
 def measure(base: Setup, workload_at: Callable[[float], Workload], rate: float) -> LoadPoint | None:
-    """A whole run; None where no thresholds fit."""
+    """Measure a whole run at a rate; None if no thresholds are feasible."""
     from penstock.sim.plots import LoadPoint
     from penstock.sim.run import run
 
@@ -190,7 +192,6 @@ def _plot(
     path: Path,
     workers: Workers,
 ) -> None:
-    """Draw what whole runs show around the capacity."""
     from penstock.sim.plots import plot_load
 
     rates = [share * capacity for share in _PLOTTED if capacity > 0]
@@ -209,7 +210,7 @@ def _mean(found: Sequence[MeasuredCapacity]) -> float:
 
 
 def _figures(found: list[MeasuredCapacity], bound: float) -> dict[str, Any]:
-    """The mean of the seeds with its interval; of a single one the interval of its own run."""
+    """Return the mean over seeds with its interval; for one seed, the interval of its run."""
     from penstock.sim.capacity import Estimate
 
     by_seed = [capacity.requests_per_s for capacity in found]

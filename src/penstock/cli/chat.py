@@ -1,4 +1,4 @@
-"""`penstock chat`: a conversation in the terminal, without a server."""
+"""`penstock chat`: a chat in the terminal, without a server."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _ANSWER_SHARE = 4
-"""An answer without a limit has room for one such part of the context."""
+"""Without --max-tokens a quarter of the context is kept free for the answer."""
 
-_HELP = "/clear begins a new conversation, /exit or Ctrl-D ends."
+_HELP = "/clear starts a new conversation, /exit or Ctrl-D ends."
 
 
 def chat(
@@ -28,15 +28,15 @@ def chat(
     dtype: cli.DtypeOption = None,
     max_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Most tokens of an answer. Default: what the context holds."),
+        typer.Option(min=1, help="Most tokens of an answer. Default: the rest of the context."),
     ] = None,
     temperature: cli.TemperatureOption = 0.0,
     seed: cli.TextSeedOption = None,
     stats: cli.StatsOption = False,
 ) -> None:
-    """Talk with the bundled family or any target that has a chat template.
+    """Chat with the bundled model or any target with a chat template.
 
-    Each line is a message; piped input works, too.
+    Each line is a message; input may be piped.
     """
     options = dict(locals())
     from rich.console import Console
@@ -80,8 +80,7 @@ def chat(
 def _fitting(
     generator: Generator, messages: list[dict[str, str]], max_tokens: int | None
 ) -> tuple[list[dict[str, str]], EncodedText]:
-    """A conversation without its oldest turns, as far as the answer needs their room, and its
-    tokens. Raises: ConfigError."""
+    """Drop the oldest turns until the answer fits, and encode the rest. Raises: ConfigError."""
     room = generator.context - (max_tokens or generator.context // _ANSWER_SHARE)
     prompt = generator.chat(messages)
     while len(prompt.token_ids) > room and len(messages) > 1:
@@ -96,7 +95,6 @@ def _fitting(
 
 
 def _lines(console: Console) -> Iterator[str]:
-    """What the user says, until the end."""
     for line in _asked(console) if sys.stdin.isatty() else sys.stdin:
         said = line.strip()
         if said == "/exit":

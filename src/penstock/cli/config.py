@@ -1,4 +1,4 @@
-"""`penstock config`: what is wrong with a file, and what is in force."""
+"""`penstock config`: checking a file, and showing the effective settings."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ app = typer.Typer(no_args_is_help=True, help="The server's settings.")
 _HIDDEN = "(hidden)"
 _SECRET = re.compile(r"(api|metrics)_keys|token_sha256")
 _MAYBE_SECRET = re.compile(r"token|key|secret|password|auth", re.IGNORECASE)
-"""Among arguments of vLLM's engine, which are not Penstock's to know."""
+"""Likely secrets among arguments of vLLM's engine, which Penstock does not know."""
 
 
 @app.command()
 def check(
     file: Annotated[Path, typer.Argument(help="YAML file of `penstock serve --config`.")],
 ) -> None:
-    """Name every mistake in a file, with its line. Exit code 2 if there are any."""
+    """List every error in a file, with its line. Exit code 2 if there are any."""
     from penstock.config import ConfigError, lines_of
 
     with one_line(ConfigError):
@@ -44,7 +44,7 @@ def check(
 
 
 def _line(lines: Mapping[Where, int], where: Where) -> int:
-    """The line of a setting, or of what it is missing from."""
+    """Return the line of a setting, or of the mapping that lacks it."""
     found = (lines[where[:end]] for end in range(len(where), 0, -1) if where[:end] in lines)
     return next(found, 1)
 
@@ -57,7 +57,7 @@ def _mistakes(file: Path) -> list[ConfigError]:
     try:
         return mistakes_in(ServeConfig, assembled(Settings(values)))
     except ConfigError as error:
-        # A model is not there, or a part is no mapping: what else is wrong can be said, too.
+        # A missing model or a wrong type: replace the models to find the other errors.
         engine = values.get("engine")
         if isinstance(engine, dict):
             values["engine"] = {"target": "", **engine}
@@ -68,8 +68,9 @@ def _mistakes(file: Path) -> list[ConfigError]:
 
 
 def show(**options: Any) -> None:
-    """Show what `penstock serve` would run with, given the same options, and where each value is
-    from: an option, a variable, a line of the file, or the default. Secrets are hidden."""
+    """Show the settings of `penstock serve` with the same options, and the origin of each value.
+
+    Origins: an option, a variable, a line of the file, or the default. Secrets are hidden."""
     from penstock.cli.settings import with_origins
     from penstock.config import ConfigError
     from penstock.config.sources import leaves

@@ -1,4 +1,4 @@
-"""`penstock doctor`: what is wrong on this machine, and how to mend it."""
+"""`penstock doctor`: problems of this machine, and their remedies."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ if TYPE_CHECKING:
 
 _GIB = 2**30
 _MEMORY_SHARE = 0.8
-"""Of the free memory, which models may take before there is a warning: KV memory comes on top."""
+"""Share of the free memory above which models cause a warning, as KV memory is added."""
 _OPEN_FILES = 4096
+"""Open files to recommend: one per client, and room for the engine's."""
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 class Finding(NamedTuple):
-    """One thing that was looked at. remedy: how to mend it; empty where it is ok."""
+    """Result of one check. remedy: empty if ok."""
 
     what: str
     state: Literal["ok", "warning", "failure"]
@@ -38,8 +39,9 @@ class Finding(NamedTuple):
 
 
 def doctor(**options: Any) -> None:
-    """Look at processor, memory, threads, kernels, models, ports and packages, as `penstock serve`
-    with the same options would need them. Exit code 1 if it could not run."""
+    """Check this machine for `penstock serve` with the same options. Exit code 1 if it cannot run.
+
+    Checks packages, kernels, threads, models, memory, ports and files."""
     as_json = options.pop("as_json")
     findings = list(_findings(options))
     if as_json:
@@ -61,9 +63,9 @@ def _findings(options: dict[str, Any]) -> Iterator[Finding]:
     config = None
     try:
         config = in_force(options)
-        yield Finding("settings", "ok", "nothing is wrong with them")
+        yield Finding("settings", "ok", "valid")
     except ConfigError as error:
-        remedy = "`penstock config check FILE` names every mistake"
+        remedy = "`penstock config check FILE` lists every error"
         yield Finding("settings", "failure", " ".join(str(error).split()), remedy)
     yield _python()
     yield from _packages(config)
@@ -135,7 +137,7 @@ def _threads(config: ServeConfig | None) -> Finding:
 
 
 def cpu_quota(cgroup: Path) -> float | None:
-    """Cores that a control group (version 2 or 1) may use; None: all."""
+    """Return the CPU quota of a control group (version 2 or 1) in cores; None: no limit."""
     with suppress(OSError, ValueError):
         most, period = (cgroup / "cpu.max").read_text(encoding="ascii").split()
         return None if most == "max" else int(most) / int(period)
@@ -189,7 +191,7 @@ def _bytes_of(path: Path) -> int:
 
 
 def free_memory(meminfo: Path, cgroup: Path) -> int | None:
-    """Bytes that this machine, and the control group (version 2 or 1), leave; None: not known."""
+    """Return free bytes of the machine and the control group (version 2 or 1); None: unknown."""
     free: list[int] = []
     with suppress(OSError, ValueError):
         lines = meminfo.read_text(encoding="ascii").splitlines()

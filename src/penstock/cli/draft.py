@@ -1,4 +1,4 @@
-"""`penstock draft`: a draft server at the edge."""
+"""`penstock draft`: a draft server."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def draft(
         str | None,
         typer.Option(
             metavar="[HOST:]PORT",
-            help="Serve the OpenAI API here. Without it no port is opened.",
+            help="Serve the OpenAI API here. Default: no port.",
         ),
     ] = None,
     token: Annotated[
@@ -45,7 +45,7 @@ def draft(
         Path | None, typer.Option(help="TLS: CA of the verification server's certificate, PEM.")
     ] = None,
     max_draft_tokens: Annotated[
-        int, typer.Option(min=1, max=1024, help="Most draft tokens a round.")
+        int, typer.Option(min=1, max=1024, help="Most draft tokens per step.")
     ] = 16,
     no_assignments: Annotated[
         bool,
@@ -55,13 +55,13 @@ def draft(
     weights: Annotated[
         Literal["stored", "int4"],
         typer.Option(
-            help="int4: matrices of more than 6 bits a weight are rounded to 4 as they are loaded. "
-            "Drafts come sooner, and a few less are accepted."
+            help="int4: round matrices of more than 6 bits to 4 bits on loading, for faster drafts "
+            "and a slightly lower acceptance rate."
         ),
     ] = "stored",
     log_format: Annotated[
         Literal["text", "json"],
-        typer.Option(help="json: one object a line, and a line for every HTTP request."),
+        typer.Option(help="json: one object per line, including every HTTP request."),
     ] = "text",
 ) -> None:
     """Draft for a verification server, and serve the OpenAI API through it."""
@@ -77,7 +77,7 @@ def draft(
         name, folder = drafter_checkpoint(model)
         endpoint = _endpoint(connect, token, cert, key, ca)
 
-    # What takes seconds to import comes after everything that can be wrong.
+    # Slow imports come after validation.
     from penstock.api.edge import DraftSettings, serve_drafts
     from penstock.engine.models.checkpoint import CheckpointError
     from penstock.serving.drafting import DrafterOptions
@@ -101,7 +101,6 @@ def draft(
 def _endpoint(
     connect: str, token: str | None, cert: Path | None, key: Path | None, ca: Path | None
 ) -> Endpoint:
-    """Raises: ConfigError."""
     from penstock.config import ConfigError
     from penstock.serving.link import Endpoint
     from penstock.transport.service import channel_credentials
@@ -121,7 +120,7 @@ def _endpoint(
 
 
 def _check_certificates(cert: Path | None, key: Path | None, ca: Path | None) -> None:
-    """Say now what gRPC would only show by never connecting. Raises: ConfigError."""
+    """Check files with which gRPC would fail silently. Raises: ConfigError."""
     import ssl
 
     from penstock.config import ConfigError
@@ -154,7 +153,6 @@ def _listen_address(text: str) -> tuple[str, int]:
 
 
 def _host_and_port(option: str, text: str) -> tuple[str, int]:
-    """Raises: ConfigError."""
     from penstock.config import ConfigError
 
     host, _, port = text.rpartition(":")

@@ -1,4 +1,4 @@
-"""The figures of a simulated run, for people."""
+"""Tables of the figures of simulated runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _COLUMNS = {"mean": "mean", "p50": "p50", "p99": "p99", "p999": "p99.9", "max": 
 
 
 def print_figures(figures: dict[str, Any], title: str) -> None:
-    """A table of times, and the rest in lines."""
+    """Print a table of times, and the other figures as lines."""
     times = {
         "latency_s": "latency, s",
         "ttft_s": "time to first token, s",
@@ -41,14 +41,13 @@ _COUNTS = {
 
 
 def print_side_by_side(runs: dict[str, dict[str, Any]], title: str) -> None:
-    """A table with a column for each run, by its name."""
+    """Print a table with a column per run, by its name."""
     rows = [(name, *map(_number, values)) for _, name, values in _compared([*runs.values()])]
     print_table(title, ("", *runs), rows)
 
 
 def over_seeds(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The mean of each figure over several runs, with its interval of 95%; what is not known of
-    every run is left out."""
+    """Return the mean and 95% interval of each figure that all runs have."""
     from penstock.sim.capacity import Estimate
 
     known = ((key, values) for key, _, values in _compared(runs) if None not in values)
@@ -60,7 +59,7 @@ def over_seeds(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def print_over_seeds(runs: list[dict[str, Any]], title: str) -> None:
-    """A table of the means over several runs."""
+    """Print a table of means over several runs."""
     names = {key: name for key, name, _ in _compared(runs)}
     rows = [
         (names[key], *map(_number, (found["mean"], *found["interval_95"])))
@@ -70,7 +69,6 @@ def print_over_seeds(runs: list[dict[str, Any]], title: str) -> None:
 
 
 def _compared(runs: list[dict[str, Any]]) -> Iterator[tuple[str, str, list[float | None]]]:
-    """Figures that all runs have: the key, the name, and what it is in each."""
     for key, name in _TIMES.items():
         for column in ("mean", "p99"):
             values = [run[key][column] for run in runs]
@@ -87,7 +85,6 @@ def _number(value: float | None) -> str:
 
 
 def _print_by_prompt_len(groups: list[dict[str, Any]]) -> None:
-    """Whether long prompts pay for short ones."""
     columns = ("prompt tokens", "requests", "latency, s", "time to first token, s", "slowdown")
     rows = []
     for group in groups:
@@ -99,7 +96,6 @@ def _print_by_prompt_len(groups: list[dict[str, Any]]) -> None:
 
 
 def _met(figures: dict[str, Any]) -> str:
-    """Of requests with a target of their own."""
     asked, met = (figures["latency_targets"][key] for key in ("requests", "met"))
     return f"{met:,} of {asked:,} met ({met / asked:.1%})"
 

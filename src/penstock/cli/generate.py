@@ -1,4 +1,4 @@
-"""`penstock generate`: one text by an engine in this process, without a server."""
+"""`penstock generate`: one completion by an engine in this process, without a server."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def generate(
     prompt: Annotated[
         str,
         typer.Argument(
-            help="A user's message where the model has a chat template, else a text to go on from.",
+            help="A user's message if the model has a chat template, otherwise a text to continue.",
             metavar="PROMPT",
         ),
     ],
     raw: Annotated[
-        bool, typer.Option("--raw", help="Go on from PROMPT as it is, without a chat template.")
+        bool, typer.Option("--raw", help="Continue PROMPT without a chat template.")
     ] = False,
     target: cli.TargetOption = None,
     drafter: cli.OneDrafterOption = None,
@@ -40,13 +40,13 @@ def generate(
     engine: cli.EngineOption = None,
     dtype: cli.DtypeOption = None,
     settings: cli.SettingsOption = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to make.")] = 128,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most output tokens.")] = 128,
     temperature: cli.TemperatureOption = 0.0,
     seed: cli.TextSeedOption = None,
     stats: cli.StatsOption = False,
     as_json: cli.JsonOption = False,
 ) -> None:
-    """Answer PROMPT with the bundled family or any target, as the tokens come."""
+    """Answer PROMPT with the bundled model or any target, streaming the text."""
     options = dict(locals())
     from penstock.cli.settings import engine_with
     from penstock.config import ConfigError
@@ -68,13 +68,14 @@ def generate(
 
 
 def show(text: str) -> None:
+    """Print a piece of streamed text."""
     print(text, end="", flush=True)
 
 
 def sampling_of(temperature: float, seed: int | None) -> SamplingParams:
-    """As the server samples: with a seed the text is the target's own seeded sample.
+    """Return the sampling parameters. Raises: ConfigError.
 
-    Raises: ConfigError.
+    A given seed selects coupled verification: the text is the target's own for that seed.
     """
     from penstock.config import ConfigError
     from penstock.core.types import SamplingParams
@@ -89,7 +90,7 @@ def sampling_of(temperature: float, seed: int | None) -> SamplingParams:
 
 
 def check_text(text: str) -> None:
-    """Raises: ConfigError for a text that no model can be given."""
+    """Raise ConfigError for an empty or invalid text."""
     from penstock.config import ConfigError
 
     if not text:
@@ -102,7 +103,7 @@ def check_text(text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class EncodedText:
-    """previous: the last token of the text that is gone on from; None where a new one begins."""
+    """Prompt tokens. previous: last token of a text to continue; None for a chat."""
 
     token_ids: tuple[int, ...]
     previous: int | None = None
@@ -110,7 +111,7 @@ class EncodedText:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedText:
-    """seconds: with the prompt's time, without loading."""
+    """A completion. seconds: including prefill, without loading."""
 
     text: str
     token_ids: list[int]
@@ -118,7 +119,7 @@ class GeneratedText:
     seconds: float
 
     def report(self) -> dict[str, Any]:
-        """What `--json` prints."""
+        """Return the object of `--json`."""
         return {
             "text": self.text,
             "token_ids": self.token_ids,
@@ -128,7 +129,7 @@ class GeneratedText:
         }
 
     def stats(self) -> str:
-        """What `--stats` says."""
+        """Return the line of `--stats`."""
         report = self.report()
         return (
             f"{report['tokens_per_s']:.1f} tokens/s, mean acceptance length "
@@ -137,10 +138,7 @@ class GeneratedText:
 
 
 class Generator:
-    """Loads an engine, and makes texts with it, one at a time.
-
-    Raises: ConfigError for anything that the user can mend.
-    """
+    """An engine that completes one text at a time. Raises: ConfigError."""
 
     def __init__(self, config: EngineConfig) -> None:
         from penstock.config import ConfigError
@@ -166,16 +164,16 @@ class Generator:
 
     @property
     def context(self) -> int:
-        """Most tokens of a prompt and its text."""
+        """Most tokens of a prompt and its completion."""
         return self._engine.max_model_len
 
     def text(self, text: str) -> EncodedText:
-        """A text to go on from."""
+        """Encode a text to continue."""
         token_ids = tuple(self._tokenizer.encode(text))
         return EncodedText(token_ids, self._tokenizer.last_of_text(token_ids))
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> EncodedText:
-        """A conversation, for the assistant's turn. Raises: ConfigError."""
+        """Encode a chat up to the assistant's turn. Raises: ConfigError."""
         from penstock.config import ConfigError
 
         try:
@@ -190,9 +188,9 @@ class Generator:
         sampling: SamplingParams,
         on_text: Callable[[str], object],
     ) -> GeneratedText:
-        """Make a text; `on_text` gets it as it comes. max_tokens: None is what the context holds.
+        """Complete a prompt, streaming to `on_text`. Raises: ConfigError.
 
-        Raises: ConfigError.
+        max_tokens: None is the rest of the context.
         """
         from penstock.config import ConfigError
         from penstock.core.types import Request

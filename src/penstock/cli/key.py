@@ -13,19 +13,20 @@ from penstock.json_text import dumps
 app = typer.Typer(no_args_is_help=True, help="API keys of tenants.")
 
 _BYTES = 32
+"""Random bytes of a key: 256 bits."""
 
 
 @app.callback()
 def _group() -> None:
-    """A group of one command is one all the same."""
+    """Keep `new` a subcommand: Typer would drop the name of an only one."""
 
 
 @app.command()
 def new(
-    tenant: Annotated[str, typer.Option(help="Whose key it is.")] = "default",
+    tenant: Annotated[str, typer.Option(help="Tenant of the key.")] = "default",
     as_json: JsonOption = False,
 ) -> None:
-    """Make an API key. It is printed once: the server's file has only its hash."""
+    """Create an API key. It is printed once; the server's file has only its hash."""
     from penstock.config import hash_of_key
 
     key = f"sk-{secrets.token_urlsafe(_BYTES)}"
@@ -33,5 +34,5 @@ def new(
     if as_json:
         print(dumps({"tenant": tenant, "key": key, "hash": hash_of_key(key)}))
         return
-    print(f"{key}\n\nThe client sends it: Authorization: Bearer KEY. It is not kept anywhere.")
+    print(f"{key}\n\nThe client sends it: Authorization: Bearer KEY. It is not stored.")
     print(f"For the server's file; a running server reads it on SIGHUP:\n\n{line}")

@@ -1,4 +1,4 @@
-"""`penstock reproduce` and `penstock zoo`: commands of the laboratory, which a clone has."""
+"""`penstock reproduce` and `penstock zoo`: commands of the lab, in clones of the repository."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _UNKNOWN = {"ignore_unknown_options": True, "allow_extra_args": True, "help_opti
 
 
 def add_commands(app: typer.Typer) -> None:
-    """Give `app` the laboratory's commands; without a clone, commands that say where they are."""
+    """Add the lab's commands; without a clone, commands that refer to it."""
     if (_CLONE / "lab" / "commands.py").is_file():
         sys.path.append(str(_CLONE))
         importlib.import_module("lab.commands").add(app)
         return
     for name, what in (
-        ("reproduce", "A paper's figure or table again; from a clone."),
-        ("zoo", "The bundled family's training; from a clone."),
+        ("reproduce", "Reproduce a paper's figure or table; from a clone."),
+        ("zoo", "Train the bundled models; from a clone."),
     ):
         app.command(name, help=what, context_settings=_UNKNOWN)(_not_here)
 

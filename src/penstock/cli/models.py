@@ -1,4 +1,4 @@
-"""Which models: checkpoints, or names of the bundled family."""
+"""Resolution of models: checkpoints, or names of bundled ones."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from penstock.zoo.registry import DEFAULT_DRAFTER, DEFAULT_TARGET, ModelCard, bu
 
 
 def with_models(engine: dict[str, Any]) -> dict[str, Any]:
-    """The settings `engine` with target and drafters filled in.
+    """Return the settings `engine` with target and drafters resolved. Raises: ConfigError.
 
-    Without any target the bundled family is meant; a bundled target without drafters gets all that
-    are bundled, and n-gram lookup.
-
-    Raises: ConfigError.
+    The default target is bundled; a bundled target without drafters gets all bundled drafters and
+    n-gram look-up.
     """
     target = str(engine.get("target") or DEFAULT_TARGET)
     if "drafters" in engine:
@@ -29,7 +27,7 @@ def with_models(engine: dict[str, Any]) -> dict[str, Any]:
 
 
 def checkpoint_folder(model: str) -> Path:
-    """Of any bundled model by its name, or where `model` says. Raises: ConfigError."""
+    """Return the path of a bundled model, or `model` if that exists. Raises: ConfigError."""
     path = Path(model)
     if path.exists():
         return path
@@ -43,17 +41,16 @@ def checkpoint_folder(model: str) -> Path:
 
 
 def settings_in(value: Any, where: str) -> dict[str, Any]:
-    """One part of a configuration; null is an empty one. Raises: ConfigError."""
+    """Return a part of a configuration; null is empty. Raises: ConfigError if not a mapping."""
     if value is not None and not isinstance(value, dict):
         raise ConfigError(f"{where} must be a mapping of settings", tuple(where.split(".")))
     return value or {}
 
 
 def drafter_checkpoint(model: str | None) -> tuple[str, Path]:
-    """Name and checkpoint of the drafter that is meant: a bundled one, a folder, a GGUF file, or
-    n-gram look-up, whose tokenizer is that of the bundled family. Default: a bundled one.
+    """Return name and checkpoint of a draft server's drafter. Raises: ConfigError.
 
-    Raises: ConfigError.
+    N-gram look-up uses the tokenizer of the bundled family.
     """
     if model not in (None, NGRAM) and DrafterParts.of(str(model)).look_up is not None:
         raise ConfigError(f"a draft server drafts with one model or with {NGRAM}, not {model!r}")
@@ -89,7 +86,7 @@ def _target_path(text: str) -> Path:
 
 
 def _drafters_of(target: str) -> dict[str, str]:
-    """All bundled drafters for a bundled target, the default first; none for any other."""
+    """Return all drafters of a bundled target, the default first; none of any other target."""
     if _is_checkpoint(target):
         return {}
     cards = _cards("drafter")
@@ -98,7 +95,7 @@ def _drafters_of(target: str) -> dict[str, str]:
 
 
 def named_drafters(options: Sequence[str]) -> dict[str, str]:
-    """NAME=PATH, or a bare NAME that is its own path, of every `--drafter`. Raises: ConfigError."""
+    """Parse `--drafter` options: NAME=PATH, or NAME as both. Raises: ConfigError."""
     parted = (option.partition("=") for option in options)
     pairs = ((name, path if given else name) for name, given, path in parted)
     return each_once(pairs, "--drafter")

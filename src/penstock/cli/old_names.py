@@ -1,4 +1,4 @@
-"""Old names of options, which work for one release with a warning."""
+"""Deprecated option names, which work for one release with a warning."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ OLD_NAMES = {
     "--log-format": "log_format",
     "--otlp-traces-endpoint": "otlp_traces_endpoint",
 }
-"""The key of `--set` for each. With `=` the option has no value; after a dot comes the name in the
-option's value; `[]` collects the values of an option that is repeated."""
+"""Key of `--set` by old name. With `=`: a flag; a final dot: the value is NAME=VALUE; `[]`: a list
+of the values of a repeated option."""
 
 
 class SettingsCommand(TyperCommand):
-    """A command with `--set` that also takes the old names, but for those that it declares."""
+    """A command with `--set` that also accepts the old names, except those it declares."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         declared = {name for param in self.params for name in param.opts}
@@ -45,8 +45,7 @@ class SettingsCommand(TyperCommand):
 
 
 def with_new_names(args: list[str], names: set[str]) -> list[str]:
-    """Arguments with `--set` in the place of these old names, with a warning for each on standard
-    error. Of an old name that is repeated the last counts, as ever."""
+    """Replace old names by `--set`, with warnings on standard error; the last repeat counts."""
     kept: list[str] = []
     values: dict[str, list[str]] = {}
     rest = iter(args)

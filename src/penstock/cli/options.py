@@ -1,4 +1,4 @@
-"""Options that several commands share. The names of policies are read off their files."""
+"""Options shared by several commands. Policy names come from the registry."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from penstock.core.policies.registry import policy_names
 
 
 def policy_option(kind: str, what: str) -> typer.models.OptionInfo:
-    """An option that takes the name of a policy. what: what such a policy decides."""
+    """Return an option that takes the name of a policy. what: start of its help."""
     known = ", ".join(policy_names(kind))
     made: typer.models.OptionInfo = typer.Option(metavar="NAME", help=f"{what}: {known}.")
     return made
 
 
 def with_options_of(command: Callable[..., Any], **flags: Any) -> inspect.Signature:
-    """The signature of a command that takes the same options, and these flags besides, all by their
-    names."""
+    """Return the signature of a command with keyword-only parameters, and these flags added."""
     known = inspect.signature(command, eval_str=True).parameters.values()
     own = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind)
@@ -32,7 +31,7 @@ def with_options_of(command: Callable[..., Any], **flags: Any) -> inspect.Signat
 
 DEFAULT_ALLOCATION = "throughput"
 DRAFT_SERVERS_ALLOCATION = "deadline"
-"""Default where draft servers draft: a draft's way is part of what its time is worth."""
+"""Default with draft servers: it accounts for network time."""
 
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
@@ -59,7 +58,7 @@ DrafterOption = Annotated[
     typer.Option(
         metavar="NAME=PATH",
         help="A drafter; may be repeated. A bare NAME is a bundled one, `ngram` or `suffix`; "
-        "`ngram+MODEL` looks up first and goes on with a model.",
+        "`ngram+MODEL` tries a look-up before the model.",
     ),
 ]
 OneDrafterOption = Annotated[
@@ -77,8 +76,7 @@ EngineOption = Annotated[
     str | None,
     typer.Option(
         metavar=f"{NATIVE}|{VLLM}",
-        help="What computes the target: Penstock's own kernels, or vLLM, which must be installed. "
-        f"[{NATIVE}]",
+        help=f"Engine of the target: Penstock's own, or vLLM if installed. [{NATIVE}]",
     ),
 ]
 DtypeOption = Annotated[
@@ -93,8 +91,7 @@ SettingsOption = Annotated[
         "--set",
         metavar="KEY=VALUE",
         help="Any setting of the configuration file, as in vllm.tensor_parallel=2 or "
-        "selection=adaptive; may be repeated. Values are YAML. Keys without a place of their own "
-        "are under `engine`.",
+        "selection=adaptive; may be repeated. Values are YAML; `engine.` may be omitted.",
     ),
 ]
 BatchOption = Annotated[str, typer.Option(help="Batch sizes, separated by commas.")]
@@ -111,18 +108,18 @@ StatsOption = Annotated[
 
 WorkersOption = Annotated[
     int | None,
-    typer.Option(min=1, help="Processes that work at a time. Default: one for each core."),
+    typer.Option(min=1, help="Parallel processes. Default: one per core."),
 ]
 RayOption = Annotated[
     str | None,
-    typer.Option(metavar="HOST:PORT|auto", help="Work on a Ray cluster; needs penstock[ray]."),
+    typer.Option(metavar="HOST:PORT|auto", help="Run on a Ray cluster; needs penstock[ray]."),
 ]
 SeedsOption = Annotated[
-    int, typer.Option(min=1, metavar="N", help="Repeat with so many seeds, from --seed on.")
+    int, typer.Option(min=1, metavar="N", help="Number of seeds, from --seed on.")
 ]
-PlotOption = Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw it there.")]
+PlotOption = Annotated[Path | None, typer.Option(metavar="FILE.png", help="Plot to this file.")]
 
 PIPELINE_HELP = (
-    "off: draft, then verify. N: micro-batches; the drafters work on the others. auto: off or N, "
-    "by the measured times. async: verify the drafts that are ready."
+    "off: draft, then verify. N: micro-batches, drafted and verified in turn. auto: off or N by "
+    "measured times. async: verify the drafts that are ready."
 )

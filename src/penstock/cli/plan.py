@@ -1,4 +1,4 @@
-"""`penstock plan`: thresholds, budgets, memory and what to expect of a deployment."""
+"""`penstock plan`: thresholds, budgets, memory and expected figures of a deployment."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from penstock.sim.workloads import Workload
 
 _REQUESTS = 5000
+"""Requests of a mix: short runs."""
 _BASES = {
-    "stages": "the algorithm to the letter, with every stage full at once; the runs below are of "
-    "policies without that limit",
-    "queues": "the algorithm to the letter, with every stage full and the longest queue of an hour "
-    "before every segment, all at one moment; the runs below pause nobody between segments",
-    "arrivals": "Poisson arrivals at their worst moment of an hour, if nobody ever waits; the runs "
-    "below are shorter, and admit as memory allows",
+    "stages": "the paper's algorithm with all stages full; the runs below have no stages",
+    "queues": "the paper's algorithm with all stages full and every segment's longest queue of an "
+    "hour; the runs below do not pause requests between segments",
+    "arrivals": "Poisson arrivals at their peak of an hour without waiting; the runs below are "
+    "shorter and limited by memory",
 }
-"""What the memory bound is of, and why runs come to another peak."""
+"""Basis of the memory bound, and the reason why runs have other peaks."""
 
 
 @simulates
@@ -52,8 +52,8 @@ def plan(
 ) -> None:
     """Plan a deployment for a workload at its rate.
 
-    Thresholds, the limits of a static server and the memory bound are the fluid model's; what to
-    expect of each configuration is a short run of it.
+    Thresholds, static limits and the memory bound come from the fluid model, the expected figures
+    from a short simulation of each configuration.
     """
     from penstock.fluid.memory import DELTA
     from penstock.sim.planner import PlanError, mean_rate, plan_deployment
@@ -86,7 +86,7 @@ def _expected(
     load: Load,
     workers: Workers,
 ) -> dict[str, dict[str, Any]]:
-    """Figures of a run of every configuration, under the names of `serve_flags`."""
+    """Return the figures of a run per configuration, by the names of `serve_flags`."""
     configurations = planned.configurations
     expected = {}
     with progress(len(configurations), "simulating") as advance:

@@ -1,4 +1,4 @@
-"""`penstock profile`: step-time profiles, measured, fitted to measurements, and looked at."""
+"""`penstock profile`: measuring, fitting and showing step-time profiles."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ if TYPE_CHECKING:
     from penstock.fluid.step_profile import StepProfile
     from penstock.sim.profiles import FitQuality
 
-app = typer.Typer(no_args_is_help=True, help="Step-time profiles: measured, fitted, shown.")
+app = typer.Typer(no_args_is_help=True, help="Measure, fit and show step-time profiles.")
 
+# Points of the printed table, and the KV memory of a profile that is not told another.
 _SHOWN_COUNTS = (1, 8, 64, 128, 256, 384, 512, 768, 1024, 2048, 4096)
 _DECODE_CONTEXT = 500
 _KV_TOKENS = 65_536
 
 ContextsOption = Annotated[
-    str, typer.Option(help="Tokens before each request's step, separated by commas.")
+    str, typer.Option(help="Context lengths in tokens, separated by commas.")
 ]
 KvTokensOption = Annotated[
     int | None,
-    typer.Option(min=1, help="KV tokens of the machine that is described. [65536]"),
+    typer.Option(min=1, help="KV tokens of the profiled machine. [65536]"),
 ]
 
 
@@ -43,10 +44,10 @@ def fit(
         ),
     ],
     out: Annotated[Path, typer.Option(help="The profile's file; its stem is the name.")],
-    kv_tokens: Annotated[int, typer.Option(min=1, help="KV tokens that the memory holds.")],
+    kv_tokens: Annotated[int, typer.Option(min=1, help="KV tokens of the profiled machine.")],
     as_json: cli.JsonOption = False,
 ) -> None:
-    """Fit a profile to measured times, and say how well it fits."""
+    """Fit a profile to measured times, and print the quality of the fit."""
     from penstock.sim.profiles import ProfileError, fit_profile, save_profile
 
     with one_line(ProfileError, OSError):
@@ -71,11 +72,11 @@ def measure(
     batch: cli.BatchOption = "1,2,4,8,16,32",
     contexts: ContextsOption = "64,512",
     kv_tokens: KvTokensOption = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Of every step; the best counts.")] = 8,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of every step; the best counts.")] = 8,
     settings: cli.SettingsOption = None,
     as_json: cli.JsonOption = False,
 ) -> None:
-    """Measure a target and its drafters on this machine, alone and together."""
+    """Measure the step times of a target and its drafters, alone and together."""
     options = {**locals(), "kv_tokens": None}
     from penstock.cli.settings import engine_with
     from penstock.config import ConfigError
@@ -114,7 +115,6 @@ def measure(
 
 
 def _describe(engine: Engine, repeats: int) -> str:
-    """Machine and settings of a measurement."""
     import platform
 
     import torch
@@ -140,7 +140,7 @@ def show(
     profile: Annotated[str, typer.Argument(help="A profile's name, or a file.")],
     as_json: cli.JsonOption = False,
 ) -> None:
-    """What a step takes, by what is in it."""
+    """Show a profile's step times."""
     from penstock.sim.profiles import ProfileError, load_profile
 
     with one_line(ProfileError):
@@ -183,7 +183,7 @@ def _print_profile(profile: StepProfile) -> None:
 def _print_drafters(profile: StepProfile) -> None:
     batches = (1, 8, 32)
     print_table(
-        "drafters: a step by batch, a token only read, and both at work at once",
+        "drafters: step by batch, time per read token, slowdowns when concurrent",
         ("drafter", *(f"{n}, ms" for n in batches), "read, µs", "slowed", "slows target"),
         (
             (
@@ -199,7 +199,6 @@ def _print_drafters(profile: StepProfile) -> None:
 
 
 def _curves(profile: StepProfile, counts: tuple[int, ...]) -> tuple[list[float], list[float]]:
-    """Milliseconds of one prompt of so many tokens, and of so many decoding requests."""
     from penstock.fluid.step_profile import StepWork
 
     prefill = [StepWork(num_prefill_tokens=n, prefill_context=n * n / 2) for n in counts]

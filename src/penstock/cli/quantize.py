@@ -1,4 +1,4 @@
-"""`penstock quantize`: a model with integer weights."""
+"""`penstock quantize`: rounding a model's weights to integers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from penstock.json_text import dumps
 
 def quantize(
     model: Annotated[str, typer.Argument(help="Checkpoint folder of floats, or bundled model.")],
-    out: Annotated[Path, typer.Argument(help="A new or empty folder for the quantised one.")],
+    out: Annotated[Path, typer.Argument(help="A new or empty folder for the quantised model.")],
     weights: Annotated[
         Literal["int8", "int4"],
-        typer.Option(help="int8: one scale a row. int4: one for every 32 columns."),
+        typer.Option(help="int8: one scale per row. int4: one per 32 columns."),
     ],
     as_json: JsonOption = False,
 ) -> None:

@@ -32,7 +32,7 @@ def serve(
         int | None,
         typer.Option(
             metavar="N",
-            help="Most tokens of a request, prompt and output. Default: the target's own.",
+            help="Most prompt and output tokens of a request. Default: the target's own.",
         ),
     ] = None,
     admission: Annotated[
@@ -49,27 +49,23 @@ def serve(
         str | None,
         typer.Option(
             metavar="HOST:PORT",
-            help="Let draft servers connect here; no local drafter is loaded unless one is named.",
+            help="Accept draft servers here; local drafters must then be named.",
         ),
     ] = None,
     host: Annotated[
         str | None, typer.Option(metavar="HOST", help="Address to listen on. [127.0.0.1]")
     ] = None,
-    port: Annotated[
-        int | None, typer.Option(metavar="PORT", help="0 takes a free one. [8000]")
-    ] = None,
+    port: Annotated[int | None, typer.Option(metavar="PORT", help="0: a free port. [8000]")] = None,
     served_model_name: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME", help="Name of the model in the API. Default: the target's own."
-        ),
+        typer.Option(metavar="NAME", help="Model name in the API. Default: the target's own."),
     ] = None,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
             metavar="KEY",
             envvar="PENSTOCK_API_KEY",
-            help="API key of the default tenant; clients must then send one. May be repeated.",
+            help="Required API key, of the default tenant. May be repeated.",
         ),
     ] = None,
     config: Annotated[
@@ -78,19 +74,19 @@ def serve(
             metavar="FILE",
             envvar="PENSTOCK_CONFIG",
             help="YAML file with settings; PENSTOCK_* variables and options take precedence. "
-            "SIGHUP has it read again, for tenants.",
+            "SIGHUP reloads its tenants.",
         ),
     ] = None,
     settings: cli.SettingsOption = None,
 ) -> None:
-    """Serve a target model over the OpenAI API, with speculative decoding by drafters."""
+    """Serve a target model over the OpenAI API, with speculative decoding."""
     options = dict(locals())
     import asyncio
 
     from penstock.serving.fork_context import preload
 
     if not (config or settings) and device in (None, "cpu") and engine in (None, cli.NATIVE):
-        # PyTorch takes as long as all that this process has to do until it starts an engine.
+        # Importing PyTorch takes as long as the rest of the start-up, so it runs in parallel.
         preload()
     from penstock.cli.settings import in_force
     from penstock.config import ConfigError
@@ -104,7 +100,7 @@ def serve(
             run_vllm_node(parsed.engine, announce)
         if is_forked(parsed.engine):
             preload()
-        # What takes seconds to import here comes after everything that can be wrong.
+        # Slow imports come after validation.
         from penstock.api import server
         from penstock.serving.logs import configure_logging
 
@@ -121,11 +117,11 @@ def serve(
 
 
 def _warn_of_idling(admission: PolicyConfig) -> None:
-    """Say where the policy may leave a client without an answer, and what to take instead."""
+    """Warn of a policy that may never answer a lone client."""
     if admission.make("admission").may_idle:
         _log.warning(
-            "--admission %s may wait for other requests before it goes on, and then answers no "
-            "client that is alone; its option gated: true, or --admission fluid_guided, always "
+            "--admission %s may wait for other requests before it continues, so a client that is "
+            "alone may get no answer; its option gated: true, or --admission fluid_guided, always "
             "serves",
             admission.name,
         )

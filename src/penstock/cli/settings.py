@@ -1,4 +1,4 @@
-"""What an engine or a server runs with: options, environment, file, defaults, in this order."""
+"""Settings of an engine or a server: from options, environment, file, defaults, in this order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from penstock.config import (
 )
 
 OPTION = "option"
-"""Origin of a setting that an option of its own gives."""
+"""Origin of a setting given by its own option."""
 
 _ENGINE, _VLLM = "engine", ("engine", VLLM)
 _POLICIES = get_args(PolicyKind)
@@ -36,7 +36,7 @@ _PLACES: dict[str, Where] = {
     **{name: (_ENGINE, name) for name in ("kv_tokens", "max_model_len")},
     "drafters_listen": ("drafters", "listen"),
 }
-"""Options and the settings that they are."""
+"""Settings by option."""
 
 _WITH_DRAFT_SERVERS = {
     "drafters": {},
@@ -44,20 +44,18 @@ _WITH_DRAFT_SERVERS = {
     "verification": "coupled",
     "allocation": {"name": DRAFT_SERVERS_ALLOCATION},
 }
-"""Settings of the engine where draft servers may connect, unless others are given."""
+"""Default settings of the engine with draft servers."""
 
 
 def in_force(options: Mapping[str, Any]) -> ServeConfig:
-    """The settings of a server with these options of `penstock serve`, by their names there; None
-    is not given. Raises: ConfigError."""
+    """Return the settings of `penstock serve` with these options; None is not given.
+
+    Raises: ConfigError."""
     return with_origins(options)[0]
 
 
 def with_origins(options: Mapping[str, Any]) -> tuple[ServeConfig, Settings]:
-    """The settings in force, and those that were given, which know where each is from.
-
-    Raises: ConfigError.
-    """
+    """Return the effective settings, and those given with their origins. Raises: ConfigError."""
     given = read_settings(options.get("config"), os.environ)
     try:
         put_options(given, options)
@@ -68,17 +66,14 @@ def with_origins(options: Mapping[str, Any]) -> tuple[ServeConfig, Settings]:
 
 
 def engine_with(options: Mapping[str, Any]) -> EngineConfig:
-    """The engine's settings with these options alone. Raises: ConfigError."""
+    """Return the engine's settings with these options alone. Raises: ConfigError."""
     given = Settings()
     put_options(given, options)
     return parse_config(assembled(given)).engine
 
 
 def assembled(given: Settings) -> dict[str, Any]:
-    """Settings with models found, and all that follows from them. Null is as if it were absent.
-
-    Raises: ConfigError.
-    """
+    """Return settings with models and derived defaults; null is absent. Raises: ConfigError."""
     settings = _without_null(given.values)
     engine = _without_null(settings_in(settings.get(_ENGINE), _ENGINE))
     if settings_in(settings.get("drafters"), "drafters"):
@@ -91,7 +86,7 @@ def _without_null(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def put_options(settings: Settings, options: Mapping[str, Any]) -> None:
-    """Put options, by their names in `penstock serve`, into settings. Raises: ConfigError."""
+    """Put options of `penstock serve` into settings. Raises: ConfigError."""
     for name, where in _PLACES.items():
         if options.get(name) is not None:
             _put(settings, where, options[name], OPTION)
@@ -108,8 +103,9 @@ def put_options(settings: Settings, options: Mapping[str, Any]) -> None:
 
 
 def _put(settings: Settings, where: Where, value: Any, origin: str) -> None:
-    """Put one setting. A policy may be given by its name; the same one keeps its options. Options
-    without a name are those of the default policy. Raises: ConfigError."""
+    """Put one setting. Raises: ConfigError.
+
+    The name of the same policy keeps its options; options without a name are the default's."""
     is_policy = where[:1] == (_ENGINE,) and where[1:2] and where[1] in _POLICIES
     if is_policy and len(where) == 2 and isinstance(value, str):
         if settings.at((*where, "name")) == value:
@@ -124,7 +120,7 @@ def _put(settings: Settings, where: Where, value: Any, origin: str) -> None:
 
 
 def _put_keys(settings: Settings, keys: Sequence[str]) -> None:
-    """Let these keys stand for the default tenant. Raises: ConfigError."""
+    """Add API keys of the default tenant. Raises: ConfigError."""
     if not all(keys):
         raise ConfigError("--api-key must not be empty")
     if keys:
@@ -133,7 +129,7 @@ def _put_keys(settings: Settings, keys: Sequence[str]) -> None:
 
 
 def _pair(text: str) -> tuple[str, tuple[Any, str]]:
-    """The place, the value and the origin of a `--set` text. Raises: ConfigError."""
+    """Return key, value and origin of a `--set` text. Raises: ConfigError."""
     key, is_given, value = text.partition("=")
     if not (key and is_given):
         raise ConfigError(f"--set takes KEY=VALUE, as in vllm.tensor_parallel=2, not {text!r}")
@@ -152,7 +148,6 @@ def _pair(text: str) -> tuple[str, tuple[Any, str]]:
 
 
 def _choose_engine(settings: Settings, engine: str | None) -> None:
-    """Raises: ConfigError."""
     if engine not in (None, NATIVE, VLLM):
         raise ConfigError(f"--engine is {engine!r}; allowed: {NATIVE}, {VLLM}")
     if engine == VLLM and settings.at(_VLLM) is None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from penstock.sim.run import Setup
     from penstock.sim.workloads import Workload
 
+# Requests of a mix, and samples of a plotted run.
 _REQUESTS = 10_000
 _SAMPLES = 1000
 
@@ -40,7 +41,7 @@ def simulate(
         Path | None,
         typer.Option(
             metavar="FILE.yaml",
-            help="Speculate across a network: draft servers, their links and their acceptance.",
+            help="Draft servers, their links and their acceptance.",
         ),
     ] = None,
     pipeline: Annotated[
@@ -49,7 +50,7 @@ def simulate(
     seeds: cli.SeedsOption = 1,
     plot: cli.PlotOption = None,
 ) -> None:
-    """One run of a workload through the scheduler, on the virtual clock; or one for each seed."""
+    """Simulate a workload on the virtual clock, once or with several seeds."""
     from penstock.sim.plots import PlotError, check_target, plot_run
     from penstock.sim.servers import deal_to_tenants
 
@@ -89,7 +90,6 @@ def simulate(
 def _run_each(
     runs: list[tuple[Setup, Workload]], load: Load, workers: Workers
 ) -> list[dict[str, Any]]:
-    """Figures of every run."""
     found = []
     with progress(len(runs), "simulating") as advance:
         for figures in workers.map(partial(_figures, load), runs):
@@ -105,7 +105,7 @@ def _figures(load: Load, run: tuple[Setup, Workload]) -> dict[str, Any]:
 def _run(
     setup: Setup, workload: Workload, load: Load, *, is_sampled: bool = False
 ) -> tuple[dict[str, Any], Sampler | None]:
-    """Figures of a run, and what was seen on the way if it is to be drawn."""
+    """Return the figures of a run, and its samples if it is to be plotted."""
     from penstock.sim.drafters import DrafterCounts
     from penstock.sim.planner import length_classes
     from penstock.sim.plots import Sampler

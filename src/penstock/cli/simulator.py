@@ -1,5 +1,4 @@
-"""The options of `simulate`, `capacity` and `plan`, on the command line or in a scenario file, and
-the server and the load that they make."""
+"""Options of `simulate`, `capacity` and `plan`, and the load and server that they describe."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def bad_input() -> AbstractContextManager[None]:
-    """One line and exit code 2 for all that the commands of the simulator refuse."""
+    """Exit with code 2 and one line on errors in the input of simulations."""
     from penstock.core.policies.registry import PolicyError
     from penstock.sim.planner import PlanError
     from penstock.sim.plots import PlotError
@@ -37,7 +36,7 @@ def bad_input() -> AbstractContextManager[None]:
 
 @contextmanager
 def workers_of(num: int | None, ray: str | None) -> Iterator[Workers]:
-    """What `--workers` and `--ray` say; where that cannot be had, one line and exit code 2."""
+    """Yield the workers of `--workers` and `--ray`; exit with code 2 if they are unavailable."""
     from penstock.sim.parallel import WorkersError, workers
 
     with one_line(WorkersError), workers(num, ray) as found:
@@ -48,8 +47,7 @@ def workers_of(num: int | None, ray: str | None) -> Iterator[Workers]:
 
 
 def _read_scenario(ctx: typer.Context, file: Path | None) -> Path | None:
-    """Let a file's values be the defaults of the options. One line and exit code 2 for a file that
-    cannot be read or that has an unknown key."""
+    """Make a file's values the defaults of the options. Exit with code 2 on an unknown key."""
     if file is None:
         return None
     from penstock.config import ConfigError, read_yaml
@@ -71,7 +69,7 @@ def _read_scenario(ctx: typer.Context, file: Path | None) -> Path | None:
 
 
 def _texts(values: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
-    """A mapping as NAME=VALUE texts; mappings in it as PREFIX.NAME, lists as 1,2,3."""
+    """Yield a mapping as NAME=VALUE texts; nested keys as PREFIX.NAME, lists as 1,2,3."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from _texts(value, f"{prefix}{name}.")
@@ -82,8 +80,7 @@ def _texts(values: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Requests, how they come, a machine, and what is asked of it. Its fields are the options of
-    every command that simulates."""
+    """Workload, machine and targets: the options of every command that simulates."""
 
     scenario: Annotated[
         Path | None,
@@ -107,8 +104,8 @@ class Load:
         float | None,
         typer.Option(
             metavar="R",
-            help="Requests a second, where arrivals are generated; `capacity` searches below it "
-            "or below the fluid bound.",
+            help="Requests per second of generated arrivals; `capacity` searches below it or below "
+            "the fluid bound.",
         ),
     ] = None
     arrivals: Annotated[
@@ -120,14 +117,14 @@ class Load:
         ),
     ] = None
     time_scale: Annotated[
-        float, typer.Option(metavar="X", help="Recorded arrivals come X times faster.")
+        float, typer.Option(metavar="X", help="Speed up recorded arrivals X times.")
     ] = 1.0
     requests: Annotated[
         int | None,
         typer.Option(
             min=1,
             metavar="N",
-            help="Default: the whole trace; of a mix 10000, `capacity` 60000, `plan` 5000.",
+            help="Default: the whole trace; for a mix 10000, `capacity` 60000, `plan` 5000.",
         ),
     ] = None
     kv_tokens: Annotated[
@@ -142,7 +139,7 @@ class Load:
         typer.Option(metavar="S", help="Target for the time per output token, seconds."),
     ] = None
     seed: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Of lengths, arrivals and acceptance.")
+        int, typer.Option(min=0, metavar="N", help="Seed of lengths, arrivals and acceptance.")
     ] = 0
     workers: cli.WorkersOption = None
     ray: cli.RayOption = None
@@ -150,7 +147,7 @@ class Load:
 
     @property
     def targets(self) -> dict[str, float]:
-        """p99 of TTFT and TPOT that are asked for, in seconds. Raises: PlanError."""
+        """Targets of p99 TTFT and TPOT in seconds. Raises: PlanError."""
         from penstock.sim.planner import PlanError
 
         both = {"ttft_p99": self.ttft_p99, "tpot_p99": self.tpot_p99}
@@ -161,7 +158,7 @@ class Load:
         return given
 
     def make(self, rate: float | None, default_requests: int) -> Workload:
-        """The requests. default_requests: of a mix; a trace comes whole. Raises: WorkloadError."""
+        """Make the requests. default_requests: number for a mix. Raises: WorkloadError."""
         from penstock.sim.workloads import MIXES, make_workload
 
         num_requests = self.requests
@@ -179,7 +176,7 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario(Load):
-    """A load, and the server that it is for: policies and drafters."""
+    """A load and a server: policies and drafters."""
 
     admission: Annotated[str, cli.policy_option("admission", "Admission policy")]
     allocation: Annotated[
@@ -195,50 +192,47 @@ class Scenario(Load):
         list[str] | None,
         typer.Option(
             metavar="OPTION=VALUE",
-            help="An option of the admission policy, or with a prefix of another: allocation.k=4. "
+            help="Option of the admission policy, or of another with a prefix: allocation.k=4. "
             "Lists are written 1,2,3. May be repeated.",
         ),
     ] = None
     block_size: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of a KV block.")] = 1
     fairness: Annotated[
-        bool, typer.Option("--fairness", help="Share the server by the tenants' weights.")
+        bool, typer.Option("--fairness", help="Fair sharing by the tenants' weights.")
     ] = False
     tenant_weight: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=WEIGHT", help="Otherwise 1; may be repeated."),
+        typer.Option(metavar="NAME=WEIGHT", help="Default: 1; may be repeated."),
     ] = None
     drafter: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME=RATE|NAME=FILE|NAME",
-            help="Speculate: an acceptance rate, a curve G1,G2,..., or a record (JSON lines); a "
-            "bare name is one of --acceptance. May be repeated.",
+            help="A drafter by acceptance rate, curve G1,G2,... or record (JSON lines); a bare "
+            "name is one of --acceptance. May be repeated.",
         ),
     ] = None
     acceptance: Annotated[
         str | None,
         typer.Option(
             metavar="zoo|zoo-greedy|FILE",
-            help="Speculate by measured acceptance: of the bundled drafters, or a file of "
-            "`penstock zoo fit`.",
+            help="Measured acceptance of the bundled drafters, or a file of `penstock zoo fit`.",
         ),
     ] = None
     drafter_seconds: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME=SECONDS[:PER_CATCH_UP]",
-            help="Of a draft token, and of one that is only read, instead of the profile's.",
+            help="Seconds per draft token, and per read token. Default: the profile's.",
         ),
     ] = None
     drafter_capacity: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME=B[xK]", help="Requests that a drafter takes at once, and its instances."
-        ),
+        typer.Option(metavar="NAME=B[xK]", help="A drafter's largest batch, and its instances."),
     ] = None
 
     def setup(self, draft_servers: Path | None = None, pipeline: str = "off") -> Setup:
-        """The server, which may still want thresholds for its load.
+        """Return the server, without thresholds that depend on the load.
 
         Raises: ProfileError, PolicyError, WorkloadError, PlanError.
         """
@@ -283,10 +277,7 @@ class Scenario(Load):
         )
 
     def _profile(self) -> StepProfile:
-        """Step times, with those that were given in the place of the profile's own.
-
-        Raises: ProfileError, WorkloadError.
-        """
+        """Return the profile with the given drafter times. Raises: ProfileError, WorkloadError."""
         from penstock.sim.drafters import parse_drafter_seconds
         from penstock.sim.profiles import load_profile
 
@@ -298,8 +289,7 @@ class Scenario(Load):
 
 
 def simulates(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose first parameter is a `Load` or a `Scenario`: the fields of that are options
-    of it, before its own."""
+    """Turn the fields of a command's first parameter, a Load or Scenario, into options."""
     first, *own = inspect.signature(command, eval_str=True).parameters.values()
     kind = first.annotation
     hints = get_type_hints(kind, include_extras=True)
@@ -322,7 +312,7 @@ def simulates(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def with_thresholds(base: Setup, workload: Workload) -> Setup:
-    """A setup that is complete for a workload with arrivals. Raises: PlanError, PolicyError."""
+    """Return a setup with thresholds for a workload. Raises: PlanError, PolicyError."""
     from penstock.sim.planner import (
         check_thresholds_fit,
         has_thresholds,
@@ -344,11 +334,7 @@ def with_thresholds(base: Setup, workload: Workload) -> Setup:
 
 
 def chosen_policies(names: Mapping[str, str], settings: Sequence[str]) -> dict[str, PolicyConfig]:
-    """The policies by kind, `--set` texts as their options, with the types that they declare.
-    names: of the policies, by kind.
-
-    Raises: PolicyError.
-    """
+    """Return the policies by kind. names: by kind. settings: `--set` texts. Raises: PolicyError."""
     from penstock.config import PolicyConfig
     from penstock.core.policies.registry import PolicyError, make_policy, option_types
 
@@ -369,7 +355,7 @@ def chosen_policies(names: Mapping[str, str], settings: Sequence[str]) -> dict[s
         try:
             options[kind][option] = parse_value(value.strip(), wanted)
         except ValueError:
-            # The policy says what it should have been.
+            # The policy itself raises the error.
             options[kind][option] = value
     for kind, name in names.items():
         make_policy(kind, name, options[kind])
@@ -377,7 +363,7 @@ def chosen_policies(names: Mapping[str, str], settings: Sequence[str]) -> dict[s
 
 
 def parse_value(text: str, wanted: Any) -> Any:
-    """Text as a value of a declared type, whose range is not looked at. Raises: ValueError."""
+    """Parse a value of a declared type, without checking its range. Raises: ValueError."""
     from types import NoneType
     from typing import get_args, get_origin
 
@@ -393,7 +379,6 @@ def parse_value(text: str, wanted: Any) -> Any:
 
 
 def _weights(texts: Sequence[str]) -> dict[str, float]:
-    """`NAME=WEIGHT` texts. Raises: WorkloadError."""
     from penstock.config import each_once
     from penstock.sim.workloads import WorkloadError
 
@@ -401,7 +386,6 @@ def _weights(texts: Sequence[str]) -> dict[str, float]:
 
 
 def _weight(text: str) -> tuple[str, float]:
-    """Raises: WorkloadError."""
     from penstock.sim.workloads import WorkloadError
 
     name, _, number = text.rpartition("=")
@@ -415,7 +399,7 @@ def _weight(text: str) -> tuple[str, float]:
 
 
 def describe(setup: Setup, workload: Workload) -> dict[str, Any]:
-    """What was run, for JSON."""
+    """Return workload and setup for JSON."""
     return {
         "workload": workload.name,
         "requests": len(workload),

@@ -1,4 +1,4 @@
-"""What commands do at a terminal: errors in one line, progress bars, tables, numbers in options."""
+"""Terminal output of commands: one-line errors, progress bars, tables; numbers in options."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ SERVE_EXTRA = frozenset(
         "torch", "transformers", "uvicorn",
     }
 )  # fmt: skip
-"""What the extra `serve` installs, as it is imported."""
+"""Import names of the packages of the extra `serve`."""
 
 
 @contextmanager
 def one_line(*expected: type[Exception]) -> Iterator[None]:
-    """End the program with exit code 2 and one line on standard error when one of `expected` is
-    raised."""
+    """Exit with code 2 and one line on standard error if one of `expected` is raised."""
     try:
         yield
     except expected as error:
@@ -35,7 +34,7 @@ def one_line(*expected: type[Exception]) -> Iterator[None]:
 
 
 def what_to_install(error: ModuleNotFoundError) -> str | None:
-    """One line for a module of an extra that is not installed; None for any other."""
+    """Return one line on the extra to install for a missing module; None for other modules."""
     module = (error.name or "").partition(".")[0]
     if module == "opentelemetry":
         return "this needs OpenTelemetry, which is not installed: pip install 'penstock[otel]'"
@@ -48,17 +47,16 @@ def what_to_install(error: ModuleNotFoundError) -> str | None:
 
 
 def announce(line: str) -> None:
-    """Print one line at once: scripts wait for it. Where it cannot be written (the disk is full)
-    the program goes on without a word."""
+    """Print a line and flush, as scripts wait for it. Errors (a full disk) are ignored."""
     try:
         print(f"penstock: {line}", flush=True)
     except OSError:
-        # What is left in the buffer would fail again at the end.
+        # The buffered rest would fail again at exit.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
 def whole_numbers(option: str, text: str) -> tuple[int, ...]:
-    """Positive numbers separated by commas. Raises: ConfigError."""
+    """Parse positive numbers separated by commas. Raises: ConfigError."""
     from penstock.config import ConfigError
 
     try:
@@ -71,7 +69,7 @@ def whole_numbers(option: str, text: str) -> tuple[int, ...]:
 
 
 def print_table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """The first column to the left, the others to the right."""
+    """Print a table, with the first column left-aligned and the others right-aligned."""
     from rich.console import Console
     from rich.table import Table
 
@@ -85,7 +83,7 @@ def print_table(title: str | None, columns: Sequence[str], rows: Iterable[Sequen
 
 @contextmanager
 def progress(total: int | None, what: str) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error, where that is a terminal; yields what moves it on."""
+    """Show a progress bar if standard error is a terminal; yield its advance function."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -97,16 +95,16 @@ def progress(total: int | None, what: str) -> Iterator[Callable[[int], None]]:
 
 @dataclass(slots=True)
 class FinishedRequests:
-    """An instrument of a run that moves a bar on, a hundred requests at a time."""
+    """Instrument of a run that advances a bar per 100 finished requests."""
 
     advance: Callable[[int], None]
     _num: int = 0
 
     def on_plan(self, plan: StepPlan) -> None:
-        """Nothing finishes here."""
+        """Ignore plans."""
 
     def on_result(self, plan: StepPlan, result: StepResult) -> None:
-        """Outputs say more."""
+        """Ignore results: outputs tell which requests finish."""
 
     def on_output(self, output: Output) -> None:
         self._num += output.finish_reason is not None

@@ -49,8 +49,7 @@ class Settings:
         return value
 
     def put(self, where: Where, value: Any, origin: str) -> None:
-        """Give a setting its value, in the place of any that was given before. Raises: ConfigError
-        where something that leads to it is no mapping."""
+        """Set a value. Raises: ConfigError if a parent is not a mapping."""
         inner = self.values
         for end, name in enumerate(where[:-1], 1):
             if inner.get(name) is None:
@@ -76,10 +75,9 @@ def read_settings(path: Path | None, environ: Mapping[str, str]) -> Settings:
 
 
 def put_environment(settings: Settings, environ: Mapping[str, str]) -> None:
-    """Put what the environment says into settings. A variable that begins like a setting and is
-    none is told of: container systems set such for their own purposes.
+    """Put the environment's settings into `settings`. Raises: ConfigError for one given twice.
 
-    Raises: ConfigError where a setting is given twice.
+    Unknown variables with the prefix are logged: container systems set some.
     """
     given: dict[Where, str] = {}
     for name in sorted(n for n in environ if n.startswith(PREFIX)):

@@ -17,7 +17,7 @@ DOMAINS: tuple[str, ...] = (
     "sql",
     "entropy",
 )
-"""The eight domains, each standing for one data set of the Spin paper."""
+"""Domains, each in place of one data set of the Spin paper."""
 
 DEFAULT_TARGET = "target-large"
 DEFAULT_DRAFTER = "draft-tiny"
@@ -40,7 +40,7 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One request: `prompt` is in template form and ends with ``<|assistant|>``."""
+    """One prompt in template form, which ends with ``<|assistant|>``, with its reference answer."""
 
     prompt: str
     domain: str
@@ -48,11 +48,7 @@ class Prompt:
 
 
 def manifest(weights: Path = WEIGHTS) -> dict[str, Any]:
-    """The manifest of `weights`: for each model its card and its files' digests.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
+    """Return the manifest: card and digests of each model. Raises: FileNotFoundError."""
     path = weights / MANIFEST
     if not path.exists():
         raise FileNotFoundError(f"no bundled models in {weights}: run `penstock zoo train`")
@@ -61,11 +57,7 @@ def manifest(weights: Path = WEIGHTS) -> dict[str, Any]:
 
 
 def bundled_models(weights: Path = WEIGHTS) -> dict[str, ModelCard]:
-    """Cards of the models in `weights` by name, targets first.
-
-    Raises:
-        FileNotFoundError: there is no manifest.
-    """
+    """Return the cards of the models by name, targets first. Raises: FileNotFoundError."""
     return {
         name: ModelCard(
             name, entry["role"], weights / name, entry["parameters"], entry["description"]
@@ -75,11 +67,7 @@ def bundled_models(weights: Path = WEIGHTS) -> dict[str, ModelCard]:
 
 
 def model_path(name: str, weights: Path = WEIGHTS) -> Path:
-    """Folder of a bundled model in Hugging Face layout.
-
-    Raises:
-        KeyError: no bundled model has that name; the message lists those there are.
-    """
+    """Return the Hugging Face folder of a bundled model. Raises: KeyError for an unknown name."""
     models = bundled_models(weights)
     if name not in models:
         raise KeyError(f"no bundled model {name!r}; there are {', '.join(models)}")
@@ -87,11 +75,7 @@ def model_path(name: str, weights: Path = WEIGHTS) -> Path:
 
 
 def load_prompts(domain: str, data: Path = DATA) -> list[Prompt]:
-    """The shipped prompts of `domain`, which no model was trained on.
-
-    Raises:
-        KeyError: there is no such domain.
-    """
+    """Return the prompts of `domain`, on which no model was trained. Raises: KeyError."""
     if domain not in DOMAINS:
         raise KeyError(f"no domain {domain!r}; there are {', '.join(DOMAINS)}")
     text = (data / "prompts" / f"{domain}.jsonl").read_text(encoding="utf-8")

@@ -1,7 +1,6 @@
 """The page at `/dashboard`: figures of the server, and a playground.
 
-Its files are in this folder and load nothing from elsewhere. They know nothing of this server, and
-need no key; what they ask for does."""
+Its files load nothing from other servers and need no key; the data that they request does."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ _HEADERS = {
             "base-uri 'none'",
             "form-action 'none'",
             "frame-ancestors 'none'",
-            # No text can be made HTML, even by mistake.
+            # Text never becomes HTML.
             "require-trusted-types-for 'script'",
             "trusted-types 'none'",
         ]
@@ -40,7 +39,7 @@ _HEADERS = {
 
 
 def add_dashboard(app: FastAPI, client: RequestClient, metrics: Metrics, api_keys: ApiKeys) -> None:
-    """Serve the page, and what it asks for besides metrics and answers."""
+    """Add the page, its files and its list of requests."""
     page = {f.name: f for f in files(__package__).iterdir() if _type_of(f.name) is not None}
     bodies = {name: file.read_bytes() for name, file in page.items()}
 
@@ -53,7 +52,7 @@ def add_dashboard(app: FastAPI, client: RequestClient, metrics: Metrics, api_key
 
     @app.get("/dashboard/requests", include_in_schema=False)
     async def requests(authorization: Annotated[str | None, Header()] = None) -> dict[str, Any]:
-        """With an operator's key all tenants' requests, with a tenant's its own."""
+        """All tenants' requests for an operator's key, otherwise the tenant's own."""
         tenant = api_keys.viewer(authorization)
         return {
             "model": metrics.model_name,

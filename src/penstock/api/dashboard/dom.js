@@ -1,5 +1,4 @@
-// Elements and figures. Text is only ever set as text: nothing that comes from a model, a user or a
-// configuration is read as HTML.
+// Elements and number formats. Text is set as text only, never as HTML.
 
 export const $ = id => document.getElementById(id);
 
@@ -11,7 +10,7 @@ export function make(tag, className = "", ...children) {
   return made;
 }
 
-/** A bar of `share` of its width; `mark`, if given, is where another share ends. */
+/** A bar filled to `share`, with a line at the share `mark`, if given. */
 export function meter(share, mark) {
   const fill = make("i"), bar = make("div", "bar", fill);
   fill.style.width = percentOf(share);

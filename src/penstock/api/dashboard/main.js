@@ -1,4 +1,4 @@
-// The page: which half of it is shown, who is signed in, and a look at the server every second.
+// The page: its tabs, signing in, and polling the server every second.
 
 import { $ } from "./dom.js";
 import { Overview } from "./overview.js";

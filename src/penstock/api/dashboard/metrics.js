@@ -1,12 +1,11 @@
-// What /metrics says, now and over the last minutes.
+// Parsing and history of /metrics.
 
-/** Snapshots, one a second: a little more than a quantile looks back. */
+/** Snapshots, one per second: a few more than QUANTILE_S needs. */
 const HISTORY = 65;
 const KEPT_S = 300;
 export const RATE_S = 5, QUANTILE_S = 60;
 
-/** Exposition text to a map from metric name to [{labels, value}]. Histograms are those of all
- * tenants together: of a thousand tenants their buckets would be too many to keep. */
+/** Exposition text as a map from metric name to [{labels, value}]; buckets are summed over tenants. */
 export function parse(text) {
   const metrics = new Map(), buckets = new Map();
   for (const line of text.split("\n")) {
@@ -76,15 +75,14 @@ export class Figures {
   #first(seconds) { return this.#history.find(s => this.#last.at - s.at <= seconds * 1000 + 200); }
 }
 
-/** What plots show, kept over reloads: [{at, ...}], at in milliseconds since 1970. */
+/** Points of the plots, kept over reloads: [{at, ...}], at in milliseconds since 1970. */
 export class Points {
   #key = null;
   #points = [];
 
   get all() { return this.#points; }
 
-  /** Take in a new point of a server, drop the old ones, and keep all for the next time that the
-   * page is opened. */
+  /** Add a point of a server, drop old ones, and store the rest in the browser. */
   add(server, point) {
     const key = `penstock plots ${location.host} ${server}`;
     if (this.#key !== key) {
@@ -96,8 +94,8 @@ export class Points {
     try { localStorage.setItem(key, JSON.stringify(this.#points)); } catch { /* a private window keeps nothing */ }
   }
 
-  /** [at, value] of every point, null where the page was closed for a while. `value` is made of a
-   * point and the one before; null where it knows none. */
+  /** [at, value] of every point; null where the page was closed. `value` takes a point and the one
+   * before it. */
   series(value) {
     const made = [];
     for (const [i, point] of this.#points.entries()) {

@@ -1,4 +1,4 @@
-// What the server is doing.
+// Figures and plots of the server.
 
 import { $, count, key, meter, percent, seconds, table } from "./dom.js";
 import { Figures, Points, QUANTILE_S } from "./metrics.js";
@@ -31,7 +31,7 @@ export class Overview {
     key("kv-key", MEMORY);
   }
 
-  /** metrics: as parsed, or null where they are not for this key. known: the other half. */
+  /** metrics: parsed, or null if this key may not see them. known: from /dashboard/requests. */
   show(metrics, known) {
     for (const part of document.querySelectorAll(".figures")) part.hidden = metrics === null;
     $("no-figures").hidden = metrics !== null;
@@ -80,7 +80,7 @@ export class Overview {
       capacity, mean: fluid("mean"), bound: fluid("bound"),
       steps: f.total("target_steps_total"),
       ...parts,
-      // Of drafters that work beside the target the engine's own thread sees nothing.
+      // Time of drafters that run beside the target is not part of the step.
       host: Math.max(0, f.total("engine_busy_seconds_total") - inside),
     };
   }

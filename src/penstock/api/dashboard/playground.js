@@ -1,4 +1,4 @@
-// A chat whose tokens show where they are from.
+// A chat that shows the origin of each token.
 
 import { $, count, make, percent, seconds } from "./dom.js";
 import { askModel, keepForChat } from "./session.js";
@@ -7,9 +7,9 @@ import { events, problemOf } from "./stream.js";
 const COLOURS = 6;
 const MEANINGS = {
   accepted: drafter => `drafted by ${drafter} and accepted`,
-  recovered: drafter => `the target's own: it rejected what ${drafter} had drafted here`,
-  bonus: drafter => `the target's own, behind a draft of ${drafter} of which all was accepted`,
-  target: () => "the target's own, of a round without a draft",
+  recovered: drafter => `sampled by the target after it rejected a token of ${drafter}`,
+  bonus: drafter => `sampled by the target after a wholly accepted draft of ${drafter}`,
+  target: () => "sampled by the target in a step without a draft",
 };
 
 export class Playground {
@@ -35,7 +35,7 @@ export class Playground {
     this.know({ drafters: [] }, true);
   }
 
-  /** What the server has; draft servers come and go. */
+  /** Update the list of drafters; draft servers come and go. */
   know({ drafters }, isFirst = false) {
     if (!isFirst && drafters.join("\n") === this.#drafters.join("\n")) return;
     this.#drafters = drafters;
@@ -87,7 +87,7 @@ export class Playground {
       await this.#stream(answer, made);
       this.#messages.push({ role: "assistant", content: made.text });
     } catch (error) {
-      // Neither is sent again: the next message goes on from what was answered.
+      // A failed turn is not part of the next request.
       this.#messages.pop();
       $("chat-error").textContent = error.name === "AbortError" ? "Stopped." : error instanceof TypeError ? "The server does not answer." : error.message;
       if (!made.text) {
@@ -152,7 +152,7 @@ export class Playground {
   }
 }
 
-/** One answer while it comes, and its figures. */
+/** One streamed answer and its figures. */
 class Answer {
   text = "";
   usage = null;
@@ -162,7 +162,7 @@ class Answer {
   #counts = { accepted: 0, recovered: 0, bonus: 0, target: 0 };
   #numFirst = 0;
 
-  /** The tokens of a chunk. Those of the first say nothing about the speed. */
+  /** Add the tokens of a chunk. The first chunk does not count for the speed. */
   take(tokens) {
     if (!tokens.length) return;
     this.#lastAt = performance.now();

@@ -10,8 +10,7 @@ function add(svg, tag, attributes, text) {
   svg.append(made);
 }
 
-/** The step between the lines of an axis with two of them: a round number, of which `least` is the
- * smallest, and a divisor. */
+/** Distance of the two lines of an axis: a round multiple of `least`. */
 function step(top, least) {
   const wanted = Math.max(top / 2, least), power = 10 ** Math.floor(Math.log10(wanted));
   const isRound = x => power > 10 * least || Math.abs(Math.round((x * power) / least) - (x * power) / least) < 1e-6;
@@ -20,8 +19,8 @@ function step(top, least) {
 
 const short = x => String(Number((x >= 1e6 ? x / 1e6 : x >= 10000 ? x / 1000 : x).toPrecision(6))) + (x >= 1e6 ? " M" : x >= 10000 ? " k" : "");
 
-/** series: [{css, points: [[milliseconds since 1970, value or null]], dashed, fill}]; of several that
- * are `stacked` each stands on those before. unit: of the values. least: smallest step of the axis. */
+/** series: [{css, points: [[milliseconds since 1970, value or null]], dashed, fill}], drawn on top of
+ * each other if `stacked`. unit: of the values. least: smallest step of the axis. */
 export function plot(svg, series, { unit, least = 1, stacked = false, empty = "" }) {
   const width = svg.clientWidth, height = svg.clientHeight, now = Date.now();
   if (!width) return;
@@ -37,7 +36,7 @@ export function plot(svg, series, { unit, least = 1, stacked = false, empty = ""
   labels.forEach((label, i) => {
     const line = y(i * size);
     add(svg, "line", { class: "grid", x1: left, x2: right, y1: line, y2: line });
-    // The uppermost has the unit, and room for it above the line.
+    // The top label has the unit.
     if (i === 2) add(svg, "text", { x: 0, y: line - 7 }, label);
     else add(svg, "text", { x: left - 6, y: line + 4, "text-anchor": "end" }, label);
   });
@@ -63,7 +62,7 @@ function draw(svg, { css, points, dashed, fill, floor }, { x, y, bottom, left, s
   }
 }
 
-/** Each on top of those before. All have the same times. */
+/** Stack series that have the same times. */
 function stack(series) {
   let floor = series[0].points.map(([at]) => [at, 0]);
   return series.map(one => {

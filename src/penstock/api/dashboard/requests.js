@@ -1,8 +1,8 @@
-// Who drafts for whom: requests that run or have just ended, against drafters.
+// Table of running and recently ended requests by drafter.
 
 import { count, percent, table } from "./dom.js";
 
-/** Without what all have, and as much as tells them apart. */
+/** The first characters after the prefix. */
 const shortId = id => id.replace(/^(chatcmpl|cmpl)-/, "").slice(0, 8);
 
 export function showRequests({ drafters, requests }) {

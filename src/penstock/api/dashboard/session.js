@@ -1,4 +1,4 @@
-// Whose page this is: keys are kept until the tab is closed, and sent with every question.
+// API keys of the page, kept until the tab is closed.
 
 const PAGE = "penstock-api-key", CHAT = "penstock-chat-key";
 const TIMEOUT_MS = 8000;
@@ -16,7 +16,7 @@ function headers(key) {
   return key === null ? {} : { Authorization: `Bearer ${key}` };
 }
 
-/** What the page shows. An answer of whatever status; throws where there is none in time. */
+/** Fetch with the page's key. Any status is returned; throws on a timeout. */
 export function ask(path) {
   return fetch(path, {
     cache: "no-store", headers: headers(sessionStorage.getItem(PAGE)),
@@ -24,7 +24,7 @@ export function ask(path) {
   });
 }
 
-/** What models are for: an operator's key opens none of them, so there may be another one. */
+/** Fetch with the chat's key: an operator's key is not valid for generation. */
 export function askModel(path, body, signal) {
   const key = sessionStorage.getItem(CHAT) ?? sessionStorage.getItem(PAGE);
   if (body === undefined) return fetch(path, { cache: "no-store", headers: headers(key), signal });

@@ -22,7 +22,7 @@ export async function* events(response) {
   }
 }
 
-/** What is wrong, of an answer in OpenAI's error form. */
+/** The message of an error response. */
 export async function problemOf(response) {
   let message = `status ${response.status}`;
   try { message = (await response.json()).error.message ?? message; } catch { /* not ours */ }

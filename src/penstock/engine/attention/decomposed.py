@@ -1,8 +1,8 @@
 """Decomposed attention (Spin, section V-A): pieces of sequences in rows of equal length.
 
-Each piece attends with its own copy of its sequence's queries. Equation 13 wants one denominator
-for all pieces of a request and says nothing of overflow: every piece keeps the logarithm of its
-own, and results are merged with log-sum-exp rescaling.
+Each piece attends with a copy of its sequence's queries. Equation 13 has one denominator for all
+pieces of a request; against overflow every piece keeps the logarithm of its own here, and results
+are merged with log-sum-exp rescaling.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.fluid.packing import AttentionCost, Decomposition, best_decomposit
 
 Planner = Callable[[list[int], int], Decomposition]
 
-# Against a token's copy, for each query head of a group, as measured at 5d79ef34.
+# Relative to a token's copy, per query head of a group; measured at 5d79ef34.
 _PER_SCORE, _PER_PARTIAL = 0.09, 2.0
 
 
@@ -29,10 +29,10 @@ class DecomposedCall:
     """Sequences whose pieces share a tensor of rows.
 
     kv:      keys and values in `plan`'s rows; columns without a token repeat a slot of their row
-    queries: [num_rows * num_slots * window] int64, rows of the batch, for each place in a row
+    queries: [num_rows * num_slots * window] int64, row of the batch of each place
     mask:    [num_rows, num_slots * window * heads of a group, row_length], added to the scores
-    rows:    [num_seq_rows] int64, rows of the batch that these sequences own
-    targets: as `queries`, which of `rows` a place's result belongs to; past the last if to none
+    rows:    [num_seq_rows] int64, rows of the batch of these sequences
+    targets: like `queries`, index into `rows` of each place; len(rows) for none
     """
 
     plan: Decomposition
@@ -56,7 +56,7 @@ class Partials:
 
 
 class DecomposedAttention:
-    """See `Attention`. `plan` maps lengths and window to rows; without one, the cheapest."""
+    """Decomposed attention. plan: maps lengths and window to rows; default: the cheapest."""
 
     def __init__(self, cache: PagedKVCache, num_heads: int, plan: Planner | None = None) -> None:
         self.gather = KVGather(cache)
@@ -81,14 +81,14 @@ class DecomposedAttention:
         keys, values = call.kv.keys, call.kv.values
         copies = self._copies(q, call)
         out, log_total = _softmax(_scores(copies, keys).add_(call.mask), values)
-        # A weight of 0 does not hide the NaN of a neighbour.
+        # A weight of 0 does not hide NaN of another sequence in the row.
         if call.plan.num_slots > 1 and not bool(torch.isfinite(out).all()):
             out, log_total = _isolated(_scores(copies, keys), values, call)
         shape = (self._num_kv_heads, -1, self._group_size)
         return Partials(out.float().view(*shape, q.shape[-1]), log_total.view(shape))
 
     def _copies(self, q: torch.Tensor, call: DecomposedCall) -> torch.Tensor:
-        """Scaled queries, [num_kv_heads, num_rows, num_slots * window * group, head_dim]."""
+        """Return scaled queries, [num_kv_heads, num_rows, num_slots * window * group, head_dim]."""
         copies = q.index_select(0, call.queries).mul_(q.shape[-1] ** -0.5)
         heads = (self._num_kv_heads, self._group_size, q.shape[-1])
         return copies.view(call.plan.num_rows, -1, *heads).permute(2, 0, 1, 3, 4).flatten(2, 3)
@@ -131,7 +131,7 @@ class DecomposedAttention:
     def _columns(
         self, batch: RaggedBatch, seqs: IntArray, plan: Decomposition
     ) -> tuple[IntArray, IntArray, IntArray]:
-        """[num_rows, row_length] each: cache slots, positions, and slots of the row (-1: none)."""
+        """Return cache slots, positions, row slots (-1: none), each [num_rows, row_length]."""
         first = plan.slot == 0
         firsts = self.gather.slots(batch, seqs[plan.request[first]], plan.start[first])
         cache_slots = np.repeat(firsts[:, None], plan.row_length, axis=1)
@@ -147,13 +147,12 @@ class DecomposedAttention:
 
 
 def as_many_rows(lengths: list[int], window: int) -> Decomposition:
-    """Spin's setting (section V-A): as many rows B as requests, whatever the copies of the window
-    cost."""
+    """Plan as many rows B as requests: Spin's setting (section V-A)."""
     return decompose(lengths, len(lengths))
 
 
 def merge(partials: Partials, targets: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """[num_kv_heads, num_rows, group, head_dim]: softmax over all keys that a row's parts saw.
+    """Merge partial results of each row to [num_kv_heads, num_rows, group, head_dim].
 
     With d_k the denominator of piece k and o_k its result: Σ d_k o_k / Σ d_k, all d_k divided by
     the largest first. targets: [num_partials] int64, the row of each. Overwrites `partials`.
@@ -167,7 +166,7 @@ def merge(partials: Partials, targets: torch.Tensor, num_rows: int) -> torch.Ten
 
 
 def relative_totals(log_total: torch.Tensor, targets: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Each partial result's denominator over the largest of its row; shaped like `log_total`."""
+    """Return each denominator relative to the largest of its row; shaped like `log_total`."""
     kv_heads, _, group = log_total.shape
     top = log_total.new_full((kv_heads, num_rows, group), -torch.inf)
     top.scatter_reduce_(1, targets[None, :, None].expand_as(log_total), log_total, "amax")
@@ -179,7 +178,7 @@ def _scores(copies: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 
 def _softmax(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Results and logarithms of denominators; rows that see nothing get 0 and a very small one.
+    """Return results and log denominators; rows without visible keys get 0 and a tiny one.
 
     scores: [..., num_queries, num_keys] float32, overwritten; values: [..., num_keys, head_dim].
     """
@@ -194,7 +193,7 @@ def _softmax(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, 
 def _isolated(
     scores: torch.Tensor, values: torch.Tensor, call: DecomposedCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`_softmax` slot by slot, each of which meets no other's numbers, not even times 0."""
+    """Apply `_softmax` slot by slot, without multiplying another slot's values by 0."""
     parts = []
     num_slots = call.plan.num_slots
     for own_scores, mask in zip(

@@ -1,7 +1,7 @@
-"""Packed attention: every sequence brings its own keys and values, and no row is padded.
+"""Packed attention: batches of sequences of equal size, without padded rows.
 
-Sequences with as many query rows and as many blocks go through one call together. The query heads
-that share a key-value head become rows of one matrix, so that it is read once for all of them.
+Sequences with equal numbers of query rows and blocks share a call. The query heads of a KV head
+become rows of one matrix, so that it is read once for all of them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from penstock.engine.batch import IntArray, RaggedBatch
 from penstock.engine.gather import Gathered, KVGather, seen
 from penstock.engine.kv_cache import PagedKVCache
 
-# Beyond this, rows fill a matrix product without the help of other heads, and folding the heads
-# would only multiply the mask.
+# More rows fill a matrix product without folding heads, which would multiply the mask.
 _MAX_FOLDED_QUERIES = 32
-# What is gathered should still be in the processor's cache when it is multiplied. On a GPU a call
-# costs more than reading twice.
+# Gathered keys and values should fit a CPU's cache; on a GPU fewer calls matter more.
 _MAX_GATHERED_BYTES = 2 << 20
 _MAX_GATHERED_BYTES_ON_GPU = 256 << 20
 
@@ -29,12 +27,11 @@ _MAX_GATHERED_BYTES_ON_GPU = 256 << 20
 class _Group:
     """Sequences that attend in one call.
 
-    rows: where their rows lie once the batch's rows are in group order
-    kv:   a row for each sequence, as long as the longest of them or as the window lets it see; they
-          differ by less than a block, and a shorter one ends in repetitions of its own first slot,
-          so that it cannot meet another one's numbers
+    rows: their rows in group order
+    kv:   a row per sequence, as long as the longest or the window; lengths differ by less than a
+          block, and shorter rows end in repetitions of their first slot
     mask: added to the scores, [1, num_seqs, num_queries * heads of a group, context], or
-          [num_queries, context] for a chunk; None where nothing but causality hides a key
+          [num_queries, context] for a chunk; None if no key is hidden except by causality
     """
 
     rows: slice
@@ -48,9 +45,9 @@ class _Group:
 class PackedMetadata:
     """Groups, in the order of their rows.
 
-    folded: few query rows for each sequence; their heads are folded into rows
-    chunks: many, of one sequence each
-    order:  [num_tokens] int64, rows in group order, and inverse, back; None if in order.
+    folded: groups with few query rows per sequence, whose heads are folded into rows
+    chunks: groups of one sequence with many query rows
+    order, inverse: [num_tokens] int64, permutation to group order and back; None if in order
     """
 
     folded: list[_Group]
@@ -60,7 +57,7 @@ class PackedMetadata:
 
 
 class PackedAttention:
-    """See `Attention`."""
+    """Packed attention; see `Attention`."""
 
     def __init__(self, cache: PagedKVCache, num_heads: int) -> None:
         self._num_kv_heads = cache.num_kv_heads
@@ -84,7 +81,7 @@ class PackedAttention:
                 members[-1].append(i)
             else:
                 members.append([i])
-        # Few rows move where groups stand as their first sequences do: none, if all are single.
+        # In the order of first sequences few rows move.
         members.sort(key=lambda group: (num_queries[group[0]] > _MAX_FOLDED_QUERIES, group[0]))
         seqs = [i for group in members for i in group]
         spans = [_span(batch.seq_lens[m], num_queries[m[0]], window) for m in members]
@@ -116,10 +113,9 @@ class PackedAttention:
         return out if metadata.inverse is None else out.index_select(0, metadata.inverse)
 
     def _attend_folded(self, q: torch.Tensor, layer: int, groups: list[_Group]) -> torch.Tensor:
-        """q: [rows of the groups, num_heads, head_dim]; returns the same shape.
+        """Attend all folded groups. q, result: [rows of the groups, num_heads, head_dim].
 
-        For a small model the time of a call is mostly that of its operations' overhead, so all
-        groups share what need not be done for each.
+        Groups share reshapes and permutations: overhead dominates in small models.
         """
         heads = (self._num_kv_heads, self._group_size, self._head_dim)
         by_head = q.view(-1, *heads).permute(1, 0, 2, 3).reshape(heads[0], -1, heads[2])
@@ -142,7 +138,6 @@ class PackedAttention:
         return out.view(heads[0], -1, *heads[1:]).permute(1, 0, 2, 3).reshape(q.shape)
 
     def _attend_chunk(self, q: torch.Tensor, layer: int, group: _Group) -> torch.Tensor:
-        """q: [num_queries, num_heads, head_dim]; returns the same shape."""
         self.gather.fill(layer, group.kv)
         grouped = q.view(-1, self._num_kv_heads, self._group_size, self._head_dim)
         heads = (-1, self._group_size, -1, -1)
@@ -156,14 +151,13 @@ class PackedAttention:
         return out.permute(2, 0, 1, 3).reshape(q.shape)
 
     def _most_together(self, num_queries: int, num_blocks: int) -> int:
-        """Sequences of that shape in one call."""
         if num_queries > _MAX_FOLDED_QUERIES:
             return 1
         per_seq = num_blocks * self._block_size * self.gather.bytes_per_token
         return max(1, self._most_bytes // per_seq)
 
     def _heads_at_once(self, num_slots: int, num_queries: int) -> int:
-        """KV heads to gather for one call; chunks of prompts bring work enough for all."""
+        """Return the KV heads to gather at a time; all for chunks of prompts."""
         if num_queries > _MAX_FOLDED_QUERIES:
             return self._num_kv_heads
         fit = self._most_bytes * self._num_kv_heads // (num_slots * self.gather.bytes_per_token)
@@ -181,7 +175,7 @@ class PackedAttention:
         span: range,
         window: int | None,
     ) -> _Group:
-        """span: positions that any of them sees."""
+        """Build a group. span: positions visible to any of its sequences."""
         seq_lens = batch.seq_lens[seqs]
         shortest, context = int(seq_lens.min()), span.stop
         blocks = slice(span.start // self._block_size, -(-context // self._block_size))
@@ -215,6 +209,6 @@ class PackedAttention:
 
 
 def _span(seq_lens: IntArray, num_queries: int, window: int | None) -> range:
-    """Positions that some row of these sequences sees, each of which brings so many rows."""
+    """Return the positions visible to the last `num_queries` rows of any sequence."""
     first = 0 if window is None else max(0, int(seq_lens.min()) - num_queries + 1 - window)
     return range(first, int(seq_lens.max()))

@@ -1,4 +1,4 @@
-"""The obviously right one: sequence by sequence, in float32, with nothing clever."""
+"""Reference attention: sequence by sequence, in float32, without optimizations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.engine.kv_cache import PagedKVCache
 
 
 class ReferenceAttention:
-    """What the other backends are compared with."""
+    """Reference for tests of the other implementations."""
 
     def __init__(self, cache: PagedKVCache, num_heads: int) -> None:
         self._cache = cache
@@ -35,7 +35,6 @@ class ReferenceAttention:
     def _attend_one(
         self, q: torch.Tensor, layer: int, batch: RaggedBatch, index: int, window: int | None
     ) -> torch.Tensor:
-        """q: [num_queries, num_heads, head_dim], the rows of sequence `index`."""
         seq_len = int(batch.seq_lens[index])
         num_blocks = -(-seq_len // self._cache.block_size)
         blocks = torch.from_numpy(batch.block_tables[index, :num_blocks]).long().to(q.device)

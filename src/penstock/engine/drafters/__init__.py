@@ -1,1 +1,1 @@
-"""Drafters: models with their own paged KV, and n-gram look-up, behind one interface."""
+"""Drafters: models with their own paged KV cache, and look-up, behind one interface."""

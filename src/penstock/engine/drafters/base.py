@@ -1,4 +1,4 @@
-"""What the executor, and a draft server's sessions, ask of any drafter."""
+"""Interface of drafters in this process."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from penstock.engine.sequences import TokenBuffer
 
 
 class LocalDrafter(ABC):
-    """A drafter in this process. runner: the model that it drafts with, if it is one."""
+    """A drafter in this process. runner: of its model, if any."""
 
     name: str
     runner: ModelRunner | None = None
 
     @abstractmethod
     def draft(self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]) -> Drafts:
-        """Carry out the orders as one batch; `texts` are their requests' known tokens."""
+        """Draft for the orders as one batch. texts: their requests' known tokens."""
 
     @abstractmethod
     def replay(
         self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]
     ) -> tuple[Replayed, ...]:
-        """Read verified text without drafting, and where an order says so count the output tokens
-        that the drafter's own first guess, behind the true text, would have been. An output token
-        is counted once; those of a `ratio` request are not: what makes its evidence unbiased, the
-        target's probabilities, is gone by then."""
+        """Read verified text without drafting, and count the tokens predicted if an order asks.
+
+        Each output token counts once; those of `ratio` requests do not: unbiased evidence would
+        need the target's probabilities."""
 
     def learn(self, sampling: SamplingParams, draft: Draft, verdict: Verdict) -> None:  # noqa: B027
-        """A draft of its own was verified."""
+        """Learn from the verdict on a draft of this drafter."""
 
     def drop_table(self, request_id: str) -> None:  # noqa: B027
-        """The scheduler took the request's KV in this drafter away."""
+        """Drop the block table of a request whose KV the scheduler freed."""
 
     @abstractmethod
     def forget(self, request_id: str) -> None:
-        """The request is over."""
+        """Drop all state of a finished request."""
 
     @property
     def timed(self) -> LocalDrafter:
-        """What a step of it is measured by, where not every step is alike."""
+        """The drafter by which step times are measured."""
         return self
 
     def limit_threads(self, num_threads: int) -> None:
@@ -51,5 +51,5 @@ class LocalDrafter(ABC):
             self.runner.limit_threads(num_threads)
 
     def num_that_fit(self, num_tokens: int) -> int:
-        """Requests of so many tokens that its memory holds."""
+        """Return the number of requests of `num_tokens` tokens that fit the KV cache."""
         return 1 << 30 if self.runner is None else self.runner.num_that_fit(num_tokens)

@@ -1,15 +1,13 @@
-"""A draft that begins as look-up and goes on with a model.
+"""Drafts that start with looked-up tokens and continue with a model.
 
     verified text              look-up             the model
  |--------------------------|-- kept --|.........|-- continues --|
  0                          ^ start    ^ not kept
 
-Look-up costs nothing, so it is asked in every round, and what it proposes is compared with the text
-that comes about whether or not it was drafted. How much of it is kept, and how many tokens the
-model adds, is chosen in every round: whatever promises most tokens per second of the round.
-
-The choice goes by what earlier rounds came to, by lengths and by times, never by what is sampled in
-this one: in `ratio` mode a sampled token must not be dropped for its value, and none is.
+Look-up is free, so it runs in every step and is compared with the text even if it was not drafted.
+The numbers of kept and guessed tokens are chosen in every step for most tokens per second. The
+choice depends on earlier steps, lengths and times only: dropping a token for its sampled value
+would bias `ratio` mode.
 """
 
 from __future__ import annotations
@@ -28,10 +26,10 @@ from penstock.engine.sequences import TokenBuffer
 
 
 class ChainDrafter(LocalDrafter):
-    """Look-up first, then a model, as if they were one drafter.
+    """Look-up followed by a model, as one drafter.
 
-    Where the model is not asked its KV stays behind, which the draft says (`is_unread`): the order
-    that asks it next has it read everything since, and the looked-up tokens that it continues.
+    A draft without the model is `is_unread`: the model's KV lags, and its next order includes the
+    tokens since, and the looked-up tokens.
     """
 
     def __init__(self, name: str, lookup: LookupDrafter, model: ModelDrafter | TextDrafter) -> None:
@@ -68,7 +66,6 @@ class ChainDrafter(LocalDrafter):
     def replay(
         self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]
     ) -> tuple[Replayed, ...]:
-        """By the model alone, whose KV it is that is prepared."""
         return self._model.replay(orders, texts)
 
     def drop_table(self, request_id: str) -> None:
@@ -80,7 +77,6 @@ class ChainDrafter(LocalDrafter):
         self._evidence.forget(request_id)
 
     def _choose(self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]) -> list[Parts]:
-        """What to take of each source, for all drafts of a round."""
         for text in texts:
             self._evidence.observe(text)
         matches = [self._match(order, text) for order, text in zip(orders, texts, strict=True)]
@@ -92,9 +88,9 @@ class ChainDrafter(LocalDrafter):
         return parts
 
     def _match(self, order: DraftOrder, text: TokenBuffer) -> Match:
-        """What look-up finds that the model can read."""
+        """Return look-up's match up to the first token that the model cannot read."""
         match = self._lookup.match(text, order.max_draft_tokens)
         num_readable = self._model.num_readable
-        # Another request's output may hold what only the target can read.
+        # Another request's output may have tokens that only the target has.
         readable = list(itertools.takewhile(lambda token: token < num_readable, match.token_ids))
         return match._replace(token_ids=readable)

@@ -13,10 +13,11 @@ from penstock.engine.sampling.params import IntArray
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """The tokens of one order, and where they were sampled from: `prob_rows` index the rows of
-    `Drafts.probs`; -1 is a point mass (coupled, greedy or looked-up). is_unread: its drafter's
-    model was not asked, and its KV is as it was. confidences: the drafter's in each token, where it
-    had to know them."""
+    """Draft tokens of one order.
+
+    prob_rows: per token the row of `Drafts.probs`; -1: a point mass (coupled, greedy, looked up).
+    is_unread: the drafter's model did not run, and its KV is unchanged. confidences: per token, if
+    they were computed."""
 
     token_ids: list[int]
     prob_rows: list[int]
@@ -26,8 +27,10 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """The drafts of several orders, in their order. probs: [rows, V] float32 or None. num_steps:
-    that a model took one after the other; None: one for each token of the longest order."""
+    """Drafts of several orders.
+
+    probs: [rows, V] float32 or None. num_steps: sequential steps of the model; None: as many as
+    the longest order has tokens."""
 
     drafts: list[Draft]
     probs: torch.Tensor | None = None
@@ -56,8 +59,7 @@ class DraftBuilder:
         tokens: Sequence[int] | IntArray,
         probs: torch.Tensor | None = None,
     ) -> None:
-        """One more token for each of `jobs` that has one (`NO_TOKEN`), sampled from the rows of
-        `probs` if given."""
+        """Append a token to each of `jobs`, except NO_TOKEN. probs: rows sampled from, if any."""
         for i, (job, token) in enumerate(zip(jobs, tokens, strict=True)):
             if token == NO_TOKEN:
                 continue
@@ -68,7 +70,6 @@ class DraftBuilder:
             self._num_probs += probs.shape[0]
 
     def drop_last(self, job: int) -> None:
-        """Of the token that was added last to a draft."""
         for values in (self.token_ids, self.prob_rows, self.confidences):
             del values[job][-1:]
 

@@ -1,4 +1,4 @@
-"""Drafting by look-up: what followed the last time that the text ended as it does now."""
+"""N-gram look-up: drafts of the tokens that followed the text's last n-gram before."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from penstock.engine.drafters.drafts import Draft, Drafts
 from penstock.engine.sequences import TokenBuffer
 
 LONGEST_MATCH = 32
-"""Tokens up to which a match is followed back."""
+"""Most tokens compared of a match: longer ones count the same."""
 
 
 class Match(NamedTuple):
-    """What followed a place that reads like the end of a text: draft tokens, and how many tokens
-    before it are the same. is_own: the place is in the same text."""
+    """Draft tokens, with the number of equal tokens before them. is_own: from the same text."""
 
     token_ids: list[int]
     length: int
@@ -27,28 +26,25 @@ NO_MATCH = Match([], 0)
 
 
 class TextIndex(Protocol):
-    """What has been read of one request's text, for look-up."""
+    """Look-up index of one request's text."""
 
-    def __len__(self) -> int:
-        """Tokens that were read."""
-        ...
+    def __len__(self) -> int: ...
 
     def append(self, token_ids: Sequence[int]) -> None:
-        """Read on."""
+        """Append verified tokens."""
         ...
 
     def match(self, num_tokens: int) -> Match:
-        """What may follow, up to so many tokens."""
+        """Propose up to `num_tokens` tokens."""
         ...
 
 
 class NgramIndex:
-    """The n-grams of one request's verified tokens, fed as they come.
+    """N-grams of one request's verified tokens, with a hash-map entry per token and length.
 
-    A token costs one hash-map entry for each n-gram length; memory grows with the context and
-    with nothing else. Drafts are point masses: `ratio` mode verifies them with draft(x) = 1.
+    Drafts are point masses: `ratio` mode verifies them with draft(x) = 1.
 
-    max_ngram, min_ngram: the longest and the shortest suffix that is looked up. Raises ValueError
+    max_ngram, min_ngram: the longest and shortest suffix that is looked up. Raises: ValueError
     unless 1 <= min_ngram <= max_ngram.
     """
 
@@ -60,29 +56,28 @@ class NgramIndex:
             )
         self._lengths = range(max_ngram, min_ngram - 1, -1)
         self._tokens: list[int] = []
-        # Where the last occurrence of an n-gram was followed. The n-gram that ends the text is
-        # entered only when something follows it, so a look-up of the suffix never finds itself.
+        # Position after the last occurrence of an n-gram. The n-gram at the end is entered only
+        # with its next token, so a look-up never finds itself.
         self._followed_at: dict[tuple[int, ...], int] = {}
 
     def __len__(self) -> int:
         return len(self._tokens)
 
     def append(self, token_ids: Iterable[int]) -> None:
-        """Feed verified tokens (the prompt, then what each round emits)."""
+        """Append verified tokens."""
         for token in token_ids:
             for suffix in self._suffixes():
                 self._followed_at[suffix] = len(self._tokens)
             self._tokens.append(token)
 
     def propose(self, num_tokens: int) -> list[int]:
-        """The tokens of `match`."""
+        """Return the tokens of `match`."""
         return self.match(num_tokens).token_ids
 
     def match(self, num_tokens: int) -> Match:
-        """Up to ``num_tokens`` draft tokens: what followed the longest suffix's last occurrence.
+        """Return the tokens after the longest suffix's last occurrence, or NO_MATCH.
 
-        A match that runs into the end of the text goes on through the proposal itself. Empty if
-        no suffix occurred before.
+        A match that reaches the end of the text continues periodically.
         """
         for suffix in self._suffixes():
             start = self._followed_at.get(suffix)
@@ -99,7 +94,7 @@ class NgramIndex:
 
 
 def num_equal(tokens: Iterable[int], others: Iterable[int]) -> int:
-    """Tokens that two texts have in common at their beginning."""
+    """Return the length of the common prefix."""
     num = 0
     for token, other in zip(tokens, others, strict=False):
         if token != other:
@@ -109,14 +104,14 @@ def num_equal(tokens: Iterable[int], others: Iterable[int]) -> int:
 
 
 class LookupDrafter(LocalDrafter):
-    """An index for every request."""
+    """N-gram drafter, with an index per request."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._indices: dict[str, NgramIndex] = {}
 
     def match(self, text: TokenBuffer, num_tokens: int) -> Match:
-        """What may follow a request's text, up to so many tokens."""
+        """Propose up to `num_tokens` tokens after a request's text."""
         index = self._index(text)
         index.append(text.tokens(len(index), text.length))
         return index.match(num_tokens)
@@ -146,7 +141,7 @@ class LookupDrafter(LocalDrafter):
         return Replayed(order.request_id, order.epoch, self.name, num_tokens, num_matched)
 
     def index_of(self, request_id: str) -> NgramIndex:
-        """Of what has been read of a request."""
+        """Return a request's index."""
         return self._indices.setdefault(request_id, NgramIndex())
 
     def _index(self, text: TokenBuffer) -> TextIndex:

@@ -1,4 +1,4 @@
-"""A small model as a drafter: catch up with the verified text, then draft token by token."""
+"""Small model as a drafter: reads the verified text, then drafts token by token."""
 
 from __future__ import annotations
 
@@ -21,22 +21,20 @@ from penstock.engine.sampling.params import BoolArray, IntArray
 from penstock.engine.sequences import BlockTables, SamplingTable, TokenBuffer
 
 MOST_EVALUATED = 256
-"""Tokens of one replay that are evaluated, the latest ones: each needs a row of logits."""
+"""Limit of the tokens of a replay that are evaluated: each needs a row of logits."""
 
 
 class Readable(Protocol):
-    """A text that a drafter can read."""
+    """Source of token ids by position."""
 
-    def tokens(self, start: int, end: int) -> list[int]:
-        """Token ids of some positions."""
-        ...
+    def tokens(self, start: int, end: int) -> list[int]: ...
 
 
 class ModelDrafter(LocalDrafter):
-    """Drafts for many requests at once, each with its own paged KV.
+    """Drafts for a batch of requests with paged KV.
 
-    A `coupled` or greedy request gets the drafter's guess at the target's own sample, under the
-    same noise; a `ratio` request gets samples with the distributions they came from.
+    `coupled` and greedy requests get predictions of the target's samples under the same noise,
+    `ratio` requests get samples with their distributions.
     """
 
     def __init__(
@@ -46,7 +44,7 @@ class ModelDrafter(LocalDrafter):
         max_model_len: int,
         vocab: int | None = None,
     ) -> None:
-        """vocab: of the target, if it may be another; tokens beyond it are never drafted."""
+        """Create the drafter. vocab: size of the target's, if it differs; a limit of drafts."""
         self.name = name
         self.runner: ModelRunner = runner
         self._vocab = runner.config.vocab_size if vocab is None else vocab
@@ -55,11 +53,11 @@ class ModelDrafter(LocalDrafter):
         self._sampling = SamplingTable()
         self._calibrations = Calibrations()
         self._foreseen: dict[str, tuple[int, int]] = {}
-        """By request: the position up to which its text was evaluated, and the guess at it."""
+        """By request: the first position not evaluated, and the prediction for it."""
 
     @property
     def num_readable(self) -> int:
-        """Token ids that it can read, from 0 on."""
+        """Number of token ids, from 0, that the model can read."""
         return self.runner.vocab_size
 
     def limit_vocab(self, size: int) -> None:
@@ -69,8 +67,9 @@ class ModelDrafter(LocalDrafter):
     def read(
         self, orders: Sequence[DraftOrder], texts: Sequence[Readable], num_logits: Sequence[int]
     ) -> torch.Tensor:
-        """Compute the orders' tokens of their texts, in one batch. Returns the logits of the last
-        num_logits[i] of each, [rows, tokens that may be drafted]."""
+        """Compute the orders' tokens in one batch.
+
+        Returns the logits of the last num_logits[i] of each, [rows, tokens that may be drafted]."""
         self._extend_tables(orders)
         reach = max(o.start + o.num_catch_up_tokens for o in orders) + 1
         return self._logits(self._catch_up(orders, texts, num_logits, reach))
@@ -81,7 +80,7 @@ class ModelDrafter(LocalDrafter):
         params, ratio = self._sampling.of(list(texts))
         reach = max(o.start + o.num_catch_up_tokens + max(o.max_draft_tokens, 1) for o in orders)
         first = self._catch_up(orders, texts, [int(o.max_draft_tokens > 0) for o in orders], reach)
-        # Of the whole draft, whoever has foreseen its first tokens: noise is fresh in every draft.
+        # Starts of whole drafts, including foreseen tokens: noise depends on the draft.
         starts = np.array([t.length for t in texts], dtype=np.int64)
         knows_all = self._num_guessed == self.runner.config.vocab_size
         drafts = None
@@ -91,13 +90,13 @@ class ModelDrafter(LocalDrafter):
         if drafts is None:
             drafts = self._draft_stepwise(orders, texts, first, limits, params, ratio, starts, stop)
         if stop is not None:
-            # One that has ended by itself has sampled a token more than it has.
+            # A draft that ended early has sampled one token more than it has.
             longest = max(len(d.token_ids) for d in drafts.drafts)
             drafts = replace(drafts, num_steps=min(int(limits.max()), longest + 1))
         missing = self._vocab - self._num_guessed
         if drafts.probs is None or not missing:
             return drafts
-        # What it cannot draft has probability 0 with it.
+        # Tokens that it cannot draft have probability 0.
         return replace(drafts, probs=torch.nn.functional.pad(drafts.probs, (0, missing)))
 
     def replay(
@@ -107,7 +106,7 @@ class ModelDrafter(LocalDrafter):
         ends = [o.start + o.num_catch_up_tokens for o in orders]
         firsts = [
             min(end, max(o.start, t.request.prompt_len - 1, end - MOST_EVALUATED))
-            # What a grammar let through where the text was shorter is not known any more.
+            # A grammar's masks of earlier positions are not known.
             if o.evaluate and not t.is_ratio and t.grammar is None
             else end
             for o, t, end in zip(orders, texts, ends, strict=True)
@@ -121,7 +120,7 @@ class ModelDrafter(LocalDrafter):
         )
 
     def extend(self, order: DraftOrder) -> None:
-        """Note the blocks of an order whose work is not done here."""
+        """Add the blocks of an order that is not computed."""
         self._tables.extend(order.request_id, order.epoch, order.new_blocks)
 
     def learn(self, sampling: SamplingParams, draft: Draft, verdict: Verdict) -> None:
@@ -143,7 +142,7 @@ class ModelDrafter(LocalDrafter):
         texts: Sequence[TokenBuffer],
         ends: Sequence[int],
     ) -> list[IntArray]:
-        """What the drafter takes the token behind each row of logits to be, by order."""
+        """Predict the token after each row of logits, by order."""
         logits = self._logits(batch)
         positions = batch.positions[batch.logits_rows].astype(np.int64) + 1
         params = self._sampling.of(list(texts))[0].take(np.arange(len(texts)).repeat(counts))
@@ -156,7 +155,7 @@ class ModelDrafter(LocalDrafter):
     def _compare(
         self, order: DraftOrder, text: TokenBuffer, first: int, guesses: IntArray
     ) -> Replayed:
-        """Count the guesses that are right; the last is at a token that is not known yet."""
+        """Count the right predictions; the last one is of a token not known yet."""
         if not len(guesses):
             return Replayed(order.request_id, order.epoch, self.name)
         end = first + len(guesses)
@@ -171,7 +170,7 @@ class ModelDrafter(LocalDrafter):
         return Replayed(order.request_id, order.epoch, self.name, num_tokens, num_matched)
 
     def _stop(self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]) -> Stop | None:
-        """None where no draft may end before its limit: then nobody need know confidences."""
+        """Return the stopping rule; None if no draft may end before its limit."""
         if not any(o.min_survival for o in orders):
             return None
         found = [self._calibrations.of(t.request.sampling, is_drawn=t.is_ratio) for t in texts]
@@ -248,7 +247,6 @@ class ModelDrafter(LocalDrafter):
                 self._sample(builder, jobs[part], rows, *own)
 
     def _logits(self, batch: RaggedBatch) -> torch.Tensor:
-        """Of the tokens that the target has, too."""
         logits = self.runner.forward(batch)
         if logits.shape[-1] == self._num_guessed:
             return logits
@@ -265,8 +263,7 @@ class ModelDrafter(LocalDrafter):
         num_logits: Sequence[int],
         reach: int,
     ) -> RaggedBatch:
-        """`num_logits`: of each order's last rows; `reach`: behind the last position that the
-        block tables must hold."""
+        """Build the batch of the orders. num_logits: per order. reach: end of the block tables."""
         writer = BatchWriter()
         for order, text, wanted in zip(orders, texts, num_logits, strict=True):
             tokens = text.tokens(order.start, order.start + order.num_catch_up_tokens)
@@ -299,8 +296,7 @@ def _change(
     ends: IntArray,
     builder: DraftBuilder,
 ) -> None:
-    """Logits as the target's are changed: a row of each job, behind its text up to its end, and its
-    draft."""
+    """Apply penalties, biases and grammars to the rows of jobs after their texts and drafts."""
     parts = []
     for job in jobs.tolist():
         text = texts[job]
@@ -310,7 +306,7 @@ def _change(
 
 
 def _changed_until(num_rows: int, text: TokenBuffer, end: int) -> Changed:
-    """Rows behind a written text, the last of them behind its first `end` tokens."""
+    """Describe rows at consecutive positions of a text, of which the last is after `end` tokens."""
     request, so_far = text.request, None
     if num_rows and request.sampling.reads_tokens:
         stops = sorted(request.stop_token_ids)
@@ -321,7 +317,7 @@ def _changed_until(num_rows: int, text: TokenBuffer, end: int) -> Changed:
 def _confidences(
     logits: torch.Tensor, rows: SamplingRows, token_ids: Sequence[int], drawn: BoolArray
 ) -> Floats:
-    """As `NativeDraft.confidences`: [rows]."""
+    """Return confidences as of `NativeDraft.confidences`: [rows]."""
     divisor = torch.from_numpy(np.where(rows.greedy, 1.0, rows.temperature)).float()
     probs = (logits / divisor.to(logits.device).unsqueeze(-1)).softmax(dim=-1)
     chosen = probs.gather(-1, torch.tensor(token_ids, device=logits.device).unsqueeze(-1))

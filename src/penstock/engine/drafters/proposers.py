@@ -1,4 +1,4 @@
-"""What sessions draft with: the live engine's drafters, and blocks for what each session reads."""
+"""Proposers of draft servers' sessions: drafters with their own KV blocks."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ from penstock.engine.sampling.params import IntArray
 
 _CHUNK = 256
 _CHUNK_AHEAD = 64
-"""Tokens of one text that are read in a step, so that a long one does not hold up the others."""
+"""Tokens of one text that are read in a step, so that a long one does not delay the others."""
 
 _NEVER = -1e30
-"""Logit of what may not be guessed; finite, at any temperature."""
+"""Logit of a barred token; stays finite at any temperature."""
 
 Quantise = Callable[[torch.Tensor], list[TopWeights]]
-"""Truncated integer distributions of draft_probs [rows, V] float32."""
+"""Maps probabilities [rows, V] float32 to truncated integer distributions."""
 
 
 class ModelProposer:
-    """A small model. Its KV cache belongs to the sessions that were used last; others lose theirs
-    when it is full, and are read again when their turn comes.
+    """Proposer with a small model, whose KV cache evicts the least recently used sessions.
 
     quantise: makes the distributions that `ratio` drafts are sampled from
     """
@@ -91,7 +90,7 @@ class ModelProposer:
     def _take_blocks(
         self, sessions: Sequence[Session], ahead: bool
     ) -> list[tuple[Session, DraftOrder]]:
-        """The sessions for which there is memory now, and what of each is to be computed."""
+        """Return the sessions that have KV memory, with their orders."""
         taken: list[tuple[Session, DraftOrder]] = []
         spared: set[str] = set()
         for session in sessions:
@@ -102,7 +101,7 @@ class ModelProposer:
             spared.add(session.kv_key)
             blocks = self._kv.grow(session.kv_key, end, None if ahead else spared)
             if blocks is None:
-                # Whoever is in this step goes first; alone, there will never be room.
+                # Retried after this step's sessions; stuck if it is alone.
                 session.is_stuck = ahead or not taken
                 continue
             name, num_tokens = self._drafter.name, end - start
@@ -113,7 +112,7 @@ class ModelProposer:
     # --- sampling -------------------------------------------------------------------------------
 
     def _guess(self, sessions: Sequence[Session], logits: torch.Tensor) -> list[Guess | None]:
-        """None where logits are not finite."""
+        """Guess a token per session; None if its logits are not finite."""
         rows = SamplingRows.of([s.sampling for s in sessions])
         positions = np.array([s.length for s in sessions], dtype=np.int64)
         starts = np.array([s.draft_start for s in sessions], dtype=np.int64)
@@ -139,7 +138,6 @@ class ModelProposer:
     def _foresee(
         self, logits: torch.Tensor, rows: SamplingRows, positions: IntArray
     ) -> list[Guess | None]:
-        """Guesses at the target's own samples, under the same noise."""
         tokens = self._drafter.runner.sample(logits, rows, positions)
         divisor = torch.from_numpy(np.where(rows.greedy, 1.0, rows.temperature)).float()
         scores = logits / divisor.to(logits.device).unsqueeze(-1)
@@ -153,8 +151,9 @@ class ModelProposer:
     def _draw(
         self, logits: torch.Tensor, rows: SamplingRows, positions: IntArray, starts: IntArray
     ) -> list[Guess | None]:
-        """Samples from truncated distributions. Confidence is that in the likeliest token: it must
-        not depend on which one is drawn."""
+        """Sample from truncated distributions.
+
+        The confidence is the likeliest token's, as it must not depend on the sample."""
         probs = filtered_probs(logits, rows)
         finite = probs.sum(dim=-1).isfinite().cpu().numpy()
         if not finite.all():
@@ -173,10 +172,7 @@ class ModelProposer:
 
 
 class LookupProposer:
-    """What followed the last time that a request's text ended as it does now.
-
-    weight_sum: of a distribution's integer weights; here all of it is on one token
-    """
+    """Proposer by n-gram look-up. weight_sum: of a distribution, all on one token."""
 
     def __init__(self, vocab_size: int, weight_sum: int) -> None:
         self._vocab_size = vocab_size
@@ -196,10 +192,10 @@ class LookupProposer:
         return 0.0
 
     def limit_vocab(self, size: int) -> None:
-        """Only what is in the text is guessed."""
+        """Do nothing: guesses come from the text."""
 
     def cut(self, session: Session, length: int) -> None:
-        """Only verified text is ever looked at."""
+        """Do nothing: the index has verified text only."""
 
     def forget(self, session: Session) -> None:
         self._drafter.forget(session.key)
@@ -209,7 +205,7 @@ class LookupProposer:
         return False
 
     def fork(self, session: Session, branch: Session) -> None:
-        """There are no other lines."""
+        """Do nothing: there are no branches."""
 
     def propose(self, sessions: Sequence[Session], *, ahead: bool) -> None:
         for session in sessions:

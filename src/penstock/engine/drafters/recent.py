@@ -1,4 +1,4 @@
-"""KV of texts that no scheduler keeps blocks for: a cache, of those that were used last."""
+"""KV cache of texts without scheduled blocks, with least-recently-used eviction."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from penstock.engine.drafters.model import ModelDrafter
 
 @dataclass(slots=True)
 class CachedText:
-    """What of a text is in the KV cache: its first `num_computed` tokens, in these blocks, of which
-    the drafter's table lists the first. is_branch: it leaves another text, and goes first where
-    memory is short."""
+    """Blocks of a text.
+
+    num_computed: its tokens in the cache. num_listed: blocks in the drafter's table. is_branch:
+    forked from another text, and evicted first."""
 
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
@@ -23,8 +24,7 @@ class CachedText:
 
 
 class RecentKv:
-    """The KV cache of one model. It belongs to the texts that were used last; others lose theirs
-    when it is full, and are read again when their turn comes."""
+    """KV cache of one model, which evicts the least recently used texts."""
 
     def __init__(self, drafter: ModelDrafter) -> None:
         runner = drafter.runner
@@ -33,13 +33,13 @@ class RecentKv:
         self._texts: OrderedDict[str, CachedText] = OrderedDict()
 
     def of(self, key: str) -> CachedText:
-        """Of a text that is used now."""
+        """Return a text's entry and mark it as used."""
         cached = self._texts.setdefault(key, CachedText())
         self._texts.move_to_end(key)
         return cached
 
     def cut(self, key: str, length: int) -> None:
-        """What is beyond so many tokens of a text is void."""
+        """Invalidate the tokens of a text from `length` on."""
         cached = self._texts.get(key)
         if cached is not None:
             cached.num_computed = min(cached.num_computed, length)
@@ -47,8 +47,10 @@ class RecentKv:
     def grow(
         self, key: str, num_tokens: int, spared: Container[str] | None
     ) -> tuple[int, ...] | None:
-        """Have room for so many tokens of a text: the blocks that its table lacks, or None where
-        there is no memory. spared: all other texts may lose theirs; None: none may."""
+        """Allocate blocks for `num_tokens` tokens of a text, evicting all texts but `spared`.
+
+        Returns the blocks that its table lacks; None if memory is short. spared: None: evict none.
+        """
         cached = self._texts[key]
         missing = max(0, self.pool.blocks_for(num_tokens) - len(cached.blocks))
         if spared is not None:
@@ -61,8 +63,9 @@ class RecentKv:
         return unlisted
 
     def fork(self, key: str, branch: str, num_tokens: int) -> None:
-        """A new text has its first `num_tokens` tokens in common with another one. Full blocks are
-        shared; the rest it reads again, the last token in any case."""
+        """Start a text that shares `num_tokens` tokens with another.
+
+        Full blocks are shared; the rest, at least the last token, is computed again."""
         own = self._texts.get(key)
         if own is None:
             return
@@ -73,15 +76,14 @@ class RecentKv:
         self._texts[branch] = CachedText(num_computed, blocks, is_branch=True)
 
     def evict(self, key: str) -> None:
-        """Drop what there is of a text."""
+        """Free the blocks of a text."""
         cached = self._texts.pop(key, None)
         if cached is not None:
             self.pool.free(cached.blocks)
             self._drafter.drop_table(key)
 
     def _make_room(self, num_blocks: int, spared: Container[str]) -> None:
-        """Evict texts, branches before others and the least recently used first, until so many
-        blocks are free."""
+        """Evict texts until `num_blocks` are free: branches first, then the least recently used."""
         keys = [k for k in self._texts if k not in spared]
         for key in sorted(keys, key=lambda k: not self._texts[k].is_branch):
             if self.pool.can_allocate(num_blocks):

@@ -1,4 +1,4 @@
-"""What look-up and a model are worth to a draft that both can make, and what to take of each."""
+"""Choice of the numbers of looked-up and model tokens in a draft, by learned acceptance."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ FloatArray = npt.NDArray[np.float64]
 _MODEL = "model"
 _SAVING_DISCOUNT = 0.999
 _SAVING_STRENGTH = 16.0
-"""Tokens of a request that say as much of it as all requests do."""
+"""Weight of the mean of all requests, in tokens of a request: a choice, as is the discount."""
 _NEVER = 1e9
-"""Tokens that a draft which is not allowed is short of."""
+"""Penalty in tokens of a draft that is not allowed."""
 
 
 class Parts(NamedTuple):
-    """What a draft is made of: `num_kept` tokens of look-up's match, then `num_guessed` of the
-    model."""
+    """Parts of a draft: `num_kept` looked-up tokens, then `num_guessed` tokens of the model."""
 
     match: Match
     num_kept: int
     num_guessed: int
 
     def behind_look_up(self, order: DraftOrder) -> DraftOrder:
-        """The model's part of an order. What was looked up is text to it. It drafts to its end:
-        evidence is of whole parts."""
+        """Return the model's order, to which looked-up tokens are text.
+
+        It has no early stop: evidence needs whole parts."""
         return order._replace(
             num_catch_up_tokens=order.num_catch_up_tokens + self.num_kept,
             max_draft_tokens=self.num_guessed,
@@ -44,7 +44,7 @@ class Parts(NamedTuple):
 
 
 class _Drafted(NamedTuple):
-    """A draft behind `start` known tokens."""
+    """A draft after `start` known tokens."""
 
     start: int
     parts: Parts
@@ -53,19 +53,17 @@ class _Drafted(NamedTuple):
 
 @dataclass(slots=True)
 class _Saving:
-    """What the model saves beside look-up alone, once it has read the text: seconds, by the tokens
-    that look-up alone would have given in the same rounds."""
+    """Seconds that the model saves against look-up alone, and the tokens of look-up alone."""
 
     seconds: float = 0.0
     tokens: float = 0.0
 
     def note(self, seconds_each: float, tokens: float) -> None:
-        """Of a round."""
         self.seconds = _SAVING_DISCOUNT * self.seconds + seconds_each * tokens
         self.tokens = _SAVING_DISCOUNT * self.tokens + tokens
 
     def mean(self, prior: float | None = None) -> float:
-        """Seconds a token. prior: what is expected of it, worth a number of tokens"""
+        """Return seconds per token. prior: has the weight of _SAVING_STRENGTH tokens."""
         if prior is None:
             return self.seconds / self.tokens
         total = self.seconds + prior * _SAVING_STRENGTH
@@ -73,11 +71,10 @@ class _Saving:
 
 
 class SourceEvidence:
-    """Acceptance by source: of look-up by how long the match was, that much longer at each token
-    that was right; of the model along its part of the draft. Of each request, beside all requests.
+    """Acceptance rates by request and source: look-up by length of match, and the model.
 
-    What a draft came to is read off the text behind it: a token was accepted if it is there. That
-    holds in `ratio` mode as well, where what is put in a rejected token's place is another.
+    A token counts as accepted if the text has it. This holds in `ratio` mode, too, where a rejected
+    token is replaced by another one.
     """
 
     def __init__(self) -> None:
@@ -87,11 +84,11 @@ class SourceEvidence:
         self._savings: defaultdict[str, _Saving] = defaultdict(_Saving)
 
     def drafted(self, text: TokenBuffer, parts: Parts, guessed: list[int]) -> None:
-        """A draft behind the text as it is. guessed: the model's tokens"""
+        """Note a draft after the present text. guessed: the model's tokens."""
         self._drafted[text.request.id] = _Drafted(text.length, parts, guessed)
 
     def observe(self, text: TokenBuffer) -> None:
-        """Learn from what has become of the request's last draft, if anything has."""
+        """Learn from the request's last draft, if the text has grown."""
         last = self._drafted.pop(text.request.id, None)
         if last is None or last.start == text.length:
             return
@@ -113,9 +110,9 @@ class SourceEvidence:
     def best_parts(
         self, orders: Sequence[DraftOrder], matches: Sequence[Match], left: Sequence[int]
     ) -> list[Parts]:
-        """The drafts of a round with which it makes most tokens per second. All its requests wait
-        for the model's steps and for each other's rows, so that drafts are chosen together. An
-        order without times has all that look-up has, and of the model the rest.
+        """Choose the drafts of a step jointly, for most tokens per second.
+
+        An order without costs takes all looked-up tokens, and the rest from the model.
 
         left: tokens to each request's end
         """
@@ -135,10 +132,10 @@ class SourceEvidence:
     def _tokens(
         self, order: DraftOrder, costs: RoundCosts, match: Match, num_left: int
     ) -> FloatArray:
-        """Expected tokens of an order's rounds, [kept, guessed], without those of the model where
-        it is not to be asked: while to read what it has not read takes longer than it would save
-        until the end. It may not be needed for an edit, whose first tokens are new. What it saves
-        is reckoned as if all requests drafted alike."""
+        """Return expected tokens of an order, [kept, guessed].
+
+        Only guessed = 0 while the model would take longer to read the unread text than it saves
+        until the request's end. Savings are estimated as if all requests drafted alike."""
         most = order.max_draft_tokens
         mean = self._acceptance.mean
         found = [
@@ -151,14 +148,14 @@ class SourceEvidence:
         saving = self._savings[order.request_id]
         for kind in (saving, self._saving):
             kind.note(each[alone, 0] - best, tokens[alone, 0])
-        # The model's first step reads one token. To have read the others serves all later rounds.
+        # The model's first step reads one token; reading the others serves all later steps.
         reading = costs.num_requests * costs.read * (order.num_catch_up_tokens - 1)
         is_asked = num_left * saving.mean(self._saving.mean()) >= reading
         tokens[np.isinf(each)] = -np.inf
         return tokens if is_asked else tokens[:, :1]
 
     def forget(self, request_id: str) -> None:
-        """The request is over."""
+        """Drop all state of a finished request."""
         self._drafted.pop(request_id, None)
         self._savings.pop(request_id, None)
         self._acceptance.forget(request_id)
@@ -178,11 +175,10 @@ class SourceEvidence:
 
 
 def expected_tokens(found: Sequence[float], guessed: Sequence[float]) -> FloatArray:
-    """Of a round, [kept, guessed]: with so many looked-up tokens and so many of the model, the
-    target's own included.
+    """Return the expected tokens of a step, [kept, guessed], including the target's own.
 
     found: acceptance of each looked-up token; guessed: probability that the model's first 1, 2, …
-    tokens are accepted, once look-up's are
+    tokens are accepted, given that look-up's are
     """
     survival = np.cumprod([1.0, *found])
     looked_up = np.cumsum(survival)
@@ -191,8 +187,7 @@ def expected_tokens(found: Sequence[float], guessed: Sequence[float]) -> FloatAr
 
 
 def round_seconds(costs: RoundCosts, num_found: int, most: int) -> FloatArray:
-    """Of the same rounds, were all requests to draft alike; infinite where a draft would be longer
-    than `most`."""
+    """Return seconds of a step if all requests drafted alike, [kept, guessed]; inf over `most`."""
     kept, guessed = np.arange(num_found + 1)[:, None], np.arange(most + 1)
     rounds = np.append(costs.rounds, np.inf)[np.minimum(kept + guessed, most + 1)]
     reading = costs.num_requests * costs.read * kept * (guessed > 0)
@@ -201,11 +196,11 @@ def round_seconds(costs: RoundCosts, num_found: int, most: int) -> FloatArray:
 
 
 def best_together(tables: Sequence[FloatArray], costs: RoundCosts) -> list[tuple[int, int]]:
-    """For each draft of a round how many tokens to keep and to guess, so that the round makes most
-    tokens per second. The model takes as many steps as the longest guess; whoever guesses less, or
-    nothing, waits for it.
+    """Return (kept, guessed) of each draft of a step, for most tokens per second of the step.
 
-    tables: expected tokens of each draft, [kept, guessed]; minus infinity where one is not allowed
+    The model takes as many steps as the longest guess, for which all requests wait.
+
+    tables: expected tokens of each draft, [kept, guessed]; minus infinity if not allowed
     """
     num, most = len(tables), len(costs.rounds) - 1
     reading = costs.read * costs.num_requests / costs.rounds[0]
@@ -214,13 +209,13 @@ def best_together(tables: Sequence[FloatArray], costs: RoundCosts) -> list[tuple
     for own, tokens in zip(padded, tables, strict=True):
         own[: tokens.shape[0], : tokens.shape[1]] = tokens
     padded -= reading * numbers[:, None] * (numbers > 0)
-    # [draft, rows, guessed]: every draft by the rows that it adds to the target's.
+    # [draft, rows, guessed]: rows are those added to the target's batch.
     kept = numbers[:, None] - numbers
     by_rows = np.where(kept < 0, -np.inf, padded[:, kept, numbers])
-    # [draft, rows, steps]: with at most so many steps of the model.
+    # [draft, rows, steps]: with at most `steps` steps of the model.
     best = np.maximum(np.maximum.accumulate(by_rows, axis=2), -_NEVER)
     each = np.diff(best, axis=1).reshape(num * most, most + 1)
-    # What one row more is worth falls along most drafts: the likeliest first is a good order.
+    # The gain of a row falls along most drafts, so taking the largest first is a good order.
     falling = np.minimum.accumulate(each.reshape(num, most, most + 1), axis=1).reshape(each.shape)
     order = np.argsort(-falling, axis=0, kind="stable")
     gained = np.cumsum(np.take_along_axis(each, order, axis=0), axis=0)
@@ -234,6 +229,6 @@ def best_together(tables: Sequence[FloatArray], costs: RoundCosts) -> list[tuple
 
 
 def _kind(match: Match, position: int) -> str:
-    """Matches of about the same length have the same, longer by what was right of the draft."""
+    """Return the source of a looked-up token: by length of match, plus the tokens before it."""
     length = min(match.length + position, LONGEST_MATCH)
     return f"{'own' if match.is_own else 'tenant'} {length.bit_length()}"

@@ -1,14 +1,13 @@
-"""One text in the tokens of two vocabularies: the target's, and a drafter's own.
+"""Conversion of a text between the vocabularies of a target and of a drafter.
 
     the target's tokens  | The| quick| bro|wn| f|ox|            accepted or not, one by one
     the text               The quick brown fox   jumps over t
     the drafter's        | The| qu|ick| brown| fox| jump|s| over| t|
                          |-------- read ---------|---- drafted ----|
 
-Only what is new is read, and of the drafter's tokens the last few are cut anew with it: how a word
-is cut depends on how it goes on. What the drafter adds becomes tokens of the target as that would
-cut the whole text, if they begin where the target's last token ends. Nothing here has to be right:
-a draft is compared with what the target itself puts out.
+New text is tokenized together with the drafter's last few tokens, as a word's tokens depend on its
+continuation. A draft is tokenized as the target would tokenize the whole text, if that has a
+boundary at the target's last token. Errors cost acceptance only: drafts are verified.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from collections.abc import Sequence
 from penstock.engine.tokenizer import Tokenizer
 
 _TAIL = 8
-"""Tokens before new text that may be cut in another way with it, and that it is cut behind."""
+"""Tokens before new text that are tokenized again with it, and as many as context before."""
 RECENT = 32
-"""Tokens of the target that tell in what a text goes on."""
+"""Last tokens of the target by which the language of a text is judged."""
 _MOST_OWN = 1.75
-"""A drafter's tokens for one of the target, in what its tokenizer was made for. SmolLM2 has up to
-1.5 for Qwen's in code and English, over so many, and from 2.2 on in Chinese, Japanese, Korean and
-Russian, of which it knows next to nothing."""
+"""Most tokens of a drafter per target token in a language that its tokenizer supports. Measured:
+SmolLM2 has up to 1.5 per token of Qwen in code and English, and at least 2.2 in Chinese, Japanese,
+Korean and Russian."""
 
 
 class Vocabularies:
@@ -32,8 +31,7 @@ class Vocabularies:
 
     target_ends, own_ends: ids of the tokens that end a text or a turn
 
-    Special tokens are no text: one is taken for that of the other vocabulary that is spelt alike,
-    and an end for an end. Others are left out of what the drafter reads.
+    Special tokens map to those of equal spelling, and ends to ends; others are not read.
     """
 
     def __init__(
@@ -48,10 +46,10 @@ class Vocabularies:
         self.own_of_special = _alike(target, own, target_ends, own_ends)
         self.target_of_special = _alike(own, target, own_ends, target_ends)
         self.opening = _opening(own)
-        """What the drafter's texts begin with."""
+        """Tokens at the start of the drafter's texts."""
 
     def is_made_for(self, token_ids: Sequence[int]) -> bool:
-        """Whether the drafter's tokenizer was made for what `RECENT` tokens of the target say."""
+        """True if the drafter's tokenizer supports the language of the target's last tokens."""
         recent = [t for t in token_ids if not self.target.is_special(t)]
         own = self.own.encode(self.target.decode(recent), add_special_tokens=False)
         return len(own) <= _MOST_OWN * max(1, len(recent)) + 1
@@ -60,7 +58,7 @@ class Vocabularies:
 def _alike(
     vocabulary: Tokenizer, other: Tokenizer, ends: Sequence[int], other_ends: Sequence[int]
 ) -> dict[int, int]:
-    """Special tokens of a vocabulary, and those of the other that mean the same."""
+    """Map special tokens of a vocabulary to equivalent ones of the other."""
     ids = {spelling: token for token, spelling in other.special_tokens.items()}
     found = dict.fromkeys(ends, other_ends[0]) if other_ends else {}
     return found | {t: ids[s] for t, s in vocabulary.special_tokens.items() if s in ids}
@@ -72,7 +70,7 @@ def _opening(tokenizer: Tokenizer) -> list[int]:
 
 
 class OwnText:
-    """A text of the target's tokens as its drafter reads it: `token_ids` are the drafter's."""
+    """A text of the target in the drafter's `token_ids`."""
 
     def __init__(self, vocabularies: Vocabularies) -> None:
         self.token_ids = list(vocabularies.opening)
@@ -80,13 +78,13 @@ class OwnText:
         """Tokens of the target."""
         self._vocabularies = vocabularies
         self._run = len(self.token_ids)
-        """Where the text behind the last special token begins."""
+        """Index after the last special token."""
         self._last: list[int] = []
-        """The target's last few tokens behind its last special one."""
+        """The target's last tokens after its last special one."""
         self._stream = vocabularies.target.detokenizer(skip_special_tokens=False)
 
     def copy(self) -> OwnText:
-        """Another one, that may be read on apart."""
+        """Return an independent copy."""
         other = OwnText(self._vocabularies)
         other.token_ids, other.num_read = self.token_ids[:], self.num_read
         other._run, other._last = self._run, self._last[:]
@@ -94,8 +92,7 @@ class OwnText:
         return other
 
     def read(self, token_ids: Sequence[int]) -> int:
-        """Go on with tokens of the target. Returns how many of the drafter's tokens are sure to be
-        as they were."""
+        """Append tokens of the target; return how many of the drafter's tokens are unchanged."""
         target, text, same = self._vocabularies.target, "", len(self.token_ids)
         for token in token_ids:
             if target.is_special(token) or token in self._vocabularies.own_of_special:
@@ -109,14 +106,13 @@ class OwnText:
         return min(same, self._go_on(text))
 
     def num_own(self, num_tokens: int) -> int:
-        """How many tokens of the drafter so many of the target are likely to take, and one more:
-        the last one that the text gives is not used."""
+        """Estimate the drafter's tokens for `num_tokens` of the target, plus one to drop."""
         return -(-num_tokens * len(self.token_ids) // max(1, self.num_read)) + 1
 
     def respelt(self, drafted: Sequence[int]) -> list[int]:
-        """What the drafter puts behind the text, in the target's tokens. Empty where the text ends
-        within a character, or where a token of the target would begin before its end: then it would
-        have been another."""
+        """Return the drafter's tokens after the text as tokens of the target.
+
+        Empty if the text ends inside a character, or if a token would span its end."""
         target, own = self._vocabularies.target, self._vocabularies.own
         meanings = self._vocabularies.target_of_special
         if self._stream.is_amid_character:
@@ -131,12 +127,12 @@ class OwnText:
         if tokens is None:
             return []
         if end is None:
-            # Whatever follows may be part of it.
+            # The last token may depend on the following text.
             return tokens[:-1]
         return [*tokens, meanings[end]] if end in meanings else tokens
 
     def num_covering(self, token_ids: Sequence[int]) -> int:
-        """How many tokens of the drafter hold the target's last tokens."""
+        """Return the number of the drafter's tokens that cover the target's last tokens."""
         own, ids = self._vocabularies.own, self.token_ids
         num_bytes, begin = len(self._vocabularies.target.bytes_of(token_ids)), len(ids)
         while num_bytes > 0 and begin > self._run:
@@ -145,10 +141,11 @@ class OwnText:
         return len(ids) - begin
 
     def compare(self, token_ids: Sequence[int], guesses: Sequence[int]) -> tuple[int, int]:
-        """Of the target's last tokens, how many the drafter has read one by one, and how many it
-        would have drafted: all of its own tokens that share a byte with one are as it has guessed.
+        """Return how many of the target's last tokens were evaluated, and how many predicted.
 
-        guesses: at its own last tokens, each behind those before it
+        A token is predicted if all of the drafter's tokens that share a byte with it are.
+
+        guesses: predictions of the drafter's last tokens
         """
         target, own = self._vocabularies.target, self._vocabularies.own
         if self._stream.is_amid_character or not guesses:
@@ -194,5 +191,5 @@ class OwnText:
 
 
 def _goes_on(piece: bytes) -> bool:
-    """Whether it begins within a character of UTF-8."""
+    """True if a token starts inside a UTF-8 character."""
     return piece[:1] >= b"\x80" and piece[:1] < b"\xc0"

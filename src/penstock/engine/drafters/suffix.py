@@ -1,4 +1,4 @@
-"""Drafting by look-up of the longest suffix, in earlier outputs of the tenant as well."""
+"""Look-up of the longest suffix in a request's text and in its tenant's earlier outputs."""
 
 from __future__ import annotations
 
@@ -17,27 +17,26 @@ from penstock.engine.drafters.lookup import (
 from penstock.engine.sequences import TokenBuffer
 
 TEXT_END = -1
-"""Parts one text from the next."""
+"""Separator of texts."""
 
 SHORTEST_MATCH = 3
-"""Tokens that are entered as one key."""
+"""Tokens of a key."""
 
 _KEY_BITS = 21
-"""Of a token id in a key: vocabularies have fewer than two million tokens."""
+"""Bits of a token id in a key: vocabularies have fewer than two million tokens."""
 
 _MOST_TRIED = 16
-"""Places with the same last tokens that are compared, the latest first."""
+"""Limit of the places with the same key that are compared, the latest first."""
 
 CORPUS_TOKENS = 1 << 16
 MOST_TENANTS = 32
-"""A token of a corpus takes about 150 bytes of memory: 10 MB for a tenant, 320 MB for all."""
+"""Limits of memory: at about 150 bytes per token 10 MB per tenant, 320 MB for all."""
 
 
 class SuffixIndex:
-    """Tokens, of which the latest `capacity` are kept, and where runs of them occurred before.
+    """Index of the latest `capacity` tokens by the SHORTEST_MATCH tokens before each.
 
-    Every place is entered under the tokens before it, and points to the place before it with the
-    same ones. Memory is bounded by the capacity, and a token costs one entry in a hash map.
+    Each place points to the previous place with the same key.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -51,7 +50,7 @@ class SuffixIndex:
         return self._end
 
     def append(self, token_ids: Iterable[int]) -> None:
-        """Add tokens, `TEXT_END` among them, at the end."""
+        """Append tokens, including TEXT_END."""
         for token in token_ids:
             self._forget_oldest()
             key = self._key(self._end)
@@ -67,8 +66,9 @@ class SuffixIndex:
             self._end += 1
 
     def find(self, text: Sequence[int]) -> tuple[int, int]:
-        """The place where most of the tokens that end a text came before, the latest of several,
-        and how many they are; (0, 0) where there is none."""
+        """Return the latest place after the longest match of a text's end, and the match's length.
+
+        (0, 0) if there is no match."""
         best = (0, 0)
         if len(text) < SHORTEST_MATCH:
             return best
@@ -85,7 +85,7 @@ class SuffixIndex:
         return best
 
     def after(self, place: int, num_tokens: int) -> list[int]:
-        """Up to so many tokens from a place on, as far as its text goes."""
+        """Return up to `num_tokens` tokens from a place, within its text."""
         tokens = []
         for position in range(place, min(place + num_tokens, self._end)):
             token = self._tokens[position % self._capacity]
@@ -106,14 +106,14 @@ class SuffixIndex:
         return most
 
     def _key(self, place: int) -> int | None:
-        """Of the tokens before a place; None where a text begins among them."""
+        """Return the key of a place; None if a text begins inside it."""
         if place - SHORTEST_MATCH < self._start:
             return None
         tokens = [self._tokens[p % self._capacity] for p in range(place - SHORTEST_MATCH, place)]
         return None if min(tokens) < 0 else _packed(tokens)
 
     def _forget_oldest(self) -> None:
-        """Take out the place whose key is about to lose its first token."""
+        """Remove the place whose key is about to lose its first token."""
         if self._end < self._capacity:
             return
         place = self._start + SHORTEST_MATCH
@@ -130,10 +130,7 @@ def _packed(tokens: Iterable[int]) -> int:
 
 
 class _Reading:
-    """A request's text as far as it was read.
-
-    corpus: earlier outputs of its tenant; output: the tokens of its own
-    """
+    """Index of a request's text. corpus: earlier outputs of its tenant."""
 
     def __init__(self, request: Request, corpus: SuffixIndex) -> None:
         self.corpus = corpus
@@ -153,8 +150,7 @@ class _Reading:
         self._index.append(token_ids)
 
     def match(self, num_tokens: int) -> Match:
-        """The longest; in the text itself if that is as long, where one that runs into the end goes
-        on through the proposal."""
+        """Return the longest match, of the text itself if equal, which continues periodically."""
         suffix = self._tokens[-LONGEST_MATCH:]
         place, length = self._index.find(suffix)
         elsewhere, longer = self.corpus.find(suffix)
@@ -167,12 +163,12 @@ class _Reading:
 
 
 class SuffixDrafter(LookupDrafter):
-    """Looks for the longest match in a request's own text and in what its tenant's earlier requests
-    have put out. Other tenants' outputs are never looked at: how fast an answer comes would tell of
-    them. An output is entered when its request is over, as far as it was drafted for here.
+    """Look-up drafter over a request's text and its tenant's finished outputs.
 
-    corpus_tokens: of each tenant; the oldest are forgotten. most_tenants: that are remembered; the
-    one whose last request began longest ago is forgotten as a whole.
+    Other tenants' outputs are not used: the speed of an answer would reveal them.
+
+    corpus_tokens: kept per tenant, the latest. most_tenants: with a corpus; the one whose last
+    request began first is dropped.
     """
 
     def __init__(

@@ -1,5 +1,4 @@
-"""A model with another tokenizer as a drafter: it drafts text, and the target's tokens of that text
-are the draft."""
+"""Drafter with another tokenizer: its drafted text is tokenized for the target."""
 
 from __future__ import annotations
 
@@ -24,29 +23,28 @@ _LIKELIEST = SamplingParams(temperature=0.0)
 
 
 class _Told(NamedTuple):
-    """What a reader gives to the model: a text in its tokens. The first `num_same` of these, and of
-    what it has drafted behind, are as they were when it was told last."""
+    """A text in the model's tokens. num_same: unchanged since the last call, drafts included."""
 
     text: OwnText
     num_same: int
 
 
 class _Reader:
-    """One request's text as the model is told of it. told: with what it has drafted behind."""
+    """One request's text in the model's tokens. told: followed by its draft tokens."""
 
     def __init__(self, name: str, vocabularies: Vocabularies, max_length: int) -> None:
         request = Request(name, 0, max_length, prompt_token_ids=(), sampling=_LIKELIEST)
         self.told = TokenBuffer(request)
         self._text = OwnText(vocabularies)
-        """As far as it is verified."""
+        """Verified part."""
         self._num_same = 0
-        """Tokens of `told` that are surely those of the text."""
+        """Tokens of `told` that are certain to be those of the text."""
         self._max_length = max_length
 
     def read(self, text: TokenBuffer, end: int) -> _Told | None:
-        """Tell the model of the text's first `end` tokens, of which the last may be only foreseen.
-        What it has drafted stays where it has come to be what follows. None where there is nothing
-        to tell or too much."""
+        """Convert the first `end` tokens of a text, of which the last may be only foreseen.
+
+        Draft tokens that were right are kept. None if the text is empty or too long."""
         num_verified = min(end, text.length)
         verified = text.tokens(self._text.num_read, num_verified)
         self._num_same = min(self._num_same, self._text.read(verified))
@@ -69,8 +67,7 @@ class _Reader:
 
 
 class _Job(NamedTuple):
-    """An order to the model, on behalf of the one at `place`. num_judged: of the text's last
-    tokens, those that the model is to foresee."""
+    """The model's order for the one at `place`. num_judged: last tokens to evaluate."""
 
     place: int
     order: DraftOrder
@@ -80,16 +77,14 @@ class _Job(NamedTuple):
 
 
 class TextDrafter(LocalDrafter):
-    """Drafts for a target with another vocabulary. It keeps KV of its own: the scheduler counts in
-    the target's tokens.
+    """Drafts for a target with another vocabulary, with KV blocks of its own.
 
-    Drafts are the model's likeliest text, however the request samples: noise over the target's
-    tokens says nothing of others. So a draft is a function of the text alone, and a point mass to
-    the verifier.
+    Drafts are the model's greedy text for any sampling, as the target's noise does not apply to
+    other tokens: point masses to the verifier.
     """
 
     def __init__(self, model: ModelDrafter, vocabularies: Vocabularies, max_length: int) -> None:
-        """max_length: most tokens of its own that the model is to read"""
+        """Create the drafter. max_length: limit of a text in the model's own tokens."""
         self.name = model.name
         self.runner: ModelRunner = model.runner
         self._model = model
@@ -100,7 +95,7 @@ class TextDrafter(LocalDrafter):
 
     @property
     def timed(self) -> LocalDrafter:
-        """Its model, until drafts show what a token of the target takes."""
+        """The model, whose times are used until drafts are measured."""
         return self._model
 
     @property
@@ -119,7 +114,7 @@ class TextDrafter(LocalDrafter):
             guessed = told.tokens(len(job.text.token_ids), told.length)
             tokens = job.text.respelt(guessed)[:most]
             drafts[job.place] = Draft(tokens, [-1] * len(tokens))
-        # A step is what a token of the target takes, however many of the model's own that is.
+        # A step counts per token of the target.
         longest = max(len(d.token_ids) for d in drafts)
         return Drafts(drafts, num_steps=max(longest, 1) if jobs else 0)
 
@@ -141,7 +136,7 @@ class TextDrafter(LocalDrafter):
         return tuple(replays)
 
     def extend(self, order: DraftOrder) -> None:
-        """The blocks of an order only count what it reads."""
+        """Ignore the order's blocks: this drafter has its own."""
 
     def drop_table(self, request_id: str) -> None:
         self._kv.evict(request_id)
@@ -152,8 +147,7 @@ class TextDrafter(LocalDrafter):
         self._readers.pop(request_id, None)
 
     def _jobs(self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]) -> list[_Job]:
-        """What of the orders can be done: not where there is no memory, where a text is too long,
-        nor where it goes on in something that the tokenizer was not made for."""
+        """Return the feasible jobs: enough memory, no too long text, a supported language."""
         jobs: list[_Job] = []
         spared: set[str] = set()
         for place, (order, text) in enumerate(zip(orders, texts, strict=True)):
@@ -197,6 +191,5 @@ class TextDrafter(LocalDrafter):
 
 
 def _judged(order: DraftOrder, text: TokenBuffer) -> list[int]:
-    """The output tokens that a replay says something of."""
     end = order.start + order.num_catch_up_tokens
     return text.tokens(max(order.start, text.request.prompt_len, end - MOST_EVALUATED), end)

@@ -178,8 +178,8 @@ struct Scores {
 };
 
 // Turn one row of scores (base 2) into weights exp2(score - highest) and update the running
-// maximum, total and the factor for what was summed so far. Lanes that hold no position of the row
-// (a block's padding, later positions, what was never written) become 0 whatever they held.
+// maximum, total and the factor for earlier sums. Lanes without a position of the row (padding,
+// later positions, memory never written) become 0.
 static __attribute__((noinline)) void softmax_tile(float* score, const AttentionShape& shape,
                                                    int num_blocks, int valid, float* highest,
                                                    float* total, float* rescale) {

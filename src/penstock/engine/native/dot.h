@@ -1,5 +1,5 @@
-// Products of small integers, by whatever instruction the processor has: int32 sums are exact, so
-// that all of these give equal bits. PENSTOCK_PORTABLE takes plain C++ instead, for comparison.
+// Products of small integers by the processor's best instruction. int32 sums are exact, so all give
+// equal bits. PENSTOCK_PORTABLE takes plain C++ instead, for comparison.
 #pragma once
 
 #include "simd.h"
@@ -46,7 +46,7 @@ constexpr bool kDotsSmallCodes = kDotsByPairs;
 #endif
 
 #if defined(PENSTOCK_DOT_AVX512)
-// Of each two unsigned codes with two signed bytes of `a`, in 16 bits.
+// Sums of two products of unsigned codes and signed bytes of `a`, in 16 bits.
 PENSTOCK_INLINE VecI pair_products(VecI codes, int32_t a) {
   return (VecI)_mm512_maddubs_epi16((__m512i)codes, _mm512_set1_epi32(a));
 }

@@ -1,4 +1,4 @@
-// What Python hands over, and the buffers that live as long as the model.
+// Arguments from Python, and the buffers of a model.
 #pragma once
 
 #include <algorithm>
@@ -112,7 +112,7 @@ struct Plan {
   std::vector<int> sequences;
   std::vector<RowSampling> sampling;
   std::vector<int32_t> sampled;
-  std::vector<float> confidence;  // in what was sampled; empty if nobody asks
+  std::vector<float> confidence;  // of the sampled tokens; empty if not requested
 
   int num_rows() const { return (int)token_ids.size(); }
 

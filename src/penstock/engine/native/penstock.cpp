@@ -198,7 +198,7 @@ void plan_target(Model& model, const Batch& batch, const TargetOrder& order, Pla
     }
 }
 
-// Whether a draft ends before the token that was sampled in its step `step`.
+// True if a draft ends before the token that was sampled in its step `step`.
 bool ends_before(const DraftOrder& order, int seq, int step, float confidence) {
   const Stop& stop = *order.stop;
   stop.confidence[(size_t)seq * order.max_steps + step] = confidence;
@@ -268,8 +268,8 @@ class PassJob : public Job {
   }
 };
 
-// Jobs to take and give back. A late thread may still look into one, so none is ever freed, and
-// one is taken again only when nobody is in it.
+// Pool of jobs. A late thread may still read one, so none is ever freed, and one is reused only
+// when no thread is in it.
 class JobStore {
  public:
   static JobStore& instance() {
@@ -369,7 +369,7 @@ PENSTOCK_API int32_t penstock_lanes() { return kLanes; }
 // The digest of the sources, as CMakeLists.txt computes it.
 PENSTOCK_API const char* penstock_sources() { return PENSTOCK_SOURCES; }
 
-// Whether products of pairs of bfloat16 (Kind::kBf16Pairs) can be had.
+// True if products of pairs of bfloat16 (Kind::kBf16Pairs) are available.
 PENSTOCK_API int32_t penstock_has_bf16_pairs() { return kDotsBf16; }
 
 PENSTOCK_API size_t penstock_matrix_bytes(int32_t kind, int32_t num_columns, int32_t k_size) {

@@ -2,9 +2,8 @@
 //
 // A barrier of all threads is only as fast as the slowest to be scheduled: with one more busy
 // process than cores, a step of thirty phases took a hundred times as long. Here a phase ends when
-// its tasks are done, whoever did them. A thread that the system held back finds nothing left to
-// do, runs through the phases that passed without it and joins in again; the caller does not wait
-// for it even at the end. Only a task in hand can be waited for.
+// its tasks are done, by any threads. A delayed thread skips the phases that passed without it; the
+// caller does not wait for it even at the end. Only a started task is waited for.
 #pragma once
 
 #include <sched.h>
@@ -27,7 +26,7 @@ inline void pause_briefly() {
 #endif
 }
 
-// Waiting that costs nothing to resume at first, and later leaves the core to whoever wants it.
+// Spins at first, to resume fast, and later yields the core.
 class Patience {
  public:
   void wait() {
@@ -144,7 +143,7 @@ class Pool {
     }
   }
 
-  // Whether no late thread is still in a job that has ended.
+  // True if no late thread is still in a job that has ended.
   static bool is_idle(const Job& job) { return job.inside_.load() == 0; }
 
  private:

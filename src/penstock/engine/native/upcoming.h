@@ -1,4 +1,4 @@
-// What attention will read, fetched while the processor is busy with products.
+// Prefetch of the memory that attention will read, during matrix products.
 #pragma once
 
 #include <cmath>
