@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from lab.common.claims import ClaimVerdict, bar
+from lab.common.fair_path import expected_goodput, fair_optimum, fair_utility
 from lab.common.oracles import BestFilter, Clairvoyant, KnowsRates
 from lab.common.results import DATA, Results, parser, save
 from lab.common.rounds import FloatArray, GeometricClients, RecordedClient, jumping_rates, play
@@ -29,7 +30,6 @@ from lab.common.statistics import SEEDS, interval, jain
 from penstock.core.policies.allocation import AllocationPolicy
 from penstock.core.policies.registry import make_policy
 from penstock.fluid.fair import geometric_lengths
-from penstock.fluid.fair_path import expected_goodput, fair_optimum, fair_utility
 from penstock.sim.acceptance import read_records
 
 CLIENTS = 8

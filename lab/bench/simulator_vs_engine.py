@@ -34,6 +34,7 @@ import numpy.typing as npt
 
 from lab.common.claims import bar
 from lab.common.results import Results, parser, table, tell
+from lab.common.step_recorder import StepRecorder
 from penstock.config import EngineConfig
 from penstock.core.kv.blocks import BlockPool
 from penstock.core.learn import Estimators
@@ -48,7 +49,6 @@ from penstock.engine.tokenizer import load_tokenizer
 from penstock.fluid.step_profile import StepProfile, StepWork
 from penstock.serving.bench import BenchPrompt, cut_prompts
 from penstock.serving.offline import complete
-from penstock.serving.steps import StepRecorder
 from penstock.sim.arrivals import ArrivalProcess
 from penstock.sim.clock import VirtualClock
 from penstock.sim.driver import simulate

@@ -179,12 +179,12 @@ class PenstockServer(Server):
         self._num_stretches = 0
 
     def prepare(self, settings: dict[str, Any]) -> None:
+        from lab.common.step_recorder import StepRecorder
         from penstock.core.kv.blocks import BlockPool
         from penstock.core.learn import Estimators
         from penstock.core.loop import Loop
         from penstock.core.policies.registry import make_policy
         from penstock.core.scheduler import Scheduler
-        from penstock.serving.steps import StepRecorder
 
         old, learn = self._engine.scheduler, Estimators(self._measured)
         learn.times.learns_profile = True

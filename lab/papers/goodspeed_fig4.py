@@ -22,6 +22,7 @@ import numpy as np
 
 from lab.common.claims import ClaimVerdict, Measurement, check
 from lab.common.experiment import Experiment, Trial
+from lab.common.fair_path import fair_optimum_of_rounds
 from lab.common.oracles import Misled
 from lab.common.report import Plot, draw, write_table
 from lab.common.rounds import (
@@ -34,7 +35,6 @@ from lab.common.rounds import (
 )
 from lab.common.statistics import interval
 from penstock.core.policies.registry import make_policy
-from penstock.fluid.fair_path import fair_optimum_of_rounds
 from penstock.sim.acceptance import read_records
 
 NAME = "goodspeed_fig4"

@@ -20,10 +20,10 @@ import numpy as np
 
 from lab.common.claims import ClaimVerdict, Measurement, check
 from lab.common.experiment import Experiment, Trial
+from lab.common.fair_path import FluidPath, fair_optimum, fluid_path
 from lab.common.report import Plot, draw, write_table
 from lab.common.rounds import FloatArray, GeometricClients, play
 from penstock.core.policies.allocation.papers.goodspeed import GoodSpeed
-from penstock.fluid.fair_path import FluidPath, fair_optimum, fluid_path
 
 NAME = "goodspeed_theorems"
 

@@ -27,16 +27,17 @@ import numpy as np
 
 from lab.common.claims import ClaimVerdict, Measurement, check
 from lab.common.experiment import Experiment, LabError, Trial
+from lab.common.layouts import LAYOUTS, KVShape, compare
 from lab.common.report import Plot, draw, write_table
 from lab.common.statistics import FloatArray, Interval, interval, ratio
-from penstock.fluid.packing import LAYOUTS, KVShape, compare, cut
+from penstock.fluid.packing import cut
 from penstock.zoo.registry import DEFAULT_TARGET, model_path
 
 if TYPE_CHECKING:
+    from lab.common.rehearsal import Rehearsal
     from penstock.engine.attention import AttentionFactory
     from penstock.engine.attention.decomposed import DecomposedAttention
     from penstock.engine.models.config import DecoderConfig
-    from penstock.engine.rehearsal import Rehearsal
 
 NAME = "spin_fig12"
 
@@ -140,8 +141,8 @@ def contexts(name: str, batch: int, seed: int) -> list[int]:
 def shape_of(family: Path | None) -> DecoderConfig:
     """Raises: LabError without torch, or where there is no such family."""
     try:
+        from lab.common.rehearsal import decoder_shape
         from penstock.engine.models.config import DecoderConfig
-        from penstock.engine.rehearsal import decoder_shape
     except ModuleNotFoundError as error:
         raise LabError(f"{NAME} needs torch: pip install 'penstock[serve]'") from error
     if family is None:
@@ -172,8 +173,8 @@ def measure(batches: Sequence[list[int]], turns: int, config: DecoderConfig) -> 
     import torch
 
     from lab.common.padded_attention import BY_LAYOUT
+    from lab.common.rehearsal import Rehearsal, blocks_needed
     from penstock.engine.attention.decomposed import DecomposedAttention, as_many_rows
-    from penstock.engine.rehearsal import Rehearsal, blocks_needed
 
     shape = KVShape(config.num_layers, config.num_kv_heads, config.head_dim, dtype_bytes=4)
     threads = torch.get_num_threads()

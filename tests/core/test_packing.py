@@ -8,13 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lab.common.layouts import LAYOUTS, KVShape, compare
 from penstock.fluid.packing import (
-    LAYOUTS,
     AttentionCost,
     Decomposition,
-    KVShape,
     best_decomposition,
-    compare,
     cut,
     decompose,
 )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from penstock.engine.backends import ATTENTION
-from penstock.engine.rehearsal import (
+from lab.common.rehearsal import (
     Rehearsal,
     blocks_needed,
     decoder_shape,
@@ -14,6 +13,7 @@ from penstock.engine.rehearsal import (
     random_queries,
     verification_batch,
 )
+from penstock.engine.backends import ATTENTION
 
 LENGTHS = [5, 70, 33, 16, 200]
 CONFIG = decoder_shape(hidden=24, intermediate=32, layers=2, heads=3, kv_heads=1, head_dim=8)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.optimize import minimize
 
-from penstock.fluid.fair_path import (
+from lab.common.fair_path import (
     expected_goodput,
     fair_optimum,
     fair_optimum_of,

@@ -91,6 +91,6 @@ def test_accuracy_is_to_rounding() -> None:
 def test_without_torch_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     # Which another test may have loaded.
-    monkeypatch.delitem(sys.modules, "penstock.engine.rehearsal", raising=False)
+    monkeypatch.delitem(sys.modules, "lab.common.rehearsal", raising=False)
     with pytest.raises(LabError, match=r"pip install 'penstock\[serve\]'"):
         spin_fig12.shape_of(None)

@@ -16,9 +16,9 @@ from lab.bench.simulator_vs_engine import (
     mixed_prompts,
     requests_of,
 )
+from lab.common.step_recorder import StepRecorder
 from penstock.core.types import PhaseTimes, StepPlan, StepResult
 from penstock.fluid.step_profile import StepWork
-from penstock.serving.steps import StepRecorder
 from penstock.sim.profiles import fit_profile, load_profile
 from penstock.sim.workloads import Workload
 

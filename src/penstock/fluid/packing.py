@@ -1,23 +1,19 @@
-"""Ragged batches: request decomposition (Spin, section V-A), and the cost of each layout.
+"""Request decomposition of ragged batches (Spin, section V-A).
 
-Contexts in a batch differ in length. `padded` keeps them in a tensor as wide as the longest.
-`packed` reads each request's own tokens only. `decomposed` cuts requests into pieces and lays them
-into rows of equal length; every piece carries a copy of its request's queries, and the partial
-results are merged. The planner only counts tokens and rows."""
+Requests are cut into pieces, which are laid into rows of equal length; every piece carries a copy
+of its request's queries, and the partial results are merged. The planner only counts tokens and
+rows."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
-Layout = Literal["packed", "padded", "decomposed"]
-LAYOUTS: tuple[Layout, ...] = ("packed", "padded", "decomposed")
 
 _LENGTHS_TRIED = 48
 """Row lengths that `best_decomposition` tries; a finer grid costs more than it saves."""
@@ -86,45 +82,6 @@ class AttentionCost:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class KVShape:
-    """Size of one token's KV. Packed tokens lie in blocks of `block_size`."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype_bytes: int
-    block_size: int = 16
-
-    @property
-    def token_bytes(self) -> int:
-        """Keys and values of all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class LayoutCost:
-    """One layout of one batch.
-
-    kv_tokens:  tokens of keys and values held, padding included
-    padding:    tokens of them that belong to no request
-    kv_bytes:   over all layers
-    kv_read:    tokens read by one layer's attention
-    query_rows: query positions computed, copies and padding included
-    scores:     query positions times the tokens each is multiplied with
-    partials:   results of pieces to be merged
-    seconds:    predicted, all layers; None without a cost"""
-
-    kv_tokens: int
-    padding: int
-    kv_bytes: int
-    kv_read: int
-    query_rows: int
-    scores: int
-    partials: int
-    seconds: float | None
-
-
 def decompose(lengths: Sequence[int], num_rows: int) -> Decomposition:
     """Cut and pack into at most `num_rows` rows with the fewest padded tokens.
 
@@ -133,7 +90,7 @@ def decompose(lengths: Sequence[int], num_rows: int) -> Decomposition:
     first. The rest goes where it fits best, the longest first, and is cut again if it fits nowhere.
 
     lengths: tokens of each request, at least 1. Raises ValueError otherwise, or for no rows."""
-    sizes = _checked(lengths)
+    sizes = checked_lengths(lengths)
     if num_rows < 1:
         raise ValueError(f"num_rows is {num_rows}; must be at least 1")
     row_length = -(-sum(sizes) // num_rows)
@@ -164,7 +121,7 @@ def cut(lengths: Sequence[int], row_length: int) -> Decomposition:
     padded. Raises ValueError as `decompose`."""
     if row_length < 1:
         raise ValueError(f"row_length is {row_length}; must be at least 1")
-    sizes = np.array(_checked(lengths), dtype=np.int64)
+    sizes = np.array(checked_lengths(lengths), dtype=np.int64)
     counts = -(-sizes // row_length)
     request = np.repeat(np.arange(len(sizes)), counts)
     row = np.arange(len(request))
@@ -182,7 +139,7 @@ def best_decomposition(lengths: Sequence[int], window: int, cost: AttentionCost)
     to twice as many rows as requests, and `cut` at lengths from 16 tokens up.
 
     window: query positions of each request. Raises ValueError as `decompose`."""
-    sizes = np.array(_checked(lengths), dtype=np.int64)
+    sizes = np.array(checked_lengths(lengths), dtype=np.int64)
     longest = int(sizes.max())
     tried = np.unique(np.geomspace(min(16, longest), longest, _LENGTHS_TRIED).astype(np.int64))
     rows = (-(-sizes[:, None] // tried)).sum(axis=0)
@@ -198,62 +155,13 @@ def best_decomposition(lengths: Sequence[int], window: int, cost: AttentionCost)
     return best
 
 
-def compare(
-    lengths: Sequence[int],
-    queries: Sequence[int],
-    shape: KVShape,
-    costs: Mapping[Layout, AttentionCost] | None = None,
-    decomposition: Decomposition | None = None,
-) -> dict[Layout, LayoutCost]:
-    """Return the cost of each layout for one batch.
-
-    lengths: context tokens of each request, this step's included; queries: query positions of each;
-    costs: measured, by layout; decomposition: by default `decompose` with as many rows as requests.
-    Raises ValueError for lengths or queries below 1 or of different number."""
-    sizes = _checked(lengths)
-    if len(queries) != len(sizes) or min(queries) < 1:
-        raise ValueError(
-            f"queries are {list(queries)}; needed is a number of at least 1 for each of "
-            f"{len(sizes)} requests"
-        )
-    real, window = sum(sizes), max(queries)
-    plan = decomposition or decompose(sizes, len(sizes))
-    blocks = sum(-(-size // shape.block_size) for size in sizes)
-    padded = len(sizes) * max(sizes)
-    scores = sum(n * m for n, m in zip(sizes, queries, strict=True))
-    partials = int(np.array(queries)[plan.request].sum())
-    rows = plan.num_rows * plan.num_slots * window
-    counted: dict[Layout, tuple[int, int, int, int, int, int]] = {
-        "packed": (blocks * shape.block_size, real, sum(queries), scores, 0, len(sizes)),
-        "padded": (padded, padded, len(sizes) * window, padded * window, 0, 1),
-        "decomposed": (
-            plan.kv_tokens,
-            plan.kv_tokens,
-            rows,
-            rows * plan.row_length,
-            partials,
-            1,
-        ),
-    }
-    found: dict[Layout, LayoutCost] = {}
-    for layout, (held, read, query_rows, products, merged, calls) in counted.items():
-        seconds = None
-        if costs is not None:
-            layer = costs[layout].seconds(calls, read, products, merged)
-            seconds = shape.num_layers * layer
-        held_bytes = held * shape.token_bytes
-        found[layout] = LayoutCost(
-            held, held - real, held_bytes, read, query_rows, products, merged, seconds
-        )
-    return found
-
-
 def _seconds(plan: Decomposition, window: int, cost: AttentionCost) -> float:
     scores = plan.kv_tokens * plan.num_slots * window
     return cost.seconds(1, plan.kv_tokens, scores, plan.num_pieces * window)
 
 
-def _checked(lengths: Sequence[int]) -> list[int]:
+def checked_lengths(lengths: Sequence[int]) -> list[int]:
+    """Return the lengths as a list. Raises ValueError without any, or for one below 1."""
     sizes = [int(length) for length in lengths]
     if not sizes or min(sizes) < 1:
         raise ValueError(f"lengths are {sizes}; needed is one of at least 1 token for each request")
