@@ -1,1 +1,1 @@
-"""Runs the scheduler on a virtual clock: the same loop and policies, no model."""
+"""Simulator: the engine's loop and policies on a virtual clock, without a model."""

@@ -1,8 +1,7 @@
-"""How many draft tokens the target keeps, where there is no target: seeded, curves, or recorded.
+"""Acceptance models: numbers of accepted draft tokens without a target model.
 
-Whatever the model, the answer depends on the request, its position and its round alone: neither the
-batch nor the order of events changes it.
-"""
+The answer depends on the request, its position and its round alone, not on the batch or the order
+of events."""
 
 from __future__ import annotations
 
@@ -28,35 +27,34 @@ from penstock.sim.traces import WorkloadError
 _Array = NDArray[np.floating[Any]]
 
 _NODES = 40
+"""Gauss-Hermite nodes, far more than the smooth integrand needs."""
 _JITTER = 1e-4
-"""Covariances are rounded in files, and those of drafters that do not vary are zero."""
+"""Added to covariances: files round them, and drafters without variation have zeros."""
 
 
 class AcceptanceModel(Protocol):
+    """Numbers of draft tokens that the target would accept."""
+
     def num_accepted(self, item: VerifyItem, position: int) -> int:
-        """How many of an item's draft tokens the target keeps. `position`: output tokens that the
-        request has before."""
+        """Return the accepted draft tokens of an item. position: output tokens before it."""
         ...
 
     def num_right_behind(self, item: VerifyItem, position: int, num_accepted: int) -> int:
-        """How many draft tokens behind the first rejected one, of which none is kept, equal what
-        the target would say there."""
+        """Return the draft tokens behind the first rejected one that the target would say, too."""
         ...
 
     def num_matched(self, order: DraftOrder, positions: range) -> int:
-        """How many of a request's output tokens at those positions the order's drafter, behind the
-        true text, would have guessed."""
+        """Return the output tokens at `positions` that the order's drafter would have guessed."""
         ...
 
     def tokens_per_step(self, drafter: str, num_draft_tokens: int) -> float:
-        """Expected accepted + 1 of a verification with so many draft tokens."""
+        """Return the expected accepted draft tokens + 1 of one verification."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class GeometricAcceptance:
-    """Every draft token is accepted with the same probability, by drafter, up to the first
-    rejection."""
+    """Constant acceptance probability by drafter, up to the first rejection."""
 
     rates: Mapping[str, float] = field(default_factory=dict)
     seed: int = 0
@@ -85,8 +83,7 @@ class GeometricAcceptance:
 
 @dataclass(frozen=True, slots=True)
 class DriftingAcceptance:
-    """As `GeometricAcceptance`, but the probability is another one every `dwell` rounds of a
-    request, round and round."""
+    """`GeometricAcceptance` whose rates change every `dwell` rounds of a request, in a cycle."""
 
     rates: Mapping[str, Sequence[float]]
     dwell: int
@@ -107,7 +104,7 @@ class DriftingAcceptance:
         return self._now(order.drafter, order.round).num_matched(order, positions)
 
     def tokens_per_step(self, drafter: str, num_draft_tokens: int) -> float:
-        """The mean over its probabilities."""
+        """Return the mean over its probabilities."""
         rates = self.rates[drafter]
         steps = range(1, num_draft_tokens + 1)
         return 1.0 + sum(rate**s for rate in rates for s in steps) / len(rates)
@@ -119,11 +116,9 @@ class DriftingAcceptance:
 
 @dataclass(frozen=True, slots=True)
 class CurveAcceptance:
-    """Survival G(s) by drafter, the probability that at least s draft tokens are accepted, for
-    s = 1, 2, …; beyond the last it is 0.
+    """Acceptance by survival curve: G(s) = P(at least s draft tokens are accepted), s = 1, 2, ...
 
-    Raises: WorkloadError for a curve that rises or leaves [0, 1].
-    """
+    By drafter; 0 beyond the last. Raises: WorkloadError for a curve that rises or leaves [0, 1]."""
 
     survival: Mapping[str, Sequence[float]]
     seed: int = 0
@@ -145,7 +140,7 @@ class CurveAcceptance:
         return sum(draw <= g for g in curve)
 
     def num_right_behind(self, item: VerifyItem, position: int, num_accepted: int) -> int:
-        """As likely at each place of the draft as if all before it were right."""
+        """Take each place as likely as if all before it were right."""
         if item.drafter is None:
             return 0
         curve = (1.0, *self.survival[item.drafter][: item.num_draft_tokens])
@@ -161,14 +156,12 @@ class CurveAcceptance:
 
 @dataclass(frozen=True, slots=True)
 class RecordedAcceptance:
-    """Replays measured acceptance, position by position.
+    """Replays measured acceptance by position.
 
-    records: by drafter, rows of tokens (accepted + 1, at least 1) that a verification at each
-        output position yields when the drafter proposes as much as was recorded. A draft of S
-        tokens advances by min(that, S + 1).
-    A request is assigned a row by its id and `seed`; drafters with equally many rows get the same
-    row, so that rows of one file stay together. An output longer than its row begins it again.
-    """
+    records: by drafter, rows of tokens (accepted + 1) that a verification at each output position
+    yields with the recorded draft length. A draft of S tokens advances by min(that, S + 1). A
+    request gets a row by its id and `seed`, the same for drafters with equally many rows, and wraps
+    around."""
 
     records: Mapping[str, Sequence[Sequence[int]]]
     seed: int = 0
@@ -180,8 +173,7 @@ class RecordedAcceptance:
         return min(row[position % len(row)] - 1, item.num_draft_tokens)
 
     def num_right_behind(self, item: VerifyItem, position: int, num_accepted: int) -> int:
-        """Counts where a draft that begins there would be right at once: what a wrong prefix makes
-        of it was not recorded."""
+        """Count positions where a new draft would be right; wrong prefixes were not recorded."""
         if item.drafter is None:
             return 0
         row = self._row(item.drafter, item.request_id)
@@ -193,7 +185,7 @@ class RecordedAcceptance:
         return sum(row[position % len(row)] > 1 for position in positions)
 
     def tokens_per_step(self, drafter: str, num_draft_tokens: int) -> float:
-        """The mean over every row, walked from its start."""
+        """Return the mean over every row, walked from its start."""
         tokens = rounds = 0
         for row in self.records[drafter]:
             position = 0
@@ -210,14 +202,11 @@ class RecordedAcceptance:
 
 @dataclass(frozen=True)
 class DomainAcceptance:
-    """Requests differ: each has a domain, and draws its acceptance probabilities, of all drafters
-    together, from that domain's distribution. Drafts are then geometric, as in
-    `GeometricAcceptance`.
+    """Geometric acceptance with probabilities drawn for each request from its domain.
 
-    fit: of the domains; `load_acceptance()` is the bundled family's.
-    tenants: of the requests "0", "1", …: one that is called like a domain has that domain's
-        requests; every other request draws one of the domains, all of them equally often.
-    """
+    The draw is joint over all drafters. fit: of the domains; `load_acceptance()` is the bundled
+    family's. tenants: of the requests "0", "1", ...: a tenant named like a domain has requests of
+    that domain; others draw a domain uniformly."""
 
     fit: AcceptanceFit
     seed: int = 0
@@ -238,7 +227,7 @@ class DomainAcceptance:
         return GeometricAcceptance(rates, self.seed).num_matched(order, positions)
 
     def tokens_per_step(self, drafter: str, num_draft_tokens: int) -> float:
-        """The mean over the requests of all domains."""
+        """Return the mean over the requests of all domains."""
         column = self.fit.drafters.index(drafter)
         nodes, weights = np.polynomial.hermite_e.hermegauss(_NODES)
         steps = np.arange(num_draft_tokens + 1)
@@ -250,7 +239,7 @@ class DomainAcceptance:
         return float(np.mean(means))
 
     def domain_of(self, request_id: str) -> str:
-        """Which domain a request is of."""
+        """Return the domain of a request."""
         if self.tenants and request_id.isdecimal() and int(request_id) < len(self.tenants):
             tenant = str(self.tenants[int(request_id)])
             if tenant in self.fit.domains:
@@ -259,7 +248,7 @@ class DomainAcceptance:
         return names[_digest(f"{self.seed}/{request_id}/domain") % len(names)]
 
     def rates(self, request_id: str, domain: str | None = None) -> dict[str, float]:
-        """A request's probability of acceptance by drafter; as if it were of `domain`, if given."""
+        """Return a request's acceptance probability by drafter; as if of `domain`, if given."""
         domain = domain or self.domain_of(request_id)
         known = self._rates.get((request_id, domain))
         if known is None:
@@ -276,7 +265,7 @@ class DomainAcceptance:
 
     @cached_property
     def _factors(self) -> dict[str, tuple[_Array, _Array]]:
-        """By domain: the mean, and a matrix that makes its covariance of independent normals."""
+        """By domain: the mean, and the Cholesky factor of its covariance."""
         factors: dict[str, tuple[_Array, _Array]] = {}
         for name, fit in self.fit.domains.items():
             jitter = _JITTER * np.eye(len(fit.mean))
@@ -289,7 +278,7 @@ class DomainAcceptance:
 
 
 def of_tenants(model: AcceptanceModel, tenants: Sequence[str]) -> AcceptanceModel:
-    """The same model, told whose the requests are."""
+    """Return the model with the requests' tenants."""
     if isinstance(model, DomainAcceptance):
         return replace(model, tenants=tenants)
     if isinstance(model, AcceptanceByDrafter):
@@ -323,15 +312,11 @@ class AcceptanceByDrafter:
 def parse_drafters(
     texts: Sequence[str], seed: int = 0, fit: AcceptanceFit | None = None
 ) -> AcceptanceByDrafter:
-    """Drafters from text, in the order given: `NAME=RATE`, `NAME=G1,G2,…` (a survival curve), or
-    `NAME=FILE` with records (`read_records`), where NAME is one of the file's own drafters; a bare
-    NAME is one of `fit`, and no text at all means all of these.
+    """Parse drafters, in the order given. Raises: WorkloadError.
 
-    Drafters of one file share its rows: only those are used whose arrays are equally long, and a
-    request replays the same row whichever of them drafts.
-
-    Raises: WorkloadError.
-    """
+    `NAME=RATE`, `NAME=G1,G2,…` (a survival curve), or `NAME=FILE` with records (`read_records`)
+    under that name; a bare NAME is one of `fit`, and no text at all means all of these. Drafters of
+    one file share its rows: a request replays the same row with each of them."""
     models: dict[str, AcceptanceModel] = {}
     files: dict[str, list[str]] = {}
     by_domain = None if fit is None else DomainAcceptance(fit, seed)
@@ -370,15 +355,11 @@ def _check_fitted(name: str, fit: AcceptanceFit) -> None:
 
 
 def read_records(path: Path, drafters: Sequence[str]) -> dict[str, list[list[int]]]:
-    """Rows of recorded acceptance of some drafters, for `RecordedAcceptance`.
+    """Return rows of recorded acceptance of some drafters, for `RecordedAcceptance`.
 
-    path: JSON lines, plain or compressed with gzip; an object a line, with an array of positive
-        integers under each drafter's name, or null. Rows without an array for every drafter asked
-        for are left out, and where several are asked for, those with arrays of different length:
-        they were recorded on different texts.
-
-    Raises: WorkloadError.
-    """
+    path: JSON lines, optionally gzipped; an object a line, with an array of positive integers under
+    each drafter's name, or null. Rows without an array for every drafter asked for, or with arrays
+    of different length (of different texts), are left out. Raises: WorkloadError."""
     rows: dict[str, list[list[int]]] = {name: [] for name in drafters}
     found: set[str] = set()
     for number, record in enumerate(_json_lines(path), 1):
@@ -418,7 +399,7 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _numbers(text: str) -> list[float] | None:
-    """Numbers separated by commas; None if the text is something else."""
+    """Return numbers separated by commas; None for any other text."""
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
@@ -430,12 +411,12 @@ def _probability(logits: _Array) -> _Array:
 
 
 def _draw(seed: int, item: VerifyItem) -> float:
-    """Uniform in (0, 1], one for each (seed, request, round, drafter)."""
+    """Return a uniform draw in (0, 1] by (seed, request, round, drafter)."""
     return (_digest(f"{seed}/{item.request_id}/{item.round}/{item.drafter}") + 1) / 2**64
 
 
 def _num_right(seed: int, item: VerifyItem, rates: Sequence[float]) -> int:
-    """Of tokens that are right with these probabilities, each by itself."""
+    """Return the number of right tokens, independent with these probabilities."""
     if not rates:
         return 0
     key = f"{seed}/{item.request_id}/{item.round}/{item.drafter}/behind"

@@ -1,9 +1,7 @@
-"""A draft server that sends lines ahead (`core.ahead`), on the virtual clock.
+"""Draft server that sends lines ahead (`core.ahead`), on the virtual clock.
 
-Its sessions are those of the live draft server (`core.drafting`); what is pretended is the drafter
-and the time that its steps take. Tokens are positions, as in all simulated texts; one that is wrong
-is -1.
-"""
+Its sessions are those of the live draft server (`core.drafting`); the drafter and its step times
+are simulated. Tokens are positions, as in all simulated texts; a wrong token is -1."""
 
 from __future__ import annotations
 
@@ -17,19 +15,17 @@ from penstock.core.drafting.sessions import DraftingSessions, SessionDraft
 from penstock.core.types import DraftAhead, DraftOrder, DraftReady, SamplingParams
 
 RankOf = Callable[[str, int], int]
-"""Of a position in a request's text: 0 where the drafter's first choice is right, 1 where the
-runner-up is, 2 where neither is."""
+"""Rank of a text's position: 0 the drafter's first choice is right, 1 its runner-up, 2 neither."""
 
 Send = Callable[[float, int, DraftReady | DraftAhead], None]
-"""Send a message with so many tokens at a time."""
+"""Sends a message with that many tokens at a time."""
 
 _WRONG = -1
 _GREEDY = SamplingParams(temperature=0.0)
 
 
 class _PretendedDrafter:
-    """A `Proposer` that guesses as it is told, always with the same confidence. num_rows: guesses
-    since it was set."""
+    """`Proposer` that guesses by rank. num_rows: guesses since it was reset."""
 
     max_length = vocab_size = 1 << 62
     kv_usage = 0.0
@@ -49,24 +45,22 @@ class _PretendedDrafter:
             session.guesses.append(Guess(at if is_right else _WRONG, 0.5))
 
     def limit_vocab(self, size: int) -> None:
-        """Positions are no token ids."""
+        """Ignore the limit: positions are no token ids."""
 
     def fork(self, session: Session, branch: Session) -> None:
-        """It has no KV."""
+        """Do nothing: there is no KV."""
 
     def cut(self, session: Session, length: int) -> None:
-        """It has no KV."""
+        """Do nothing: there is no KV."""
 
     def forget(self, session: Session) -> None:
-        """It has no KV."""
+        """Do nothing: there is no KV."""
 
 
 class LinesDrafting:
-    """One server, with what it has heard. As in the live one, what it hears during a step waits
-    until that has ended.
+    """One server and the messages it has heard; those during a step wait for the step's end.
 
-    seconds: of a step for one line; row_seconds: for each line more
-    """
+    seconds: of a step for one line; row_seconds: for each further line."""
 
     def __init__(
         self,
@@ -85,17 +79,16 @@ class LinesDrafting:
         self._lengths: dict[str, int] = {}
         self._orders: dict[str, DraftOrder] = {}
         self._num_unheard = 0
-        """Orders on their way to it."""
+        """Orders on their way to the server."""
         self._heard: list[tuple[float, int, Callable[[float], None]]] = []
         self._count = itertools.count()
         self._made: list[SessionDraft] | None = None
-        """What the step under way comes to, which ends at `_free_at`."""
+        """Drafts of the step under way, which ends at `_free_at`."""
         self._free_at = 0.0
 
     @property
     def next_time(self) -> float:
-        """When something happens next at the server that an ordered draft may come of; infinity if
-        none is ordered."""
+        """Time of the next event that may lead to an ordered draft; infinity without orders."""
         return self._next_at() if self._orders or self._num_unheard else math.inf
 
     def _next_at(self) -> float:
@@ -104,7 +97,7 @@ class LinesDrafting:
         return self._heard[0][0] if self._heard else math.inf
 
     def run(self, now: float) -> None:
-        """Let happen what is due."""
+        """Run all events that are due."""
         while (at := self._next_at()) <= now:
             if self._made is not None:
                 self._end_step(at, self._made)
@@ -130,10 +123,8 @@ class LinesDrafting:
         ready = DraftReady(order.request_id, order.epoch, order.round, order.drafter, num)
         self._send(at, num, ready)
 
-    # --- what it hears --------------------------------------------------------------------------
-
     def hear_text(self, request_id: str, length: int, at: float) -> None:
-        """At a time it hears that a text has so many tokens."""
+        """Tell the server, at a time, that a text has so many tokens."""
         self._hear(at, lambda now: self._follow(request_id, length, now))
 
     def hear_order(self, order: DraftOrder, at: float) -> None:
@@ -147,7 +138,7 @@ class LinesDrafting:
         heapq.heappush(self._heard, (at, next(self._count), act))
 
     def _follow(self, request_id: str, length: int, now: float) -> None:
-        """An order for the text as it was is answered, without a draft."""
+        """Extend a text; an order for the shorter one is answered without a draft."""
         known = self._lengths.get(request_id)
         if known is None:
             self._sessions.begin(request_id, range(length), _GREEDY, sends_lines=True)
@@ -163,7 +154,6 @@ class LinesDrafting:
         request_id, length = order.request_id, order.start
         self._follow(request_id, length, now)
         if self._lengths[request_id] > length:
-            # It comes too late.
             self._answer(now, order, 0)
             return
         self._orders[request_id] = order

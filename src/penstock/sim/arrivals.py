@@ -1,4 +1,4 @@
-"""Arrival processes: renewal processes at a rate, which may change with time."""
+"""Arrival processes: renewal processes whose rate may change with time."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from penstock.sim.traces import WorkloadError
 
 
 class RateChange(NamedTuple):
-    """Between `start` and `end` (seconds since the first arrival) the rate is `factor` times the
-    nominal one. An `end` of infinity: for good."""
+    """Factor on the rate from `start` to `end`, in seconds since the first arrival."""
 
     start: float
     end: float
@@ -25,11 +24,9 @@ class RateChange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ArrivalProcess:
-    """Gaps between arrivals are gamma distributed with coefficient of variation `cv`; 1 is a
-    Poisson process. `rate_changes` are in order of time and do not overlap.
+    """Renewal process with gamma gaps of coefficient of variation `cv`; 1 is Poisson.
 
-    Raises: WorkloadError.
-    """
+    `rate_changes` are in order of time and do not overlap. Raises: WorkloadError."""
 
     cv: float = 1.0
     rate_changes: tuple[RateChange, ...] = ()
@@ -53,13 +50,11 @@ class ArrivalProcess:
                 )
 
     def times(self, num: int, rate: float, rng: np.random.Generator) -> NDArray[np.float64]:
-        """`num` arrival times in seconds, sorted, the first one 0, `rate` a second on average.
+        """Return `num` sorted arrival times in seconds from 0, `rate` a second on average.
 
-        The same state of `rng` gives the same arrivals at any rate, only nearer together: without
-        rate changes, exactly those at rate 1 divided by `rate`.
+        The same state of `rng` at another rate scales the time between arrivals.
 
-        Raises: WorkloadError.
-        """
+        Raises: WorkloadError."""
         check_positive("rate", rate)
         shape = self.cv**-2
         gaps = rng.standard_gamma(shape, size=num) / shape
@@ -71,7 +66,7 @@ class ArrivalProcess:
         return times
 
     def _undo_changes(self, nominal: NDArray[np.float64]) -> NDArray[np.float64]:
-        """From time counted in nominal gaps to real time, where a factor makes gaps shorter."""
+        """Return real times of times at the nominal rate."""
         times = nominal.copy()
         real_end, nominal_end = 0.0, 0.0
         for start, end, factor in self.rate_changes:
@@ -92,15 +87,12 @@ SYNTAX = "poisson or gamma:CV, each with rate changes such as poisson@600-1200x2
 
 
 def parse_arrivals(text: str) -> ArrivalProcess | None:
-    """An arrival process from text; None if the text does not name one.
+    """Parse an arrival process; None if the text does not name one.
 
     - `poisson`; `gamma:CV`, for example `gamma:2`;
     - either of them followed by rate changes `@START-ENDxFACTOR`, separated by commas:
       `poisson@600-1200x2` doubles the rate from 600 s to 1200 s, `gamma:2@0-60x0.5,300-x3` halves
-      it during the first minute and triples it from 300 s on.
-
-    Raises: WorkloadError for a process with unusable figures.
-    """
+      it during the first minute and triples it from 300 s on. Raises: WorkloadError."""
     head, at, changes = text.partition("@")
     kind, colon, cv = head.partition(":")
     if kind not in ("poisson", "gamma"):

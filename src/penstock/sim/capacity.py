@@ -1,18 +1,16 @@
-"""The largest load that a policy sustains, by bisection on the virtual clock.
+"""Largest load that a policy sustains, by bisection on the virtual clock.
 
-A load is judged on the second half of its arrivals; the first fills the server. It is sustained
-unless the backlog grows: the tokens, prompts and outputs, of requests that have arrived and are not
-finished. Batch means tell growth from chance: over ten equal spans of time, the mean increment of
-the backlog has a Student interval. Increments of a queue at its limit are as good as independent;
-those of a stable one take each other back, so that it is not taken for a growing one.
+A load is judged on the second half of its arrivals; the first fills the server. It is sustained if
+the backlog does not grow: the prompt and output tokens of requests that have arrived and are not
+finished. Batch means over ten equal time spans give the mean increment of the backlog a Student
+interval.
 
 Within that interval a load above the capacity looks sustained, but no more than the capacity is
-completed in it. So the answer is not the largest such load, it is the work that is completed at it
-each second, which hardly depends on chance, with the Student interval of the same ten spans.
+completed in it. The answer is therefore the work completed each second at the largest sustained
+load, with the Student interval of the same spans.
 
-With several workers the loads that the bisection may ask for next are judged beside the one that it
-asks for. What it does not ask for counts for nothing, so the answer is the same.
-"""
+With several workers, loads that the bisection may ask for next are judged in advance; this does not
+change the answer."""
 
 from __future__ import annotations
 
@@ -32,22 +30,25 @@ from penstock.sim.run import FloatArray, Report, Setup, run
 from penstock.sim.workloads import Workload
 
 _SPANS = 10
+"""Batch means of a run; the convention of the method."""
 _TURNOVERS = 5
-"""The second half must be so many times as long as a request is served."""
+"""Least length of the second half, in mean service times of a request."""
 _LEAST_REQUESTS = 400
+"""Convention: forty requests, half of them in the second half, for each span."""
 _LEAST_LATE = 10
-"""Requests beyond the 99th percentile that its estimate rests on."""
+"""Requests beyond the 99th percentile that an estimate of it needs."""
 _PRECISION = 0.1
-"""Half-width of the interval, as a share of the answer, beyond which it is none."""
+"""Largest half-width of the interval that counts as an answer, as a share of the answer."""
 _STEP_DOWN, _LOWEST = 0.95, 0.5
-"""Steps from the answer to a load at which targets are surely met, and where they end."""
+"""Search below the answer for a load that surely meets its targets: factor, and where it ends."""
 _MARGIN = 3
-"""What is in service in a trace that is too short may still be growing."""
+"""Allowance for requests in service that still grow in number in a trace that is too short."""
 
 
 class TooShort(ValueError):
-    """A trace cannot tell which loads are sustained. The message is one line. estimate: the answer
-    as far as it can tell, if it tells that much."""
+    """The trace cannot tell which loads are sustained. The message is one line.
+
+    estimate: a provisional answer, if there is one."""
 
     def __init__(self, message: str, estimate: MeasuredCapacity | None = None) -> None:
         super().__init__(message)
@@ -56,7 +57,7 @@ class TooShort(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean, and half the width of its interval at 95% by Student's t (NaN for one value)."""
+    """A mean and the half-width of its 95% Student interval (NaN for one value)."""
 
     mean: float
     half: float
@@ -80,12 +81,11 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class LoadVerdict:
-    """What the second half of a run's arrivals says of its load.
+    """Judgement of one load by the second half of a run's arrivals.
 
-    growth: of the backlog, as a share of the offered work. completed: work a second, in requests
-    of the mean size. beyond: by target, how much more than 1% of the requests are beyond it.
-    in_service: the mean number of requests between their first token and their last.
-    """
+    growth: of the backlog, as a share of the offered work. completed: work a second, in requests of
+    the mean size. beyond: by target, the share of requests beyond it, less 1%. in_service: mean
+    number of requests between their first token and their last."""
 
     growth: Estimate
     completed: Estimate
@@ -94,27 +94,25 @@ class LoadVerdict:
 
     @property
     def sustained(self) -> bool:
-        """Where most of the work is left behind, that is overload however wide the interval."""
+        # Most of the work left behind is overload, however wide the interval.
         keeps_up = self.growth.low <= 0 and self.growth.mean < 0.5 and self.completed.mean > 0
         return keeps_up and all(share.mean <= 0 for share in self.beyond)
 
     def requests_needed(self, margin: float = 1.0) -> int:
-        """So long must a trace at least be for a load like this, with `margin` times as many in
-        service."""
+        """Return the least trace length for such a load, with `margin` times as many in service."""
         served = margin * 2 * _TURNOVERS * self.in_service
         return math.ceil(max(served, _LEAST_REQUESTS, 200 * _LEAST_LATE if self.beyond else 0))
 
 
 @dataclass(frozen=True)
 class Criterion:
-    """What counts as sustained: a backlog that does not grow; where asked for, p99 of TTFT, as far
-    as it is known, and of TPOT within targets, in seconds."""
+    """Condition of a sustained load: no backlog growth, and optional p99 targets in seconds."""
 
     ttft_p99: float | None = None
     tpot_p99: float | None = None
 
     def judge(self, report: Report) -> LoadVerdict:
-        """The verdict on a run that was ended with its last arrival."""
+        """Return the verdict on a run that ended with its last arrival."""
         end = float(report.arrived_at[-1])
         spans = np.linspace(end / 2, end, _SPANS + 1)
         size = np.where(
@@ -126,7 +124,7 @@ class Criterion:
         offered = max(float(arrived.mean()), 1e-12)
         seconds_a_request = max(float(size.mean()), 1e-12) * end / (2 * _SPANS)
         speed = Estimate.of(completed / seconds_a_request)
-        # What ends in one step is in one span or the next.
+        # All that one step finishes falls into one span or the next.
         step = _largest_step(finished, size, spans) / _SPANS / seconds_a_request
         return LoadVerdict(
             growth=Estimate.of((arrived - completed) / offered),
@@ -146,14 +144,14 @@ class Criterion:
 
 
 def _total(times: FloatArray, size: FloatArray, until: FloatArray) -> FloatArray:
-    """The size of all that happened up to each of some times."""
+    """Return the summed size of all events up to each time of `until`."""
     order = np.argsort(times, kind="stable")
     sums = np.concatenate([[0.0], np.cumsum(size[order])])
     return np.asarray(sums[np.searchsorted(times[order], until, side="right")])
 
 
 def _largest_step(finished: FloatArray, size: FloatArray, spans: FloatArray) -> float:
-    """The size of the most that ends at one time within the spans."""
+    """Return the largest size that finishes at one time within the spans."""
     inside = (finished > spans[0]) & (finished <= spans[-1])
     if not inside.any():
         return 0.0
@@ -168,8 +166,9 @@ def _in_service(report: Report, finished: FloatArray, end: float) -> float:
 
 
 def _waits(report: Report) -> FloatArray:
-    """Arrival to first token, or to the last arrival where none has come by then: a policy must not
-    look punctual because it never serves those that are late."""
+    """Return seconds from arrival to first token, or to the last arrival without one.
+
+    So a policy does not look punctual because it never serves late requests."""
     until = np.where(np.isnan(report.first_token_at), report.arrived_at[-1], report.first_token_at)
     return np.asarray(until - report.arrived_at)
 
@@ -177,7 +176,7 @@ def _waits(report: Report) -> FloatArray:
 def _share(
     arrived_at: FloatArray, spans: FloatArray, among: NDArray[np.bool_], late: NDArray[np.bool_]
 ) -> Estimate:
-    """Of some requests how many are late, above 1%, by when they arrived."""
+    """Return the share of requests that are late, less 1%, by arrival time."""
     all_, beyond = (
         np.diff(_total(arrived_at, rows.astype(np.float64), spans))
         for rows in (among, among & late)
@@ -187,8 +186,7 @@ def _share(
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCapacity:
-    """The answer in requests a second, 0 where not even the least load is sustained, and the
-    interval (95%) that it is in."""
+    """Capacity in requests a second (0: no load is sustained), with its 95% interval."""
 
     requests_per_s: float
     low: float
@@ -196,7 +194,7 @@ class MeasuredCapacity:
 
 
 def judge_load(setup: Setup, workload: Workload, criterion: Criterion = Criterion()) -> LoadVerdict:
-    """Raises: ValueError without arrivals."""
+    """Simulate a workload and judge its load. Raises: ValueError without arrivals."""
     if workload.arrival_time is None:
         raise ValueError(f"workload {workload.name!r} has no arrival times")
     return criterion.judge(run(setup, workload, until=float(workload.arrival_time[-1])))
@@ -216,14 +214,14 @@ def capacity(
     on_try: Callable[[float, bool], None] | None = None,
     workers: Workers = HERE,
 ) -> MeasuredCapacity:
-    """The largest load in requests per second that is sustained, searched between `low` and `high`
-    to within a relative `tolerance`, and what is completed at it. `workload_at(rate)` must be the
-    same requests at another rate. 0 if not even `low` is; the range is widened upwards where `high`
-    still is. A setup that depends on the load is a function of it; None: there is none, so the load
-    is not sustained. With several workers both functions must be such as can be pickled.
+    """Return the largest sustained load in requests a second, and its interval.
 
-    Raises: TooShort.
-    """
+    It is searched between `low` and `high` to within a relative `tolerance`; the range is widened
+    upwards where `high` is sustained, and the answer is 0 where `low` is not. `workload_at(rate)`
+    must give the same requests at another rate. setup: fixed, or a function of the load; its None
+    counts as not sustained. With several workers both functions must be picklable.
+
+    Raises: TooShort."""
     search = _Search(setup, workload_at, criterion, on_try, workers)
     return search.answer(*search.bisect(low, high, tolerance))
 
@@ -231,8 +229,7 @@ def capacity(
 def _bisection(
     low: float, high: float, tolerance: float
 ) -> Generator[float, bool, tuple[float, float]]:
-    """Asks whether loads are sustained; returns the largest that is, or 0, and the smallest that is
-    not."""
+    """Yield loads to judge; return the largest sustained one (or 0) and the smallest other."""
     while (yield high):
         low, high = high, 2 * high
     while high - low > tolerance * high:
@@ -247,7 +244,7 @@ def _bisection(
 def _judge(
     setup: SetupAt, workload_at: Callable[[float], Workload], criterion: Criterion, rate: float
 ) -> tuple[int, LoadVerdict | None]:
-    """The number of requests, and the verdict; None without a setup, or of far too few."""
+    """Return the number of requests and the verdict: None without a setup or with too few."""
     workload = workload_at(rate)
     if len(workload) < _LEAST_REQUESTS:
         return len(workload), None
@@ -256,7 +253,7 @@ def _judge(
 
 
 class _Search:
-    """The loads that were tried, and what came of them."""
+    """Loads tried so far and their verdicts."""
 
     def __init__(
         self,
@@ -274,7 +271,7 @@ class _Search:
         self._num_requests = 0
 
     def bisect(self, low: float, high: float, tolerance: float) -> tuple[float, float]:
-        """The largest load that is sustained, or 0, and the smallest that is not."""
+        """Return the largest sustained load, or 0, and the smallest that is not sustained."""
         bounds, answers = (low, high, tolerance), list[bool]()
         search = _bisection(*bounds)
         load = next(search)
@@ -290,8 +287,10 @@ class _Search:
     def _may_follow(
         self, bounds: tuple[float, float, float], answers: Sequence[bool]
     ) -> Iterator[float]:
-        """The loads that a bisection may ask for after some answers, the soonest first, and of them
-        the likeliest: searches begin where a load is not sustained, and end not far below."""
+        """Yield the loads that a bisection may ask for after some answers, the soonest first.
+
+        Then the likeliest first: a search begins at a load that is not sustained and ends not far
+        below."""
         paths = deque([list(answers)])
         while paths:
             path = paths.popleft()
@@ -308,7 +307,7 @@ class _Search:
             yield load
 
     def sustains(self, rate: float, others: Iterable[float] = ()) -> bool:
-        """others: loads to judge meanwhile, if there are workers for them."""
+        """Judge a load, and meanwhile `others`, as far as there are workers for them."""
         if rate not in self._tried:
             self._num_requests, verdict = self._judged(rate, list(others))
             self._refuse_below(_LEAST_REQUESTS)
@@ -335,8 +334,7 @@ class _Search:
         return [judged for judged in self._begun.values() if not judged.done()]
 
     def answer(self, best: float, beyond: float) -> MeasuredCapacity:
-        """Between the largest load that is sustained and the smallest that is not.
-        Raises: TooShort."""
+        """Return the capacity from the bisection's two bounds. Raises: TooShort."""
         at_best, at_beyond = self._tried.get(best), self._tried[beyond]
         estimate, needed = MeasuredCapacity(0.0, 0.0, beyond), 0
         for verdict in (at_best, at_beyond):
@@ -345,8 +343,7 @@ class _Search:
         if at_best is not None:
             found = self._completed(at_best, at_beyond)
             width = found.half / found.mean
-            # More than the load is completed where a recorded trace has more to do in its second
-            # half.
+            # A recorded trace with more work in its second half completes more than the load.
             answer = min(best, found.mean)
             estimate = MeasuredCapacity(answer, answer * (1 - width), answer * (1 + width))
             if width > _PRECISION:
@@ -358,8 +355,9 @@ class _Search:
 
     @staticmethod
     def _completed(at_best: LoadVerdict, at_beyond: LoadVerdict | None) -> Estimate:
-        """A server that is always busy tells its speed best; but not one that collapses under more
-        than its capacity."""
+        """Return the completed work, of the overloaded run if it is more precise.
+
+        A server that is always busy shows its speed best, unless it collapses under overload."""
         found = at_best.completed
         if at_beyond is not None and at_beyond.growth.low > 0:
             busy = at_beyond.completed
@@ -368,7 +366,7 @@ class _Search:
         return found
 
     def _between_targets(self, best: float, answer: float) -> MeasuredCapacity:
-        """Where targets end the search, by the loads at which they are surely met, and missed."""
+        """Return the answer with an interval of loads that surely meet and miss the targets."""
         met = missed = best
         while met > _LOWEST * best and not self._surely(met, meets=True):
             met *= _STEP_DOWN
@@ -379,7 +377,7 @@ class _Search:
         return MeasuredCapacity(answer, min(met, answer), max(missed, answer))
 
     def _surely(self, rate: float, *, meets: bool) -> bool:
-        """Whether targets are met at a load, or missed, beyond chance."""
+        """Return whether targets are met (or missed) at a load, beyond chance."""
         sustained = self.sustains(rate)
         verdict = self._tried[rate]
         if verdict is None or verdict.growth.low > 0:
@@ -398,6 +396,6 @@ class _Search:
 
 
 def _rounded_up(number: int) -> int:
-    """To two digits."""
+    """Round up to two significant digits."""
     unit: int = 10 ** max(len(str(number)) - 2, 0)
     return math.ceil(number / unit) * unit

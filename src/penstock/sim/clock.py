@@ -13,7 +13,7 @@ class VirtualClock:
         return self._now
 
     def advance_to(self, time: float) -> None:
-        """Move on to `time`. Raises: ValueError if that is in the past."""
+        """Set the time. Raises: ValueError if `time` is in the past."""
         if not time >= self._now:
             raise ValueError(f"the clock cannot go back from {self._now} to {time}")
         self._now = time

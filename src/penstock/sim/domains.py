@@ -1,4 +1,4 @@
-"""How requests of a domain differ in acceptance: a normal distribution, fitted, and its file."""
+"""Acceptance of requests by domain: fitted normal distributions, and their file."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from penstock.sim.traces import WorkloadError
 
 _ZOO = Path(__file__).with_name("acceptance_data") / "zoo.json"
-"""How the bundled family's drafters fare with its large target, by domain (`penstock zoo fit`)."""
+"""Measured acceptance of the bundled family's drafters, by domain (`penstock zoo fit`)."""
 
 _BUNDLED = {"zoo": (_ZOO, "sampled"), "zoo-greedy": (_ZOO, "greedy")}
 
 
 class DomainFit(BaseModel):
-    """Requests of one domain: their logit acceptances by all drafters are jointly normal, with this
-    mean [drafters] and covariance [drafters, drafters]."""
+    """Joint normal distribution of a domain's logit acceptances, shapes [drafters] and square."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -25,7 +24,7 @@ class DomainFit(BaseModel):
 
 
 class AcceptanceFit(BaseModel):
-    """What was fitted to measured acceptance: the drafters' names, and the domains by theirs."""
+    """Fit to measured acceptance: names of drafters, and distributions by domain."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -44,7 +43,7 @@ class AcceptanceFit(BaseModel):
 
 
 class AcceptanceFile(BaseModel):
-    """The JSON form: a fit for each way of sampling, and how they were measured."""
+    """JSON form: a fit for each way of sampling, and how they were measured."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -53,11 +52,10 @@ class AcceptanceFile(BaseModel):
 
 
 def load_acceptance(name_or_path: str | Path = "zoo") -> AcceptanceFit:
-    """Fitted acceptance of requests by domain: `zoo` is the bundled family's on sampled text,
-    `zoo-greedy` on greedy text; of any other file the fit to sampled text.
+    """Load the fitted acceptance of requests by domain.
 
-    Raises: WorkloadError.
-    """
+    `zoo` is the bundled family's on sampled text, `zoo-greedy` on greedy text; of any other file
+    the fit to sampled text. Raises: WorkloadError."""
     path, sampling = _BUNDLED.get(str(name_or_path), (Path(name_or_path), "sampled"))
     try:
         fits = AcceptanceFile.model_validate_json(path.read_bytes()).fits

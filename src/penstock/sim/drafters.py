@@ -1,4 +1,4 @@
-"""Drafters of a simulated machine: their capacities, instances and times."""
+"""Drafters of a simulated machine: capacities, instances and times."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from penstock.sim.traces import WorkloadError
 
 @dataclass(frozen=True, slots=True)
 class DrafterCapacity:
-    """max_num_seqs: most requests that one instance drafts for at once (Spin's B_j), None is no
-    limit. instances: how many there are, each with KV and, beside the target, a lane of its own."""
+    """Capacity of a drafter.
+
+    max_num_seqs: most requests in one instance's batch (Spin's B_j); None: no limit. instances:
+    number of them, each with its own KV cache and, beside the target, its own lane."""
 
     max_num_seqs: int | None = None
     instances: int = 1
 
     def names(self, drafter: str) -> tuple[str, ...]:
-        """What the instances of a drafter are called."""
+        """Return the names of a drafter's instances."""
         if self.instances == 1:
             return (drafter,)
         return tuple(f"{drafter}/{i}" for i in range(1, self.instances + 1))
@@ -32,7 +34,7 @@ class DrafterCapacity:
 
 @dataclass(slots=True)
 class DrafterCounts:
-    """An instrument that counts what each drafter did, and how often requests changed theirs."""
+    """Instrument that counts each drafter's work and the requests' changes of drafter."""
 
     rounds: Counter[str] = field(default_factory=Counter)
     accepted: Counter[str] = field(default_factory=Counter)
@@ -42,7 +44,7 @@ class DrafterCounts:
     _last: dict[str, str] = field(default_factory=dict)
 
     def on_plan(self, plan: StepPlan) -> None:
-        """Results say what became of it."""
+        """Ignore plans; results have all that is counted."""
 
     def on_result(self, plan: StepPlan, result: StepResult) -> None:
         for timed in result.draft_times:
@@ -62,8 +64,7 @@ class DrafterCounts:
             self._last.pop(output.request_id, None)
 
     def figures(self, num_requests: int) -> dict[str, Any]:
-        """For `penstock simulate --json`: by drafter its rounds, the times it was taken up by a
-        request, accepted draft tokens, and seconds of drafting and reading."""
+        """Return the part of `penstock simulate --json` that is by drafter."""
         return {
             "drafters": {
                 name: {
@@ -79,10 +80,7 @@ class DrafterCounts:
 
 
 def parse_capacities(texts: Iterable[str], drafters: Sequence[str]) -> dict[str, DrafterCapacity]:
-    """Capacities by drafter, from `NAME=B` or `NAME=BxK`: B requests for each of K instances.
-
-    Raises: WorkloadError.
-    """
+    """Parse `NAME=B` or `NAME=BxK`: B requests for each of K instances. Raises: WorkloadError."""
     return each_once((_capacity(t, drafters) for t in texts), "--drafter-capacity", WorkloadError)
 
 
@@ -99,11 +97,7 @@ def _capacity(text: str, drafters: Sequence[str]) -> tuple[str, DrafterCapacity]
 
 
 def parse_drafter_seconds(texts: Iterable[str]) -> tuple[DrafterProfile, ...]:
-    """Times of drafters, from `NAME=SECONDS` of a draft token whatever the batch, or
-    `NAME=SECONDS:PER_CATCH_UP` with those of a token that it only reads.
-
-    Raises: WorkloadError.
-    """
+    """Parse `NAME=SECONDS[:PER_CATCH_UP]`, the times of a token. Raises: WorkloadError."""
     return tuple(each_once(map(_times, texts), "--drafter-seconds", WorkloadError).values())
 
 

@@ -1,4 +1,4 @@
-"""Runs a trace through the scheduler on a virtual clock."""
+"""Simulation loop: a trace through the scheduler on a virtual clock."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.sim.executor import SimulatedExecutor
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What became of one request. Times are simulated seconds; None: that never came."""
+    """Result of one request. Times are simulated seconds; None: it did not happen."""
 
     request: Request
     first_token_time: float | None = None
@@ -28,8 +28,10 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """A whole run. `records` are by request id, in order of arrival; `kv_peak_tokens` counts the
-    target's blocks in use, in tokens. `stalled`: why the rest never ran, if so."""
+    """Result of a run. records: by request id, in order of arrival.
+
+    kv_peak_tokens: the target's blocks in use, in tokens. stalled: why the other requests never
+    ran."""
 
     records: dict[str, RequestRecord]
     finished_at: float
@@ -41,14 +43,14 @@ class SimulationResult:
 
 @dataclass(slots=True)
 class _Recorder:
-    """Watches the loop for `simulate`."""
+    """Instrument that keeps the records of `simulate`."""
 
     clock: VirtualClock
     records: dict[str, RequestRecord] = field(default_factory=dict)
     num_steps: int = 0
 
     def on_plan(self, plan: StepPlan) -> None:
-        """Plans show in results."""
+        """Ignore plans; results have all that is recorded."""
 
     def on_result(self, plan: StepPlan, result: StepResult) -> None:
         self.num_steps += result.repeats
@@ -74,12 +76,12 @@ def simulate(
     instruments: Sequence[Instrument] = (),
     until: float = math.inf,
 ) -> SimulationResult:
-    """Let `requests` arrive at their `arrival_time`, and `events` happen at theirs, until all is
-    done, or until a given time. Both must be in order of time.
+    """Run `requests` and `events`, each at its time, until all is done or until a given time.
 
-    Raises: ValueError for a repeated request id; RuntimeError if the scheduler waits for nothing
-    while requests are unfinished, and does not say why.
-    """
+    Both must be sorted by time.
+
+    Raises: ValueError for a repeated request id; RuntimeError if the scheduler idles with
+    unfinished requests and gives no reason."""
     recorder = _Recorder(clock)
     loop = Loop(scheduler, executor, clock, (recorder, *instruments))
     timeline = _Timeline(requests, events, executor)
@@ -94,7 +96,7 @@ def simulate(
             for event in due:
                 if isinstance(event, Arrive):
                     _expect(recorder.records, event.request)
-        # With every lane busy a turn could not start anything.
+        # A turn cannot start anything while every lane is busy.
         turn = None
         if not is_busy:
             turn = loop.turn(due)
@@ -137,8 +139,7 @@ def _expect(records: dict[str, RequestRecord], request: Request) -> None:
 
 
 class _Timeline:
-    """Arrivals and other events, merged by time; at equal times arrivals come first. The executor
-    is told when the next ones come."""
+    """Arrivals and other events by time, arrivals first; tells the executor when the next come."""
 
     def __init__(
         self,
@@ -160,7 +161,7 @@ class _Timeline:
         self.next_time = min(arrival, event)
 
     def take(self, now: float) -> list[Event]:
-        """Events that are due."""
+        """Return the events that are due."""
         due: list[Event] = []
         while self.next_time <= now:
             request, event = self._request, self._event

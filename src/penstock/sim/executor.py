@@ -1,4 +1,4 @@
-"""An executor that only takes time: no model, synthetic tokens, seeded acceptance."""
+"""Simulated executor: step times without a model, synthetic tokens, seeded acceptance."""
 
 from __future__ import annotations
 
@@ -28,36 +28,36 @@ from penstock.sim.acceptance import AcceptanceModel, GeometricAcceptance
 from penstock.sim.links import RemoteDrafting
 
 _DRAFT_SHARE = 0.05
-"""Of the target's smallest step, for each step of a drafter whose times are not known."""
+"""Seconds of a drafter step without a profile, as a share of the target's smallest step: a model
+
+assumption."""
 _MOST_EVALUATED = 256
-"""Tokens of one replay that are evaluated, the latest ones, as in the live engine."""
+"""Most tokens of one replay that are evaluated, the latest ones; as in the live engine."""
 
 
 class StepTimeModel(Protocol):
-    """Seconds that the parts of a step take."""
+    """Seconds of the parts of a step."""
 
     def verify(self, work: StepWork) -> float:
-        """One target step, drafts included."""
+        """Return the seconds of one target step, drafts included."""
         ...
 
     def decoding(self, num_decodes: int) -> tuple[float, float]:
-        """One target step in which so many requests decode and nothing else: (of the step, further
-        for each token of their context)."""
+        """Return the seconds of a step that only decodes: fixed, and for each context token."""
         ...
 
     def draft(self, drafter: str, orders: Sequence[DraftOrder]) -> float:
-        """All of one drafter's orders of a step: catching up and drafting."""
+        """Return the seconds of one drafter's orders of a step: catching up and drafting."""
         ...
 
 
 class ProfiledStepTimes:
-    """Step times of a profile, of its drafters as well.
+    """Step times of a profile and its drafters.
 
     A drafter makes one step for each token of its longest draft, over the requests that want that
-    many, and the first one reads a token of each; what it has to read beside that is charged by
-    token. A drafter that the profile does not know takes a twentieth of the target's smallest
-    step for each step. `profiles`: by the drafters' names, if they are not those of the profile.
-    """
+    many tokens; catch-up beyond one token each is charged by token. A drafter without a profile
+    takes `_DRAFT_SHARE` of the target's smallest step for each step. profiles: by name, if not the
+    profile's."""
 
     def __init__(
         self,
@@ -81,19 +81,15 @@ class ProfiledStepTimes:
 
 
 class SimulatedExecutor:
-    """Each lane carries out one plan at a time. Completions are ordered by (time, sequence), which
-    is a total order, so a run depends on nothing but its inputs.
+    """Executor whose lanes take one plan at a time. Completions are ordered by (time, sequence).
 
-    A decode run is repeated until something happens: `next_arrival` and `next_event` say when the
-    scheduler will next hear of a request, and of anything else. An arrival waits for the step in
-    which it falls; before any other event all that has ended must have been reported.
+    A decode run repeats until something happens: `next_arrival` and `next_event` are the times of
+    the next request and of the next other event. An arrival waits for the end of the step in which
+    it falls; another event waits until all results before it are reported.
 
-    drafters: those that it has, by name; `profiles` of those that slow the target, or are slowed by
-    it, when both work. A plan that begins while the other side is at work takes so many times as
-    long, to its end, and what has begun before goes on at its speed: of two that share a machine
-    the one pays for both. A target beside several drafters is slowed as by the worst of them, and
-    drafters do not slow each other.
-    """
+    profiles: of drafters that slow the target, or are slowed by it, when both work. The plan that
+    begins second is slowed throughout, the other one not at all. Of several drafters beside the
+    target the largest slowdown counts; drafters do not slow each other."""
 
     def __init__(
         self,
@@ -120,16 +116,16 @@ class SimulatedExecutor:
 
     @property
     def next_completion(self) -> float | None:
-        """When the next plan ends; None while every lane is idle."""
+        """End of the next plan in seconds; None while every lane is idle."""
         return self._completions[0][0] if self._completions else None
 
     @property
     def num_busy(self) -> int:
-        """Lanes that carry out a plan."""
+        """Number of lanes with a plan."""
         return len(self._busy)
 
     def ready(self, lane: str) -> bool:
-        """A draft server takes orders at any time."""
+        """Return whether a lane takes a plan; a draft server always does."""
         return lane not in self._busy or self.remote.serves(lane)
 
     def submit(self, plan: StepPlan) -> None:
@@ -143,7 +139,7 @@ class SimulatedExecutor:
         if plan.is_empty:
             return
         if self.remote.serves(plan.lane):
-            # Sent is all that there is to say; the drafts come as events.
+            # The result only reports the sending; drafts come as events.
             now = self._clock.now()
             self.remote.order(plan.drafts, now)
             result = StepResult(plan.id, plan.lane, now, now)
@@ -154,7 +150,7 @@ class SimulatedExecutor:
         self._num_submitted += 1
 
     def wait(self, timeout: float | None) -> None:
-        """Nothing ends while the virtual clock stands."""
+        """Return at once: nothing ends while the virtual clock stands."""
 
     def collect(self) -> list[StepResult]:
         results: list[StepResult] = []
@@ -205,7 +201,7 @@ class SimulatedExecutor:
         )
 
     def _slowdown(self, lane: str) -> float:
-        """How many times as long a plan takes that begins now."""
+        """Return the factor on the time of a plan that begins now."""
         if lane == TARGET:
             beside = [self._profiles[n] for n in self._busy if n in self._profiles]
             return max((p.target_slowdown for p in beside), default=1.0)
@@ -213,7 +209,7 @@ class SimulatedExecutor:
         return 1.0 if profile is None or TARGET not in self._busy else profile.slowdown
 
     def _repeat(self, run: DecodeRun, time: float) -> tuple[int, float]:
-        """Go on from the first step's end while nothing happens; returns the steps and the end."""
+        """Repeat a decode step until something happens; return the number of steps and the end."""
         repeats, most, next_event = 1, run.max_repeats, self.next_event
         until = self.next_arrival if run.until is None else min(self.next_arrival, run.until)
         decodes, kv = run.num_requests, run.num_kv_tokens
@@ -228,7 +224,7 @@ class SimulatedExecutor:
         return repeats, time
 
     def _draft_times(self, orders: Sequence[DraftOrder], slowdown: float) -> tuple[DraftTime, ...]:
-        """Drafters inside one step run one after the other, those that only read last."""
+        """Return the times of drafters inside one step, in sequence, those that only read last."""
         batches: dict[tuple[bool, str], list[DraftOrder]] = {}
         for order in orders:
             batches.setdefault((not order.max_draft_tokens, order.drafter), []).append(order)
@@ -244,7 +240,7 @@ class SimulatedExecutor:
         )
 
     def _read(self, orders: Sequence[DraftOrder]) -> tuple[Replayed, ...]:
-        """Note what drafters have read, and answer those orders that ask for no draft."""
+        """Note the tokens that drafters have read, and answer the orders without a draft."""
         replays = []
         for order in orders:
             read = self._num_read.setdefault(order.request_id, {})
@@ -260,7 +256,7 @@ class SimulatedExecutor:
         return tuple(replays)
 
     def _replayed(self, order: DraftOrder, tokens: range) -> Replayed:
-        """`tokens`: positions in the request's text that the drafter has not read before."""
+        """Evaluate `tokens`: positions in the request's text that the drafter reads first now."""
         answer = Replayed(order.request_id, order.epoch, order.drafter)
         if not order.evaluate:
             return answer
@@ -306,14 +302,13 @@ class SimulatedExecutor:
 
 
 def _orders(plan: StepPlan) -> tuple[DraftOrder, ...]:
-    """Those of the plan, and those inside its items."""
+    """Return the orders of the plan and of its items."""
     if not plan.items:
         return plan.drafts
     return (*plan.drafts, *[i.draft for i in plan.items if i.draft is not None])
 
 
 def _ready(orders: Sequence[DraftOrder]) -> tuple[DraftReady, ...]:
-    """The drafts of a lane."""
     return tuple(
         DraftReady(o.request_id, o.epoch, o.round, o.drafter, o.max_draft_tokens)
         for o in orders

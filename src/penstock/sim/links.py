@@ -1,4 +1,4 @@
-"""Draft servers on the virtual clock: how fast they draft, and how far away they are."""
+"""Simulated draft servers: drafting speed, and network links."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ from penstock.core.types import (
 from penstock.sim.ahead import LinesDrafting
 
 _BYTES_AHEAD = 60
-"""Of a message beside its tokens: framing, ids, the prefix's digest."""
+"""Message size without its tokens: framing, ids, the prefix's digest."""
 _BYTES_PER_TOKEN = 4
 _RETRANSMISSION_S = 0.2
-"""Least time after which TCP sends a lost segment again (RFC 6298 allows a second; systems use
-this)."""
+"""Least retransmission timeout of TCP in common systems (RFC 6298 allows a second)."""
 
 
 Rank = Callable[[str, str, int], int]
@@ -34,13 +33,10 @@ Rank = Callable[[str, str, int], int]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One way between a draft server and the verification server; both ways are alike.
+    """Link between a draft server and the verification server, alike in both directions.
 
-    latency: seconds. jitter: mean of an exponential delay beside it, in seconds. loss: probability
-    that a message has to be sent again. bandwidth: bytes a second.
-
-    Raises: ValueError for what no link can be.
-    """
+    latency: seconds. jitter: mean of an exponential extra delay, in seconds. loss: probability that
+    a message is sent again. bandwidth: bytes a second. Raises: ValueError."""
 
     latency: float = 0.0
     jitter: float = 0.0
@@ -56,7 +52,7 @@ class Link:
             raise ValueError(f"bandwidth is bytes a second, not {self.bandwidth}")
 
     def seconds(self, num_tokens: int, rng: np.random.Generator) -> float:
-        """Time that one message takes."""
+        """Return the time that one message takes."""
         seconds = self.latency + (_BYTES_AHEAD + _BYTES_PER_TOKEN * num_tokens) / self.bandwidth
         if self.jitter:
             seconds += float(rng.exponential(self.jitter))
@@ -68,14 +64,11 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class DraftServer:
-    """A machine with a small model. It drafts for one request at a time, in the order in which it
-    hears of them.
+    """Machine with a small model that drafts for one request at a time, in order of arrival.
 
-    draft_ahead: tokens that it drafts on, as if all were accepted, while its draft is under way
-    and verified. sends_ahead: instead it grows lines and sends them (`sim.ahead`), so many seconds
-    of a step for each line beside the first. tenant: whose requests it may see (None: all
-    tenants').
-    """
+    draft_ahead: tokens drafted on, as if all were accepted, while a draft is sent and verified.
+    sends_ahead: it grows lines and sends them instead (`sim.ahead`). row_seconds: of a step, for
+    each line beside the first. tenant: only its requests are drafted for (None: all tenants')."""
 
     name: str
     seconds_per_token: float
@@ -103,7 +96,7 @@ class DraftServer:
             )
 
     def up(self) -> DrafterUp:
-        """Its registration."""
+        """Return its registration."""
         return DrafterUp(self.name, self.max_draft_tokens, self.tenant)
 
 
@@ -113,24 +106,24 @@ class _Server:
     rng: np.random.Generator
     free_at: float = 0.0
     sent: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """By request: the length of its last draft, and when it was sent."""
+    """Length of each request's last draft, and when it was sent."""
     sent_until: float = 0.0
     confirmed: dict[str, int] = field(default_factory=dict)
-    """By request: a round whose draft was wholly right, the next token's guess included."""
+    """By request: a round whose draft was all right, the guess of the next token included."""
 
 
 class RemoteDrafting:
-    """Answers the orders of draft servers, each after its time."""
+    """Simulated draft servers, which answer orders after their time."""
 
     def __init__(
         self, servers: Iterable[DraftServer], seed: int = 0, rank: Rank | None = None
     ) -> None:
-        """rank: by server and request, of a position of the text; for those that send ahead."""
+        """rank: of a text's position, by server and request; for servers that send ahead."""
         self._servers = {
             s.name: _Server(s, np.random.default_rng((seed, i))) for i, s in enumerate(servers)
         }
         self.next_time = math.inf
-        """When to look for the next draft; infinity if none is on its way."""
+        """Time of the next draft's arrival; infinity if there is none."""
         self._coming: list[tuple[float, int, DraftReady]] = []
         self._count = itertools.count()
         self._lines: dict[str, LinesDrafting] = {}
@@ -152,11 +145,11 @@ class RemoteDrafting:
 
     @property
     def sends_ahead(self) -> bool:
-        """Whether anything may arrive that was not ordered."""
+        """True if drafts may arrive without an order."""
         return bool(self._lines)
 
     def serves(self, lane: str) -> bool:
-        """Whether a lane is a draft server's."""
+        """Return whether a lane is a draft server's."""
         return lane in self._servers
 
     def order(self, orders: Sequence[DraftOrder], now: float) -> None:
@@ -181,8 +174,7 @@ class RemoteDrafting:
         self._look_ahead()
 
     def _kept(self, server: _Server, order: DraftOrder, heard_at: float) -> int:
-        """Tokens of the new draft that were drafted ahead. The first token ahead was a guess at
-        what the target adds itself."""
+        """Return the drafted-ahead tokens that are used; the first one guessed the bonus token."""
         _, sent_at = server.sent.get(order.request_id, (0, math.inf))
         if server.confirmed.pop(order.request_id, -1) != order.round - 1:
             return 0
@@ -190,20 +182,20 @@ class RemoteDrafting:
         return max(0, min(ahead, server.spec.draft_ahead) - 1)
 
     def verified(self, item: VerifyItem, num_right: int) -> None:
-        """`num_right`: how many tokens of a draft one longer than the item's would be right."""
+        """Note how many tokens of a draft one longer than the item's would be right."""
         server = self._servers.get(item.drafter or "")
         if server is not None and num_right == item.num_draft_tokens + 1:
             server.confirmed[item.request_id] = item.round
 
     def opened(self, request: Request, now: float) -> None:
-        """A request has come; its own draft server has it from its user."""
+        """Note a new request; its own draft server already has it from the user."""
         self._prompt_len[request.id] = request.prompt_len
         if request.drafter in self._lines:
             self._server_of[request.id] = request.drafter
             self.told(request.id, request.prompt_len, now)
 
     def told(self, request_id: str, length: int | None, at: float) -> None:
-        """From a time on a request has so many tokens; None: it is over. Its server hears of it."""
+        """Tell a request's server its new length, or that it has ended (None)."""
         name = self._server_of.get(request_id)
         if name is None:
             return
@@ -230,12 +222,12 @@ class RemoteDrafting:
             heapq.heappush(self._ahead, (arrives_at, next(self._count), message))
 
     def _run(self, now: float) -> None:
-        """Let happen at the servers what nothing that is said from now on can change."""
+        """Run the servers as far as later messages cannot change."""
         for name, lines in self._lines.items():
             lines.run(now + self._servers[name].spec.link.latency)
 
     def take(self, now: float) -> list[DraftReady | DraftAhead]:
-        """What has arrived. Lines wait until somebody looks anyway: they start nothing."""
+        """Return what has arrived. Lines do not count for `next_time`: they start nothing."""
         self._run(now)
         arrived: list[DraftReady | DraftAhead] = []
         while self._ahead and self._ahead[0][0] <= now:

@@ -1,5 +1,4 @@
-"""Many jobs at a time: on the cores of this machine, or on a Ray cluster. The results are the same
-whichever is used, and come in the order of the jobs."""
+"""Parallel jobs, in processes or on a Ray cluster, with results in the order of the jobs."""
 
 from __future__ import annotations
 
@@ -21,29 +20,28 @@ _R = TypeVar("_R")
 
 _REACHED_S = 5.0
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-"""Of the libraries below NumPy, which read them when they are loaded."""
+"""Thread numbers of NumPy's libraries, which read them when they are loaded."""
 
 
 class WorkersError(RuntimeError):
-    """Jobs cannot be run where they were to be. The message is one line."""
+    """The jobs cannot be run. The message is one line."""
 
 
 class Workers:
-    """Where jobs are run: `num` at a time by an executor, or in this process. What is to be run
-    elsewhere is pickled, with its arguments and result."""
+    """Runs `num` jobs at a time in an executor, which pickles them, or in this process."""
 
     def __init__(self, num: int = 1, executor: Executor | None = None) -> None:
         self.num = num
         self._executor = executor
 
     def map(self, call: Callable[[_T], _R], items: Iterable[_T]) -> Iterator[_R]:
-        """Results in order. The first exception of a job, in order, is raised."""
+        """Return results in order; the first job's exception, in order, is raised."""
         if self._executor is None:
             return map(call, items)
         return self._executor.map(call, items)
 
     def submit(self, call: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_R]:
-        """What comes of one job; in this process it has come already."""
+        """Return the job's future; in this process it is done."""
         if self._executor is not None:
             return self._executor.submit(call, *args, **kwargs)
         done: Future[_R] = Future()
@@ -59,12 +57,10 @@ HERE = Workers()
 
 @contextmanager
 def workers(num: int | None = None, ray: str | None = None) -> Iterator[Workers]:
-    """`num` processes, by default one for each core, which start with the first jobs; one is this
-    process. ray: the address of a cluster instead, which is used as far as it has cores. At the end
-    nothing goes on, whatever is unfinished.
+    """Yield `num` workers, by default one a core; one is this process. Raises: WorkersError.
 
-    Raises: WorkersError.
-    """
+    ray: the address of a cluster to use instead, with all of its cores. At the end unfinished jobs
+    are cancelled."""
     if ray is not None:
         if num is not None:
             raise WorkersError("a Ray cluster is used whole: take --workers or --ray, not both")
@@ -80,22 +76,19 @@ def workers(num: int | None = None, ray: str | None = None) -> Iterator[Workers]
 
 
 def _num_cores() -> int:
-    """Those that this process may use, where the system tells."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-# --- processes ------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _processes(num: int) -> Iterator[Executor]:
     before = set(multiprocessing.active_children())
     others = {name: os.environ.get(name) for name in _THREADS}
-    # Processes that compute on every core by themselves would be in each other's way.
+    # One thread each, since the processes share the cores.
     os.environ |= dict.fromkeys(_THREADS, "1")
-    # A new interpreter each: a copy of this process might have threads, or hold locks.
+    # A forked process could inherit held locks.
     pool = ProcessPoolExecutor(num, multiprocessing.get_context("spawn"), _follow_parent)
     try:
         yield pool
@@ -115,7 +108,7 @@ def _processes(num: int) -> Iterator[Executor]:
 
 
 def _follow_parent() -> None:
-    """Leave Ctrl-C to the parent, and end when it is gone."""
+    """Ignore Ctrl-C, and exit with the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -125,9 +118,6 @@ def _follow_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
-
-
-# --- Ray ------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -141,7 +131,7 @@ def _cluster(address: str) -> Iterator[Workers]:
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     try:
         if colon:
-            # Ray would try for minutes.
+            # Ray itself would retry for minutes.
             socket.create_connection((host, int(port)), _REACHED_S).close()
         ray.init(address, logging_level=logging.ERROR, log_to_driver=False)
     except (OSError, OverflowError, ValueError, RuntimeError) as error:
@@ -154,7 +144,7 @@ def _cluster(address: str) -> Iterator[Workers]:
 
 
 class _RayExecutor(Executor):
-    """Ray's tasks as futures, with the exceptions of the jobs themselves."""
+    """Executor of Ray tasks whose futures raise the jobs' own exceptions."""
 
     def __init__(self, ray: Any) -> None:
         self._run = ray.remote(_call)

@@ -1,4 +1,4 @@
-"""A deployment by the fluid model: thresholds, token budget and cap, memory bound, load bound."""
+"""Deployment plans by the fluid model: thresholds, token budget, memory and load bounds."""
 
 from __future__ import annotations
 
@@ -37,24 +37,22 @@ from penstock.fluid.wait import (
 from penstock.sim.acceptance import AcceptanceModel
 from penstock.sim.workloads import Workload
 
-_MAX_SEGMENTS = 8
-_MAX_BUDGET = 8192
+# Bounds of searches: more segments, stages, positions a step and draft tokens are not tried.
+_MAX_SEGMENTS, _MAX_STAGES, _MAX_BUDGET, _MAX_DRAFT = 8, 64, 8192, 16
 _CLOSE = 0.99
+"""Share of the best throughput that a smaller budget must reach, to have shorter steps."""
 _BEYOND = 4
-_MAX_STAGES = 64
+"""Memory bounds are searched up to this multiple of the memory."""
 _HEADROOMS = (0.1, 0.05, 0.02, 0.0)
-_MAX_DRAFT = 16
+"""Headroom of the thresholds above the fluid's, tried in this order."""
 
 
 class PlanError(ValueError):
     """No plan fits. The message is one line."""
 
 
-# --- traffic --------------------------------------------------------------------------------------
-
-
 def mean_rate(workload: Workload) -> float:
-    """Requests a second over the arrivals of a workload. Raises: PlanError if that is none."""
+    """Return requests a second over a workload's arrivals. Raises: PlanError without any."""
     times = workload.arrival_time
     if times is None or times[-1] <= 0:
         raise PlanError(f"workload {workload.name!r} has no arrivals to take a rate from")
@@ -62,8 +60,7 @@ def mean_rate(workload: Workload) -> float:
 
 
 def traffic_of(workload: Workload, rate: float) -> Traffic:
-    """What the fluid model sees of a workload at `rate` requests a second: the types of the mix
-    that it was drawn from, or recorded lengths as an empirical distribution."""
+    """Return the fluid model's traffic at `rate` requests a second, by type or recorded length."""
     mix = workload.mix
     if mix is None:
         return traffic_from_lengths(workload.prompt_len, workload.output_len, rate)
@@ -74,7 +71,7 @@ def traffic_of(workload: Workload, rate: float) -> Traffic:
 
 
 def fitting(workload: Workload, kv_tokens: int) -> Workload:
-    """The requests that memory can hold at all. Raises: PlanError if there are none."""
+    """Return the requests that fit into memory. Raises: PlanError if there are none."""
     fits = workload.prompt_len + workload.output_len <= kv_tokens
     if not fits.any():
         least = int((workload.prompt_len + workload.output_len).min())
@@ -92,11 +89,10 @@ def load_bound(
     acceptance: AcceptanceModel | None = None,
     drafters: Sequence[str] = (),
 ) -> float:
-    """The fluid capacity bound in requests a second, those that memory refuses included.
+    """Return the fluid capacity bound in requests a second. Raises: PlanError.
 
-    With drafters: the largest over them and over draft lengths that are equal for all requests,
-    drafting itself for nothing. Raises: PlanError.
-    """
+    Requests that memory refuses count. With drafters: the largest over them and over uniform draft
+    lengths, with drafting at no cost."""
     served = fitting(workload, kv_tokens)
     ways = [NO_SPECULATION]
     for drafter in drafters if acceptance is not None else ():
@@ -106,29 +102,24 @@ def load_bound(
     best = 0.0
     for way in ways:
         work = output_work(served.prompt_len, served.output_len, way)
-        # Drafts that would not fit beside the longest request are not made.
+        # Drafts that do not fit beside the longest request are not made.
         if work.max_context + way.num_draft_tokens <= kv_tokens:
             best = max(best, capacity_bound(profile, work, kv_tokens).requests_per_s)
     return best * len(workload) / len(served)
 
 
-# --- thresholds -----------------------------------------------------------------------------------
-
-
 def has_thresholds(admission: str) -> bool:
-    """Whether an admission policy has thresholds among its options. Raises: PolicyError."""
+    """Return whether an admission policy has the option `thresholds`. Raises: PolicyError."""
     return "thresholds" in option_types("admission", admission)
 
 
 def threshold_options(
     admission: PolicyConfig, profile: StepProfile, workload: Workload, rate: float, kv_tokens: int
 ) -> dict[str, Any]:
-    """Options that give a threshold policy the fluid model's own thresholds; none for any other
-    policy.
+    """Return options with the fluid model's thresholds; none for a policy without thresholds.
 
-    The literal algorithms take whole thresholds, a stage being one step. Gated ones take fractions,
-    with as much headroom as fits. Raises: PlanError where no thresholds fit.
-    """
+    Literal algorithms take whole thresholds, with a stage of one step; gated ones take fractions
+    with as much headroom as fits. Raises: PlanError where no thresholds fit."""
     if not has_thresholds(admission.name):
         return {}
     gated = bool(admission.options.get("gated"))
@@ -154,7 +145,7 @@ def _wait_gated(profile: StepProfile, traffic: Traffic, kv_tokens: int) -> dict[
 
 
 def _fractional(profile: StepProfile, traffic: Traffic, kv_tokens: int) -> WaitThresholds:
-    """The fluid's own thresholds, with as much headroom as fits."""
+    """Return the fluid's own thresholds, with as much headroom as fits."""
     refusal: ValueError | None = None
     for headroom in _HEADROOMS:
         try:
@@ -169,8 +160,9 @@ def _wait_options(found: WaitThresholds, thresholds: tuple[float, ...]) -> dict[
 
 
 def _nested(profile: StepProfile, traffic: Traffic, kv_tokens: int) -> dict[str, Any]:
-    """The number of segments with the smallest memory bound, in waves of one step. The batch must
-    fit; where the bound does not, queues may fill the memory, and the algorithm says so."""
+    """Return the segments with the smallest memory bound, in waves of one step.
+
+    The batch must fit into memory, the bound need not: the algorithm handles full queues."""
     shortest = profile.seconds(StepWork(num_prefill_tokens=min(t.prompt_len for t in traffic)))
     iterations = max(1, round(HORIZON_S / shortest))
     found = []
@@ -192,7 +184,7 @@ def _nested(profile: StepProfile, traffic: Traffic, kv_tokens: int) -> dict[str,
 
 
 def _nested_gated(profile: StepProfile, traffic: Traffic, kv_tokens: int) -> dict[str, Any]:
-    """Requests start as in the fluid, and a segment's threshold is the share that enters it."""
+    """Return segments whose thresholds are the share that enters them, in the fluid."""
     found = _fractional(profile, traffic, kv_tokens)
     num_lengths = len({t.decode_len for t in traffic})
     ends = segments_of(traffic, min(_MAX_SEGMENTS, num_lengths)).ends
@@ -205,9 +197,10 @@ def _nested_gated(profile: StepProfile, traffic: Traffic, kv_tokens: int) -> dic
 def _least_nested(
     profile: StepProfile, traffic: Traffic, kv_tokens: int, delta: float
 ) -> NestedThresholds | None:
-    """Nested WAIT's thresholds with the smallest memory bound, which may be beyond the memory, over
-    numbers of segments and waves. None where no segments keep up: they keep a place at every stage
-    for requests that have finished early, and at high load that is too many."""
+    """Return Nested WAIT's thresholds with the smallest memory bound, over segments and waves.
+
+    The bound may exceed the memory. None where no segments keep up: at high load the places kept
+    for requests that finished early are too many."""
     last_step = max(t.decode_len for t in traffic)
     iterations = max(1, round(HORIZON_S / profile.seconds(StepWork(num_prefill_tokens=1))))
     found = []
@@ -225,7 +218,7 @@ def _least_nested(
 
 
 def _fluid_kv_bound(profile: StepProfile, traffic: Traffic, delta: float) -> float:
-    """`poisson_kv_bound` of requests that take one stage a fluid iteration."""
+    """Return `poisson_kv_bound` of requests that take one stage a fluid iteration."""
     seconds = equilibrium(profile, traffic).iteration_s
     kv = np.concatenate([t.prompt_len + np.arange(t.decode_len + 1) for t in traffic])
     means = np.repeat([t.rate * seconds for t in traffic], [t.decode_len + 1 for t in traffic])
@@ -233,13 +226,14 @@ def _fluid_kv_bound(profile: StepProfile, traffic: Traffic, delta: float) -> flo
 
 
 def _segment_ends(found: NestedThresholds) -> tuple[int, ...]:
-    """Output tokens after the last stage of each segment: the prefill makes one too."""
+    """Return output tokens after each segment's last stage, the prefill's token included."""
     return tuple(end + 1 for end in found.segments.ends)
 
 
 def check_thresholds_fit(admission: PolicyConfig, workload: Workload, kv_tokens: int) -> None:
-    """Raises: PlanError where a literal algorithm's thresholds, with the mean prompt of what memory
-    can hold, hold more at all their stages together than there is: it would come to a stop."""
+    """Raises: PlanError where a literal algorithm's full stages exceed the memory.
+
+    It would then stall. Prompts are the mean of those that fit."""
     if not has_thresholds(admission.name) or admission.options.get("gated"):
         return
     options = asdict(admission.make("admission").options)
@@ -259,8 +253,9 @@ def check_thresholds_fit(admission: PolicyConfig, workload: Workload, kv_tokens:
 
 
 def length_classes(options: dict[str, Any], workload: Workload, num_classes: int = 4) -> list[int]:
-    """Output tokens that part requests into classes: a nested policy's segments, or a type's
-    lengths, or quantiles of the workload's output lengths."""
+    """Return output tokens that divide requests into classes.
+
+    A nested policy's segments, or a type's lengths, or quantiles of the output lengths."""
     ends = options.get("segment_ends") or options.get("output_lens")
     if ends and len(ends) <= 2 * num_classes:
         return list(ends)
@@ -268,25 +263,20 @@ def length_classes(options: dict[str, Any], workload: Workload, num_classes: int
     return sorted({int(q) for q in np.quantile(workload.output_len, shares, method="higher")})
 
 
-# --- a static server ------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class StaticBudget:
-    """Positions a step and requests at once, for a server whose limits are fixed."""
+    """Positions a step and concurrent requests, for a server with fixed limits."""
 
     token_budget: int
     max_num_seqs: int
 
 
 def static_budget(profile: StepProfile, work: RequestWork, kv_tokens: int) -> StaticBudget:
-    """The budget whose steps serve most requests a second, when prefill and decoding share them as
-    the requests need both, within memory. The throughput has a peak at every corner of the
-    profile's staircase; of the peaks within 1% of the highest the smallest, whose steps are the
-    shortest, is taken. The cap is the number of requests in such a step.
+    """Return the token budget with the highest throughput within memory, and its requests.
 
-    Raises: PlanError where memory holds no step.
-    """
+    Prefill and decoding share a step as the requests need both. Throughput peaks at every corner of
+    the profile's staircase; the smallest budget within 1% of the highest peak is taken for short
+    steps. Raises: PlanError where memory holds no step."""
     rates: list[float] = []
     granule = profile.granularity
     for budget in range(granule, _MAX_BUDGET + 1, granule):
@@ -306,7 +296,7 @@ def static_budget(profile: StepProfile, work: RequestWork, kv_tokens: int) -> St
 
 
 def _balanced_step(work: RequestWork, budget: int) -> tuple[StepWork, float]:
-    """A step of `budget` positions in the proportions of a mean request, and the KV it holds."""
+    """Return a step of `budget` positions in the proportions of a mean request, and its KV."""
     requests = budget / (work.prefill_tokens + work.decode_steps)
     decodes = round(requests * work.decode_steps)
     prefill = budget - decodes
@@ -315,21 +305,15 @@ def _balanced_step(work: RequestWork, budget: int) -> tuple[StepWork, float]:
     return StepWork(prefill, context, decodes, round(kv)), kv + prefill
 
 
-# --- the whole plan -------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class PlannedMemory:
     """KV tokens of the fluid model.
 
-    mean: M* of eq. 5, what requests hold in the mean at this load.
-    batch: M^π, what they hold when every stage is as full as the thresholds let it be.
-    bound: the most that is held, but for a probability `delta` within an hour (0: never more). It
-        may exceed what there is.
-    basis: of the bound: every stage full (`stages`), and every queue between segments as long as
-        it gets (`queues`, theorem 5.1), for the literal algorithms; or Poisson arrivals of whom
-        nobody waits (`arrivals`).
-    """
+    mean: M* of eq. 5, the mean at this load. batch: M^π, with every stage as full as the thresholds
+    allow. bound: the most held, except with probability `delta` within an hour (0: never); it may
+    exceed the memory. basis of the bound: full stages (`stages`), with the queues between segments
+    (`queues`, theorem 5.1), both of literal algorithms; or Poisson arrivals without waiting
+    (`arrivals`)."""
 
     mean: float
     batch: float
@@ -340,11 +324,10 @@ class PlannedMemory:
 
 @dataclass(frozen=True)
 class DeploymentPlan:
-    """thresholds: an algorithm and its figures: prompts of each type, or in each segment, at every
-        stage of `stage_steps` steps.
-    static: for servers without thresholds.
-    kv_tokens: the memory that there is.
-    """
+    """Plan of a deployment.
+
+    thresholds: an algorithm and its thresholds by type or segment, at stages of `stage_steps`
+    steps. static: for servers without thresholds. kv_tokens: the memory."""
 
     thresholds: dict[str, Any]
     memory: PlannedMemory
@@ -353,9 +336,7 @@ class DeploymentPlan:
 
     @property
     def configurations(self) -> dict[str, PolicyConfig]:
-        """Admission policies that can serve it, by the names of `serve_flags`: Penstock's own,
-        which needs no figures; the thresholds, gated; vLLM's rule with the
-        static limits."""
+        """Admission policies for the plan, by the names of `serve_flags`."""
         limits = asdict(self.static)
         limits["max_num_batched_tokens"] = limits.pop("token_budget")
         return {
@@ -366,7 +347,7 @@ class DeploymentPlan:
 
     @property
     def serve_flags(self) -> dict[str, Any]:
-        """For Penstock flags, or a configuration file; for vLLM its own flags."""
+        """Flags or a configuration file for Penstock, flags for vLLM."""
         admission = self._gated().model_dump()
         budget, seqs = self.static.token_budget, self.static.max_num_seqs
         return {
@@ -386,10 +367,12 @@ class DeploymentPlan:
 def plan_deployment(
     profile: StepProfile, workload: Workload, rate: float, kv_tokens: int, delta: float = DELTA
 ) -> DeploymentPlan:
-    """WAIT's thresholds by type for a named mix; Nested WAIT's segments for recorded lengths, with
-    theorem 5.1's bound, or, at loads where those cannot keep up, the fluid's own fractions. And the
-    limits of a static server. Raises: PlanError where the load is too much, or nothing fits.
-    """
+    """Return the plan of a workload at a load.
+
+    Thresholds are WAIT's by type for a named mix; Nested WAIT's segments for recorded lengths, with
+    theorem 5.1's bound, or, at loads where those cannot keep up, the fluid's own fractions.
+
+    Raises: PlanError where the load is too high, or nothing fits."""
     served = fitting(workload, kv_tokens)
     traffic = traffic_of(served, rate)
     static = static_budget(profile, output_work(served.prompt_len, served.output_len), kv_tokens)

@@ -1,4 +1,4 @@
-"""Pictures of simulated runs. matplotlib is imported when one is drawn."""
+"""Plots of simulated runs. Imports matplotlib only to draw."""
 
 from __future__ import annotations
 
@@ -15,19 +15,16 @@ from penstock.core.types import Output, StepPlan, StepResult
 
 
 class PlotError(ValueError):
-    """A picture cannot be drawn. The message is one line."""
+    """A plot cannot be drawn. The message is one line."""
 
 
 @dataclass(slots=True)
 class Sampler:
-    """An instrument that looks at a scheduler at the end of steps, at most once in `every` seconds.
+    """Instrument that samples the scheduler after steps, at most once in `every` seconds.
 
-    ends: output tokens at which a request leaves each class, rising, shape [classes]; what is
-        longer is counted in the last class.
-
-    Samples, all of one length: `times` in seconds; `kv_tokens` in use; `waiting`, the
-    requests that are not admitted; `running`, the admitted ones by class, [samples][classes].
-    """
+    ends: output tokens at which a request leaves each class, rising, [classes]; the last class also
+    has the longer ones. Samples: `times` in seconds; `kv_tokens` in use; numbers of `waiting`
+    requests and of `running` ones by class, [samples][classes]."""
 
     scheduler: Scheduler
     every: float
@@ -39,10 +36,10 @@ class Sampler:
     _due: float = 0.0
 
     def on_plan(self, plan: StepPlan) -> None:
-        """Plans show in results."""
+        """Ignore plans; the scheduler is sampled at results."""
 
     def on_output(self, output: Output) -> None:
-        """Counted by the scheduler."""
+        """Ignore outputs; the scheduler counts them."""
 
     def on_result(self, plan: StepPlan, result: StepResult) -> None:
         if result.finished_at < self._due:
@@ -60,7 +57,7 @@ class Sampler:
 
 
 class LoadPoint(NamedTuple):
-    """A run at one load: requests a second offered and completed, mean latency in seconds."""
+    """Run at one load: offered and completed requests a second, mean latency in seconds."""
 
     rate: float
     throughput: float
@@ -68,7 +65,7 @@ class LoadPoint(NamedTuple):
 
 
 def check_target(path: Path) -> None:
-    """Find out before a long run whether a picture can be written there. Raises: PlotError."""
+    """Check before a long run that a plot can be written there. Raises: PlotError."""
     pyplot = load_pyplot()
     figure = pyplot.figure()
     known = figure.canvas.get_supported_filetypes()
@@ -80,10 +77,9 @@ def check_target(path: Path) -> None:
 
 
 def plot_run(samples: Sampler, path: Path, title: str) -> None:
-    """KV tokens in use, and the requests in the system by output-length class, against time.
+    """Plot KV tokens in use, and requests by output-length class, against time.
 
-    Raises: PlotError, OSError.
-    """
+    Raises: PlotError, OSError."""
     pyplot = load_pyplot()
     figure, (memory, queues) = pyplot.subplots(
         2, 1, sharex=True, figsize=(8, 6), layout="constrained"
@@ -103,10 +99,9 @@ def plot_run(samples: Sampler, path: Path, title: str) -> None:
 def plot_load(
     points: Sequence[LoadPoint], capacity: float, bound: float | None, path: Path, title: str
 ) -> None:
-    """Throughput and mean latency against the offered load, in requests a second.
+    """Plot throughput and mean latency against the offered load in requests a second.
 
-    Raises: PlotError, OSError.
-    """
+    Raises: PlotError, OSError."""
     pyplot = load_pyplot()
     figure, (throughput, latency) = pyplot.subplots(
         2, 1, sharex=True, figsize=(7, 6), layout="constrained"
@@ -132,7 +127,7 @@ def _class_names(ends: Sequence[int]) -> list[str]:
 
 
 def load_pyplot() -> Any:
-    """matplotlib's pyplot, drawing into files. Raises: PlotError where it is not installed."""
+    """Return matplotlib's pyplot for drawing into files. Raises: PlotError if not installed."""
     try:
         import matplotlib
     except ModuleNotFoundError as error:
@@ -144,6 +139,6 @@ def load_pyplot() -> Any:
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Write a picture and forget it. Raises: OSError."""
+    """Write and close a figure. Raises: OSError."""
     figure.savefig(path, dpi=150)
     load_pyplot().close(figure)

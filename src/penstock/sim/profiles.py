@@ -1,4 +1,4 @@
-"""Step-time profiles by name or file, and their fit to measurements."""
+"""Step-time profiles: files, and their fit to measurements."""
 
 from __future__ import annotations
 
@@ -22,26 +22,23 @@ FOLDER = Path(__file__).with_name("profiles_data")
 Array = NDArray[np.float64]
 
 _SHORTEST_S, _LONGEST_S = 1e-7, 1e5
-"""Of a step. Beyond them a figure has been written in another unit."""
+"""Plausible times of a step; figures beyond them are in another unit."""
 
 
 class ProfileError(ValueError):
-    """A profile, or what one is fitted to, cannot be used. The message is one line."""
+    """A profile or its measurements cannot be used. The message is one line."""
 
 
 # Files
 
 
 def profile_names() -> tuple[str, ...]:
-    """Names of the profiles that come with the program."""
+    """Return the names of the bundled profiles."""
     return PAPER_LINEAR.name, *sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
 def load_profile(name_or_path: str | Path) -> StepProfile:
-    """A profile that comes with the program, or a file that `save_profile` wrote.
-
-    Raises: ProfileError.
-    """
+    """Load a bundled profile, or a file that `save_profile` wrote. Raises: ProfileError."""
     name = str(name_or_path)
     if name == PAPER_LINEAR.name:
         return PAPER_LINEAR
@@ -117,17 +114,19 @@ _TERMS = (
     "per_prefill_token",
     "per_prefill_context",
 )
-# The table can take over what these explain, where measurements cannot tell them from positions.
 _SHARED_TERMS = ("decode_fixed", "per_decode", "per_prefill_token")
+"""Terms that measurements may not tell from positions; the table is preferred to them."""
 _SHARED_PENALTY = 1e-3
+"""Small beside the fit's errors: it only decides between equally good fits."""
 _MAX_KNOTS = 256
+"""Bounds the time of a fit."""
 _TABLE_TOLERANCE = 1e-3
+"""Relative error of a table without a point, well under that of measurements."""
 
 
 @dataclass(frozen=True, slots=True)
 class FitQuality:
-    """How well a fit reproduces `num_measurements` of one kind; errors are relative to the
-    measured time."""
+    """Quality of a fit to measurements of one kind; errors are relative to the measured time."""
 
     what: str
     num_measurements: int
@@ -137,7 +136,7 @@ class FitQuality:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A fitted profile, and how good it is."""
+    """Fitted profile and its quality."""
 
     profile: StepProfile
     quality: tuple[FitQuality, ...]
@@ -153,29 +152,25 @@ def fit_profile(
     tensor_parallel: int = 1,
     granularity: int = 1,
 ) -> Fit:
-    """Fit a profile to measured times, by least squares of RELATIVE errors; of whole steps, which
-    differ among equals, relative to what is expected of such a step.
+    """Fit a profile to measured times, by least squares of relative errors.
 
     measurements: CSV (or CSV.gz), one of two kinds, told apart by its columns:
         - whole steps: the fields of `StepWork` and `seconds`;
         - linear operators as Vidur measures them: `time_stats.OP.median` in ms per layer for every
           operator of `LINEAR_OPERATORS`, `num_tokens`, `num_tensor_parallel_workers`.
-    attention, num_layers: for operators, which say nothing about attention: a CSV with `kind`
-        (decode or prefill), `batch_size`, `prefill_chunk_size`, `kv_cache_size` (of each request),
-        `median_ms_per_layer`; or a profile that lends its terms. Communication between devices is
-        left out.
-    granularity: token counts are rounded up to a multiple of it.
+    attention, num_layers: for operators: a CSV with `kind` (decode or prefill), `batch_size`,
+    `prefill_chunk_size`, `kv_cache_size` (of each request), `median_ms_per_layer`; or a profile
+    that lends its attention terms. Communication between devices is left out. granularity: token
+    counts are rounded up to a multiple of it.
 
-    The table of operators interpolates what was measured, where a larger step may be faster; that
-    of whole steps, which are noisier, rises, and turns only where that is clear: where the mean is
-    off a line by three standard errors. Points that interpolation gives back within 0.1% are left
-    out. Attention terms are non-negative. For whole
-    steps all of it is one non-negative least-squares problem. What the steps cannot tell apart
-    (decodes from positions, in steps without prefill) is ascribed to the table; the profile is good
-    for such steps only.
+    The table of operators interpolates the measurements. That of whole steps, which are noisier,
+    rises, and bends only where the mean is off a line by three standard errors. Points that
+    interpolation reproduces within 0.1% are left out. Attention terms are non-negative. For whole
+    steps all of it is one non-negative least-squares problem, with errors relative to the time
+    expected of such a step. Terms that the steps cannot separate (decodes from positions, in steps
+    without prefill) go to the table; the profile is good for such steps only.
 
-    Raises: ProfileError.
-    """
+    Raises: ProfileError."""
     if min(kv_tokens, granularity, tensor_parallel) < 1:
         raise ProfileError("KV tokens, granularity and tensor-parallel workers are 1 or more")
     try:
@@ -229,11 +224,9 @@ def _fit_steps(table: TraceTable, name: str, kv_tokens: int, granularity: int) -
 def fit_steps(
     steps: Sequence[tuple[StepWork, float]], *, name: str, kv_tokens: int, origin: str
 ) -> Fit:
-    """Fit a profile to measured steps and their seconds, as `fit_profile` does to a file of them;
-    but no step takes less than half of the fastest, however few they are.
+    """Fit a profile to measured steps and their seconds, as `fit_profile` does to a file.
 
-    Raises: ProfileError.
-    """
+    No step takes less than half of the fastest one. Raises: ProfileError."""
     works = np.array([work for work, _ in steps], dtype=np.float64)
     seconds = np.array([s for _, s in steps])
     return _fit_works(works, seconds, name, kv_tokens, 1, origin, least=seconds.min() / 2)
@@ -248,7 +241,7 @@ def _fit_works(
     origin: str,
     least: float = 0.0,
 ) -> Fit:
-    """works: [steps, fields of StepWork]. least: seconds of every step in any case."""
+    """Fit a profile. works: [steps, fields of StepWork]. least: seconds of any step."""
     prefill, context, decodes, kv, drafts = works.T
     tokens = prefill + decodes + drafts
     rounded = np.ceil(tokens / granularity) * granularity
@@ -277,20 +270,17 @@ def _fit_works(
 def _fit_table(
     rounded: Array, knots: Array, terms: Array, seconds: Array, least: float
 ) -> tuple[Array, Array]:
-    """A matrix, and the coefficients by which it gives the seconds beyond `least`: of a table with
-    such knots, and of the terms."""
+    """Return a matrix and the coefficients of the table and the terms, seconds beyond `least`."""
     matrix = np.hstack([_rising_basis(rounded, knots), terms])
     shared = [len(knots) + _TERMS.index(term) for term in _SHARED_TERMS]
     solution = _relative_nnls(matrix, seconds - least, seconds, shared)
-    # Errors relative to each measurement would favour the fast ones among equal steps; a simulated
-    # step must take what such steps take in the mean.
+    # Relative to the expected time: relative to the measured one, fast steps would weigh more.
     solution = _relative_nnls(matrix, seconds - least, matrix @ solution + least, shared)
     return matrix, solution
 
 
 def _knots(rounded: Array, off: Array) -> Array:
-    """Token counts at which the table may turn: its ends, and where it is clearly no line. off: of
-    each step, from a line, in shares of it."""
+    """Return token counts where the table may bend. off: of steps from a line, relative."""
     counts, at = np.unique(rounded, return_inverse=True)
     cells, of_count = np.unique([cell_of(int(n)) for n in counts], return_inverse=True)
     nums = np.bincount(of_count[at], minlength=len(cells)).astype(float)
@@ -313,7 +303,7 @@ def _work(row: list[float]) -> StepWork:
 def _read_operators(
     table: TraceTable, num_layers: int, tensor_parallel: int
 ) -> tuple[Array, Array]:
-    """Token counts and seconds of all layers, for one number of workers."""
+    """Return token counts and seconds of all layers, for one number of workers."""
     table.demand_rows()
     workers = numbers(table, "num_tensor_parallel_workers")
     chosen = workers == tensor_parallel
@@ -416,8 +406,9 @@ def _whole(table: TraceTable, name: str) -> Array:
 
 
 def _rising_basis(rounded: Array, knots: Array) -> Array:
-    """A basis [N, K] in which the sum of the first k coefficients is the value at knot k of a
-    piecewise-linear function of token counts; it rises if no coefficient is negative."""
+    """Return a basis [N, K] of piecewise-linear functions, rising for coefficients >= 0.
+
+    The sum of the first k coefficients is the value at knot k."""
     first = np.ones((len(rounded), 1))
     climbs = np.clip((rounded[:, None] - knots[:-1]) / np.diff(knots), 0, 1)
     return np.hstack([first, climbs])
@@ -426,8 +417,9 @@ def _rising_basis(rounded: Array, knots: Array) -> Array:
 def _relative_nnls(
     matrix: Array, measured: Array, expected: Array, penalised: Sequence[int] = ()
 ) -> Array:
-    """Non-negative x that minimises the sum of squares of (matrix x − measured) / expected, and
-    among equally good ones keeps the `penalised` entries small."""
+    """Return x >= 0 that minimises the sum of squares of (matrix x − measured) / expected.
+
+    Among equally good ones the `penalised` entries are small."""
     relative = matrix / expected[:, None]
     scale = np.linalg.norm(relative, axis=0)
     scale[scale == 0] = 1.0
@@ -439,7 +431,7 @@ def _relative_nnls(
 
 
 def _compact(counts: Array, seconds: Array) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """The table without the points that interpolation between the others gives back."""
+    """Return the table without the points that interpolation reproduces."""
     kept = [0]
     while kept[-1] < len(counts) - 1:
         start = end = kept[-1]
@@ -456,7 +448,7 @@ def _straight(counts: Array, seconds: Array, start: int, end: int) -> bool:
 
 
 def _rounded(values: Array) -> list[float]:
-    """Five significant digits: less than measurements are sure of, and short in a file."""
+    """Round to five significant digits, more than measurements have."""
     return [float(f"{v:.5g}") for v in values]
 
 

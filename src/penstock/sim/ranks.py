@@ -1,4 +1,4 @@
-"""Acceptance by recorded ranks: where the target's token stood among the drafter's guesses."""
+"""Acceptance by recorded ranks of the target's tokens among the drafter's guesses."""
 
 from __future__ import annotations
 
@@ -11,19 +11,16 @@ from penstock.core.types import DraftOrder, VerifyItem
 
 @dataclass(frozen=True, slots=True)
 class RankedAcceptance:
-    """Replays ranks, position by position: 0 where the drafter's first choice behind the true text
-    was the target's own token, 1 where the runner-up was, 2 where neither was. So a draft that is
-    made ahead is right or wrong exactly where one made later would be.
+    """Replays ranks by position: 0 is the drafter's first choice, 1 its runner-up, 2 neither.
 
-    ranks: by drafter; each request begins somewhere in its drafter's record, by its id and `seed`,
-        and reads it round and round
-    """
+    A draft made ahead is thus right exactly where one made later would be. ranks: by drafter; each
+    request begins at an offset by its id and `seed`, and wraps around."""
 
     ranks: Mapping[str, Sequence[int]]
     seed: int = 0
 
     def rank(self, drafter: str, request_id: str, position: int) -> int:
-        """Of the token at a position of the request's output."""
+        """Return the rank of the token at a position of the request's output."""
         record = self.ranks[drafter]
         key = f"{self.seed}/{request_id}".encode()
         begin = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
@@ -38,7 +35,7 @@ class RankedAcceptance:
         return item.num_draft_tokens
 
     def num_right_behind(self, item: VerifyItem, position: int, num_accepted: int) -> int:
-        """Counts where a draft that begins there would be right at once."""
+        """Count positions where a draft that begins there would be right at once."""
         if item.drafter is None:
             return 0
         behind = range(position + num_accepted + 1, position + item.num_draft_tokens)
@@ -48,7 +45,7 @@ class RankedAcceptance:
         return sum(self.rank(order.drafter, order.request_id, p) == 0 for p in positions)
 
     def tokens_per_step(self, drafter: str, num_draft_tokens: int) -> float:
-        """The mean over the record, walked from its start."""
+        """Return the mean over the record, walked from its start."""
         record = self.ranks[drafter]
         position = rounds = 0
         while position < len(record):

@@ -46,17 +46,14 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Setup:
-    """Everything about a simulated server but the load.
+    """Simulated server without its load.
 
-    kv_tokens: KV memory in tokens; None takes the profile's. block_size: tokens of a KV block; 1
-    is the papers' model of memory. drafters: names that `acceptance` knows; none leaves
-    speculation out. Their times are those of the profile's `drafters`; one that has none there
-    takes a twentieth of the target's smallest step for each draft token, and reads for nothing.
-    capacities: of drafters, by name. With a pipeline drafters work beside the target.
-    draft_servers: machines that draft beside the target; `acceptance` must know them too. Requests
-    of a server's tenant are that server's own; the others go where selection sends them.
-    fairness: between tenants, which weigh 1 but for those in `tenant_weights`.
-    """
+    kv_tokens: KV memory in tokens; None: the profile's. block_size: tokens of a KV block; 1 is the
+    papers' model of memory. drafters: names that `acceptance` knows; none: no speculation. Their
+    times are the profile's; without any there, `executor.ProfiledStepTimes` says. capacities: by
+    drafter. pipeline: unless off, drafters work beside the target. draft_servers: `acceptance` must
+    know them too; a server with a tenant drafts for that tenant's requests, selection deals with
+    the others. fairness: between tenants, of weight 1 without `tenant_weights`."""
 
     profile: StepProfile
     admission: PolicyConfig = PolicyConfig.of("vllm_v1")
@@ -79,8 +76,7 @@ class Setup:
         return (self.kv_tokens or self.profile.kv_tokens) // self.block_size
 
     def make_drafters(self) -> list[Drafter]:
-        """As the scheduler sees them, every instance by itself. One whose reading takes time has KV
-        of its own, as many blocks as the target has."""
+        """Return every drafter instance. One whose reading takes time has its own KV blocks."""
         reading = {d.name for d in self.profile.drafters if d.per_catch_up_token}
         drafters = []
         for model in self.drafters:
@@ -100,8 +96,9 @@ class Setup:
 
 @dataclass(frozen=True)
 class Report:
-    """What a run came to, by request in order of arrival; times in seconds, NaN where a request
-    never came so far. `profile` is that of the target."""
+    """Result of a run by request, in order of arrival; seconds, NaN for what did not happen.
+
+    profile: of the target."""
 
     profile: StepProfile
     workload: Workload
@@ -141,8 +138,7 @@ class Report:
 
     @property
     def slowdown(self) -> FloatArray:
-        """Latency over what it would be alone on the server, without speculation, of completed
-        requests."""
+        """Latency over that alone on the server without speculation, of completed requests."""
         lengths = self.workload.prompt_len[: len(self.arrived_at)]
         alone = seconds_alone(self.profile, lengths, self.num_tokens)
         return ((self.finished_at - self.arrived_at) / alone)[self.completed]
@@ -150,9 +146,10 @@ class Report:
     def figures(
         self, ttft_p99: float | None = None, tpot_p99: float | None = None
     ) -> dict[str, Any]:
-        """The keys of `penstock simulate --json`. With a target, in seconds, also what became of
-        it; with tenants, their shares; with targets of requests, how many there were and were
-        met."""
+        """Return the dictionary of `penstock simulate --json`.
+
+        With a target, in seconds, it is compared with the run; with tenants there are their shares;
+        with latency targets of requests the numbers given and met."""
         figures = self._figures(np.ones(len(self.arrived_at), dtype=bool))
         lengths = self.workload.prompt_len[: len(self.arrived_at)][self.completed]
         slowdown = self.slowdown
@@ -173,13 +170,12 @@ class Report:
 
     @property
     def has_target(self) -> npt.NDArray[np.bool_]:
-        """Which requests ask for a TPOT or a deadline of their own."""
+        """Mask of requests with a TPOT target or a deadline of their own."""
         return ~(np.isnan(self._asked(self.workload.tpot)) & np.isnan(self._deadline))
 
     @property
     def met_target(self) -> npt.NDArray[np.bool_]:
-        """Which of them were within all that they asked for, to the end. A request of one token has
-        no TPOT to miss."""
+        """Mask of completed requests within their targets. One of one token has no TPOT to miss."""
         tpot, latency = self._asked(self.workload.tpot), self.finished_at - self.arrived_at
         is_slow = (self.num_tokens > 1) & (self.token_seconds > tpot)
         return self.has_target & self.completed & ~is_slow & ~(latency > self._deadline)
@@ -189,7 +185,7 @@ class Report:
         return self._asked(self.workload.deadline)
 
     def _asked(self, column: FloatArray | None) -> FloatArray:
-        """What the requests that came ask for; NaN is nothing."""
+        """Return the targets of the requests that arrived; NaN: none."""
         num = len(self.arrived_at)
         return np.full(num, np.nan) if column is None else column[:num]
 
@@ -198,7 +194,7 @@ class Report:
         return max(self.result.finished_at, 1e-12)
 
     def _figures(self, chosen: npt.NDArray[np.bool_]) -> dict[str, Any]:
-        """What can be said of some of the requests, shape [requests]."""
+        """Return the figures of the chosen requests, a mask of shape [requests]."""
         completed = self.completed & chosen
         several = completed & (self.num_tokens > 1)
         seconds = self._seconds
@@ -217,8 +213,10 @@ class Report:
         }
 
     def _against_targets(self, ttft_p99: float | None, tpot_p99: float | None) -> dict[str, Any]:
-        """`slo_goodput`: requests a second that were within all targets themselves; `slo_met`:
-        whether p99 was within each. A request of one token has no TPOT to miss."""
+        """Return the comparison with p99 targets.
+
+        `slo_goodput`: requests a second within all targets; `slo_met`: whether p99 is within each.
+        A request of one token has no TPOT to miss."""
         within = self.completed
         met = {}
         if ttft_p99 is not None:
@@ -230,14 +228,12 @@ class Report:
         return {"slo_goodput": float(within.sum() / self._seconds), "slo_met": met}
 
     def _by_tenant(self, tenants: npt.NDArray[np.str_]) -> dict[str, Any]:
-        """Figures of each tenant; `jain`, Jain's index of what each was served over its weighted
-        max-min fair share of what all were served; `sum_log_rate`, of their tokens a second, by
-        weight (None where a tenant was served none).
+        """Return figures by tenant, and those of fairness.
 
-        Served is what was asked for and finished while there was something to share out: until
-        the last request arrived, or through half of the run if that is longer. In the end
-        all tenants have been served what they asked for, whatever the policy did.
-        """
+        `jain`: Jain's index of each tenant's service over its weighted max-min fair share.
+        `sum_log_rate`: weighted, of tokens a second (None where a tenant got none). Service counts
+        until the last arrival, or through half of the run if that is longer: in the end every
+        policy has served all."""
         tenants = tenants[: len(self.arrived_at)]
         names, owner = np.unique(tenants, return_inverse=True)
         until = max(float(self.arrived_at[-1]), 0.5 * self._seconds)
@@ -264,11 +260,11 @@ def run(
     until: float = math.inf,
     watch: Callable[[Scheduler], Instrument] | None = None,
 ) -> Report:
-    """Simulate, to the end or to a given time. `workload` must have arrival times. `watch` makes
-    one more instrument, which may look at the scheduler.
+    """Simulate, to the end or to a given time.
 
-    Raises: PolicyError for a policy or option that does not exist; ValueError without arrivals.
-    """
+    `workload` must have arrival times. `watch` makes one more instrument, with the scheduler.
+
+    Raises: PolicyError for an unknown policy or option; ValueError without arrivals."""
     if workload.arrival_time is None:
         raise ValueError(f"workload {workload.name!r} has no arrival times")
     clock = VirtualClock()
@@ -280,7 +276,7 @@ def run(
         instruments = (*instruments, watch(scheduler))
     started = time.perf_counter()
     collecting = gc.isenabled()
-    # Nothing here forms cycles, and collections would look at every request over and over.
+    # Nothing here forms cycles, and each collection would traverse every request.
     gc.disable()
     try:
         result = simulate(
@@ -310,7 +306,7 @@ def _executor(setup: Setup, workload: Workload, clock: VirtualClock) -> Simulate
 
 
 def make_scheduler(setup: Setup) -> Scheduler:
-    """The scheduler of a setup. Raises: PolicyError."""
+    """Return the scheduler of a setup. Raises: PolicyError."""
     estimators = Estimators(setup.profile)
     drafters = setup.make_drafters()
     if drafters or setup.draft_servers:
@@ -332,8 +328,7 @@ def make_scheduler(setup: Setup) -> Scheduler:
 
 
 def requests_of(workload: Workload, setup: Setup) -> Iterator[Request]:
-    """The workload as requests. A policy may ask for the expected output (`wait` and `sjf` do); it
-    is the true one."""
+    """Yield the requests of a workload. Their expected output (`wait`, `sjf`) is the true one."""
     arrived_at = workload.arrival_time
     assert arrived_at is not None
     tenants = workload.tenants
@@ -358,7 +353,7 @@ def requests_of(workload: Workload, setup: Setup) -> Iterator[Request]:
 
 
 def _targets(workload: Workload) -> list[LatencyTarget] | None:
-    """Of every request; None where none asks for anything."""
+    """Return every request's targets; None where no request has any."""
     if workload.tpot is None and workload.deadline is None:
         return None
     columns = (workload.tpot, workload.deadline)
@@ -388,7 +383,6 @@ def _or_nan(value: float | None) -> float:
 
 
 def _summary(values: FloatArray) -> dict[str, float | None]:
-    """Mean, percentiles and largest."""
     if not len(values):
         return dict.fromkeys(("mean", "p50", "p99", "p999", "max"))
     p50, p99, p999 = np.percentile(values, [50, 99, 99.9]).tolist()

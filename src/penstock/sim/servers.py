@@ -58,15 +58,12 @@ class _File(_Strict):
 
 
 def read_servers(path: Path, seed: int = 0) -> tuple[tuple[DraftServer, ...], AcceptanceByDrafter]:
-    """Draft servers and how their drafts fare.
+    """Read draft servers and their acceptance models.
 
-    path: YAML with `servers`, a list of mappings: `name`, `ms_per_token`, and `acceptance` (a
-        rate, a survival curve, `{rates, dwell}` that drift, or `{file, drafter}` with records);
-        `rtt_ms`, `jitter_ms` and `loss` of its link (round trip; the others for each way),
-        `mbit_per_s`, `max_draft_tokens`, `draft_ahead`, and `tenant`: whose requests are its own.
-
-    Raises: WorkloadError.
-    """
+    path: YAML with `servers`, a list of mappings: `name`, `ms_per_token`, and `acceptance` (a rate,
+    a survival curve, `{rates, dwell}` that drift, or `{file, drafter}` with records); `rtt_ms` of
+    its link, `jitter_ms` and `loss` of each way, `mbit_per_s`, `max_draft_tokens`, `draft_ahead`,
+    `tenant`. Raises: WorkloadError."""
     try:
         entries = _File.model_validate(read_yaml(path)).servers
     except ConfigError as error:
@@ -83,7 +80,7 @@ def read_servers(path: Path, seed: int = 0) -> tuple[tuple[DraftServer, ...], Ac
 
 
 def deal_to_tenants(workload: Workload, servers: Sequence[DraftServer]) -> Workload:
-    """A workload without tenants, dealt in turn to those of the servers that have one."""
+    """Return a workload without tenants dealt in turn to the tenants of the servers."""
     tenants = list(dict.fromkeys(s.tenant for s in servers if s.tenant is not None))
     if workload.tenants is not None or not tenants:
         return workload

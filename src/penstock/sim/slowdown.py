@@ -1,4 +1,4 @@
-"""Slowdown: how many times longer a request takes than it would alone, and who pays for whom."""
+"""Slowdown of requests: latency over the latency alone on the server."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ _GROUPS = 10
 
 
 def seconds_alone(profile: StepProfile, prompt_len: IntArray, num_tokens: IntArray) -> FloatArray:
-    """Latency of requests of those lengths, each alone on an idle server without speculation: the
-    whole prompt in one step, then a step for each further token."""
+    """Return each request's latency alone on the server: a prefill step, then a step a token."""
     lengths, which = np.unique(prompt_len, return_inverse=True)
     prompts = [profile.seconds(StepWork(n, n * n / 2)) for n in lengths.tolist()]
     step, per_kv_token = profile.decoding(1)
@@ -31,8 +30,7 @@ def seconds_alone(profile: StepProfile, prompt_len: IntArray, num_tokens: IntArr
 def by_prompt_len(
     prompt_len: IntArray, ttft: FloatArray, latency: FloatArray, slowdown: FloatArray
 ) -> list[dict[str, Any]]:
-    """Means of tenths of the requests, short prompts first. Equal lengths are never parted, so that
-    there are fewer groups where lengths hardly differ; all arrays [requests]."""
+    """Return means by tenth of prompt lengths, the short first. Equal lengths share a group."""
     if not len(prompt_len):
         return []
     inner = np.arange(1, _GROUPS) / _GROUPS

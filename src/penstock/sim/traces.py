@@ -1,5 +1,4 @@
-"""Trace files: request lengths and arrival times from CSV or JSON lines, plain or compressed with
-gzip."""
+"""Trace files: request lengths and arrival times from CSV or JSON lines, optionally gzipped."""
 
 from __future__ import annotations
 
@@ -17,21 +16,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_LENGTH = 10_000_000
+"""Largest number of tokens in a column: beyond any context length, so a wrong unit."""
 
 
 class WorkloadError(ValueError):
-    """What a simulated run is to be fed with cannot be used. The message is one line."""
+    """Input of a simulated run that cannot be used. The message is one line."""
 
 
 class Trace(NamedTuple):
     """Columns of a trace file, all of one length, in file order.
 
-    prompt_len, output_len: tokens, int64.
-    arrival_time: seconds since the first arrival, float64; None where the file has none.
-    tenants: names; None where the file has none.
-    tpot, deadline: what the requests ask for (`LatencyTarget`), in seconds, NaN where one asks for
-        nothing; None where the file has none.
-    """
+    prompt_len, output_len: tokens, int64. arrival_time: seconds since the first arrival, float64.
+    tenants: names. tpot, deadline: of the requests' `LatencyTarget` in seconds, NaN where a request
+    has none. None: the file has no such column."""
 
     prompt_len: NDArray[np.int64]
     output_len: NDArray[np.int64]
@@ -65,20 +62,16 @@ _ARRIVAL_COLUMNS = tuple(x.arrival for x in _LAYOUTS if x.arrival is not None)
 def read_trace(path: Path) -> Trace:
     """Read a file of one of these column sets; further columns are ignored.
 
-    - `TIMESTAMP, ContextTokens, GeneratedTokens` (Azure): times such as 2023-11-16
-      18:17:03.9799600 (UTC);
-    - `arrived_at, num_prefill_tokens, num_decode_tokens` (Vidur), optionally `tenant`: times in
-      seconds;
+    - `TIMESTAMP, ContextTokens, GeneratedTokens` (Azure): times such as 2023-11-16 18:17:03.9799600
+      (UTC);
+    - `arrived_at, num_prefill_tokens, num_decode_tokens` (Vidur), optionally `tenant`: seconds;
     - `num_prefill_tokens, num_decode_tokens`: lengths without arrivals;
-    - `Timestamp, Request tokens, Response tokens` (BurstGPT): times in seconds;
-    - `timestamp, input_length, output_length` (Mooncake): times in whole milliseconds.
+    - `Timestamp, Request tokens, Response tokens` (BurstGPT): seconds;
+    - `timestamp, input_length, output_length` (Mooncake): whole milliseconds.
 
-    Any of them may have `tpot_ms` and `deadline_ms`, what a request asks for in milliseconds; an
-    empty cell asks for nothing. A file with `.jsonl` in its name has a JSON object a line, with the
-    columns as its keys.
-
-    Raises: WorkloadError.
-    """
+    Any of them may have `tpot_ms` and `deadline_ms`, latency targets of the requests; an empty cell
+    is no target. A file with `.jsonl` in its name has a JSON object a line with the columns as
+    keys. Raises: WorkloadError."""
     table = read_table(path)
     header = table.header
     layout = next((x for x in _LAYOUTS if all(c in header for c in x.required)), None)
@@ -99,11 +92,11 @@ def read_trace(path: Path) -> Trace:
 
 
 def read_arrivals(path: Path) -> NDArray[np.float64]:
-    """Arrival times of a trace, or of a file of one column, `TIMESTAMP` or `arrived_at`, with or
-    without its header. Seconds since the first arrival, float64.
+    """Read arrival times in seconds since the first, float64.
 
-    Raises: WorkloadError.
-    """
+    From a trace, or a file of one column, `TIMESTAMP` or `arrived_at`, with or without its header.
+
+    Raises: WorkloadError."""
     table = read_table(path)
     column = next((c for c in _ARRIVAL_COLUMNS if c in table.header), None)
     if column is None:
@@ -121,8 +114,7 @@ def read_arrivals(path: Path) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, slots=True)
 class TraceTable:
-    """A CSV file's cells as text, without its first line, the header. `lines` has the line number
-    of every row."""
+    """Cells of a CSV file as text without the header, and the line number of each row."""
 
     path: Path
     header: list[str]
@@ -130,23 +122,22 @@ class TraceTable:
     lines: list[int]
 
     def demand_rows(self) -> None:
-        """Raises: WorkloadError if there is nothing below the header."""
+        """Raises: WorkloadError for a file without rows."""
         if not self.rows:
             raise WorkloadError(f"{self.path} has no rows")
 
     def column(self, name: str) -> list[str]:
-        """The cells below that name."""
         i = self.header.index(name)
         return [row[i] for row in self.rows]
 
     def error(self, row: int, name: str, complaint: str) -> WorkloadError:
-        """An error that shows the cell and its line."""
+        """Return an error that shows the cell and its line."""
         cell = self.column(name)[row]
         return WorkloadError(f"{self.path}, line {self.lines[row]}: {name} {cell!r} {complaint}")
 
 
 def read_table(path: Path) -> TraceTable:
-    """Raises: WorkloadError for a file that cannot be read as CSV or JSON lines."""
+    """Read a CSV or JSON lines file. Raises: WorkloadError."""
     opener = gzip.open if path.suffix == ".gz" else open
     read = _json_rows if ".jsonl" in path.suffixes else _csv_rows
     rows, lines = [], []
@@ -178,7 +169,7 @@ class _BadLine(ValueError):
 
 
 def _csv_rows(file: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
-    """Line numbers and cells, the header first."""
+    """Yield line numbers and cells, the header first."""
     reader = csv.reader(file)
     for row in reader:
         if row:
@@ -186,7 +177,7 @@ def _csv_rows(file: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
 
 
 def _json_rows(file: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
-    """The same of JSON objects; the first of them has all the columns. Raises: _BadLine."""
+    """Yield line numbers and cells of JSON objects, the keys first. Raises: _BadLine."""
     names: list[str] = []
     for number, line in enumerate(file, 1):
         if not line.strip():
@@ -207,7 +198,7 @@ def _json_rows(file: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
 
 
 def numbers(table: TraceTable, name: str) -> NDArray[np.float64]:
-    """A column of finite numbers, shape [rows]. Raises: WorkloadError."""
+    """Return a column of finite numbers, shape [rows]. Raises: WorkloadError."""
     cells = table.column(name)
     try:
         values = np.array(list(map(float, cells)))
@@ -252,7 +243,7 @@ def _times(table: TraceTable, name: str) -> NDArray[np.float64]:
 def _timestamps(table: TraceTable, name: str) -> NDArray[np.datetime64]:
     cells = [cell.strip().removesuffix("Z").removesuffix("+00:00") for cell in table.column(name)]
     with warnings.catch_warnings():
-        # numpy only warns of an offset, and then leaves it out of account.
+        # NumPy only warns of a UTC offset and then ignores it.
         warnings.simplefilter("error")
         try:
             stamps = np.array(cells, dtype="datetime64[ns]")
@@ -273,9 +264,9 @@ def _names(table: TraceTable, name: str | None) -> NDArray[np.str_]:
 
 
 def _targets(table: TraceTable, name: str) -> NDArray[np.float64]:
-    """Seconds, of milliseconds; NaN for an empty cell."""
+    """Return seconds from milliseconds; NaN for an empty cell."""
     cells = [cell.strip() for cell in table.column(name)]
-    # JSON's null is told as None.
+    # JSON's null is written None.
     given = [row for row, cell in enumerate(cells) if cell not in ("", "None")]
     values = np.full(len(cells), np.nan)
     for row in given:
@@ -289,7 +280,7 @@ def _targets(table: TraceTable, name: str) -> NDArray[np.float64]:
 
 
 def _first(cells: list[str], parse: Callable[[str], object]) -> int:
-    """Index of the first cell that `parse` refuses."""
+    """Return the index of the first cell that `parse` refuses."""
     for i, cell in enumerate(cells):
         try:
             parse(cell)

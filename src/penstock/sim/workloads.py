@@ -1,4 +1,4 @@
-"""What a simulated run is fed with: lengths, arrival times and tenants, as columns."""
+"""Workloads of simulated runs: lengths, arrival times and tenants, as columns."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Types of requests, told apart by their decode lengths, and their shares (relative).
+    """Types of requests by decode length, and their relative shares.
 
-    A decode length is the WAIT paper's l': iterations after the prefill. The prefill yields a token
-    too, so an output has l' + 1 tokens (eq. 6) and a request as many iterations and stages.
-    """
+    A decode length is the WAIT paper's l': iterations after the prefill, which yields a token too,
+    so an output has l' + 1 tokens (eq. 6) and a request as many iterations and stages."""
 
     decode_lens: tuple[int, ...]
     shares: tuple[float, ...]
@@ -47,15 +46,9 @@ class Mix:
 class Workload:
     """Requests as columns of one length.
 
-    prompt_len, output_len: tokens, int64, 1 or more.
-    arrival_time: seconds, float64, sorted, the first one 0; None while there are none.
-    tenants: names; None if there are none.
-    mix: what the lengths were drawn from; None if they were recorded.
-    tpot, deadline: what requests ask for (`LatencyTarget`), in seconds, NaN where one asks for
-        nothing; None if none does.
-
-    Raises: WorkloadError for columns that do not fit that description.
-    """
+    prompt_len, output_len: tokens, int64, 1 or more. arrival_time: seconds, float64, sorted from 0;
+    tenants: names; tpot, deadline: of the requests' `LatencyTarget` in seconds, NaN: none; None: no
+    such column. mix: source of drawn lengths. Raises: WorkloadError."""
 
     name: str
     prompt_len: NDArray[np.int64]
@@ -85,13 +78,12 @@ class Workload:
         return len(self.prompt_len)
 
     def take(self, rows: slice | NDArray[np.intp]) -> Workload:
-        """The requests of those rows."""
+        """Return the requests of those rows."""
         columns = {name: getattr(self, name) for name in _COLUMNS}
         return replace(self, **{n: c[rows] for n, c in columns.items() if c is not None})
 
     def shuffled(self, seed: int) -> Workload:
-        """The same requests in random order, at the same times. What was drawn from a mix has no
-        order, and stays as it is."""
+        """Return the requests in random order, at the same times; those of a mix are unchanged."""
         if self.mix is not None:
             return self
         order = _stream(seed, "order").permutation(len(self))
@@ -101,8 +93,7 @@ class Workload:
 
 _COLUMNS = ("prompt_len", "output_len", "arrival_time", "tenants", "tpot", "deadline")
 _BINS = tuple(range(50, 501, 50))
-# WAIT paper, section 5: low and high demand, four nested types, and a stand-in for ten bins of
-# LMSYS-Chat-1M lengths.
+# WAIT paper, section 5; ten_bins approximates its bins of LMSYS-Chat-1M lengths.
 MIXES = {
     "low": Mix((10, 20), (1, 1)),
     "high": Mix((100, 200, 300), (6, 4, 2)),
@@ -112,11 +103,9 @@ MIXES = {
 
 
 def synthetic(name: str, num_requests: int, seed: int) -> Workload:
-    """`num_requests` independent draws from `MIXES[name]`, without arrivals. A longer draw with the
-    same seed begins with the shorter one.
+    """Draw requests from `MIXES[name]`, without arrivals. Raises: WorkloadError.
 
-    Raises: WorkloadError.
-    """
+    A longer draw with the same seed begins with the shorter one."""
     if name not in MIXES:
         raise WorkloadError(f"unknown workload {name!r}; choose from {', '.join(MIXES)}")
     _check_num_requests(num_requests)
@@ -127,21 +116,16 @@ def synthetic(name: str, num_requests: int, seed: int) -> Workload:
 
 
 def load_workload(path: str | Path) -> Workload:
-    """A trace file (see `penstock.sim.traces.read_trace`) as a workload named like the file.
-
-    Raises: WorkloadError.
-    """
+    """Load a trace file (`traces.read_trace`) as a workload. Raises: WorkloadError."""
     return Workload(Path(path).name, **read_trace(Path(path))._asdict())
 
 
 def concatenate(first: Workload, second: Workload) -> Workload:
-    """The requests of `first`, then those of `second`: a workload whose lengths shift on the way.
+    """Return the requests of `first`, then those of `second`.
 
-    Both have arrival times or neither; `second` then starts one mean gap of `first` after its end.
-    Both have tenants or neither, and the same targets.
+    Both have the same columns; with arrivals `second` starts one mean gap of `first` after its end.
 
-    Raises: WorkloadError.
-    """
+    Raises: WorkloadError."""
     for column in _COLUMNS:
         if (getattr(first, column) is None) != (getattr(second, column) is None):
             raise WorkloadError(
@@ -169,22 +153,15 @@ def make_workload(
     time_scale: float = 1.0,
     seed: int = 0,
 ) -> Workload:
-    """Requests with lengths and arrival times, the same for the same arguments.
+    """Return requests with lengths and arrival times, the same for the same arguments.
 
-    spec: a name in `MIXES`, a trace file, or a workload made before.
-    num_requests: a synthetic workload draws so many; a file gives its first ones, all without it.
-        A file with arrival times is played once, even if it is shorter; a file of lengths alone is
-        repeated from its start.
-    rate: requests a second, for arrivals that are generated.
-    arrivals: a process (`ArrivalProcess`, or text for `parse_arrivals`; Poisson if only a rate is
-        given), or a file for `read_arrivals`, whose times are played once. Without arrivals and
-        rate, those of `spec`.
-    time_scale: recorded arrivals come so many times faster.
-    seed: lengths and arrivals are drawn from streams of their own, so that another rate changes
-        no length, and only scales the time between arrivals.
-
-    Raises: WorkloadError.
-    """
+    spec: a name in `MIXES`, a trace file, or a workload. num_requests: to draw, or the first ones
+    of a file (None: all). A file with arrival times is played once; one of lengths alone is
+    repeated. rate: requests a second, for generated arrivals. arrivals: a process
+    (`ArrivalProcess`, or text for `parse_arrivals`; Poisson if only a rate is given), or a file for
+    `read_arrivals`, played once. Without arrivals and rate, those of `spec`. time_scale: recorded
+    arrivals come so many times faster. seed: lengths and arrivals have separate streams, so another
+    rate only scales arrivals. Raises: WorkloadError."""
     if num_requests is not None:
         _check_num_requests(num_requests)
     check_positive("time scale", time_scale)
@@ -230,7 +207,7 @@ def _lengths(spec: str | Path | Workload, num_requests: int | None, seed: int) -
 
 
 def _refuse_missing_file(given: str | Path) -> None:
-    """Raises: WorkloadError where what does not exist can only have been meant as a file."""
+    """Raises: WorkloadError where a name that does not exist looks like a file."""
     if isinstance(given, Path) or Path(given).suffix or "/" in given:
         raise WorkloadError(f"there is no file {str(given)!r}")
 
@@ -238,7 +215,7 @@ def _refuse_missing_file(given: str | Path) -> None:
 def _process(
     arrivals: str | Path | ArrivalProcess | None, rate: float | None
 ) -> ArrivalProcess | None:
-    """The process that generates arrivals; None if they are recorded."""
+    """Return the process that generates arrivals; None if they are recorded."""
     if arrivals is None:
         return None if rate is None else ArrivalProcess()
     if isinstance(arrivals, ArrivalProcess):
