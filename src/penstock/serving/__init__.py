@@ -1,6 +1,6 @@
-"""Between the engine and the user: the engine's own process, and the client that talks to it."""
+"""Engine process, its client, and draft servers."""
 
 import os
 
-# Before gRPC is imported: its own log would let any peer write to ours.
+# Before gRPC is imported: peers could write to our log through its own.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")

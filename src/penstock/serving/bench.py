@@ -1,4 +1,4 @@
-"""Target-only and speculative decoding side by side, on the engine itself."""
+"""Benchmark of target-only and speculative decoding in the engine itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIN_REQUESTS = 16
 
 @dataclass(frozen=True, slots=True)
 class BenchPrompt:
-    """Token ids of one prompt and the domain that it stands for."""
+    """Token ids of one prompt, and its domain."""
 
     token_ids: tuple[int, ...]
     domain: str
@@ -26,7 +26,7 @@ class BenchPrompt:
 
 @dataclass(frozen=True, slots=True)
 class BenchRun:
-    """One cell: a batch size and a drafter (None: target-only). Rates over all repetitions."""
+    """Results of a batch size and a drafter (None: target-only) over all repetitions."""
 
     batch: int
     drafter: str | None
@@ -43,8 +43,10 @@ class BenchRun:
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """new_tokens: made by every request, end-of-text ignored. repeats: passes over every cell,
-    the cells in turn, so that a slow spell of the machine meets all of them."""
+    """Options of `bench_engine`.
+
+    new_tokens: of every request, end-of-text ignored. repeats: passes over all cells in turn, so
+    that disturbances affect all of them."""
 
     batches: tuple[int, ...] = (1, 8, 32)
     new_tokens: int = 64
@@ -137,7 +139,7 @@ def _summary(batch: int, drafter: str | None, samples: list[_Sample]) -> BenchRu
 
 
 def cut_prompts(prompts: Sequence[BenchPrompt], num_tokens: int) -> list[BenchPrompt]:
-    """Prompts of exactly `num_tokens` tokens: longer ones keep their end, shorter ones repeat."""
+    """Return prompts of `num_tokens` tokens: long ones keep their end, short ones repeat."""
     cut = []
     for prompt in prompts:
         repeated = prompt.token_ids * -(-num_tokens // len(prompt.token_ids))

@@ -1,4 +1,4 @@
-"""Which draft servers may connect, how often, and which ones keep their trust."""
+"""Access of draft servers: identities, connection limits, trust."""
 
 from __future__ import annotations
 
@@ -21,23 +21,21 @@ from penstock.transport.checks import Refusal, TokenBucket
 ANONYMOUS = "loopback"
 """Name of draft servers on this machine where the configuration names none."""
 
-_BURST_S = 8.0
-_MAX_NETWORKS = 4096
+_BURST_S, _MAX_NETWORKS = 8.0, 4096
 MAX_DISTANCE = 0.1
-"""Mean total variation between a reported and a recomputed distribution. Machines that round
-differently, or compute in another dtype, stay well below."""
+"""Largest mean total variation of a reported and a recomputed distribution.
 
-_MIN_FAILURES = 2
+Machines that round differently, or compute in another dtype, stay well below."""
 
-_MAX_FAILURE_SHARE = 0.05
+_MIN_FAILURES, _MAX_FAILURE_SHARE = 2, 0.05
+"""One failure may be a rounding error; more than this share is not."""
 
 
 class Peer(NamedTuple):
-    """Who is at the other end, as far as it has proven or said so.
+    """Credentials and network of a connection.
 
-    common_name: of its certificate, which an authority of ours has signed; token: from the metadata
-    network: the address that it comes from; of IPv6 the /64 network, which is one subscriber's
-    """
+    common_name: of its certificate, signed by a configured authority; token: from the metadata;
+    network: its address, of IPv6 the subscriber's /64 network."""
 
     common_name: str | None
     token: str | None
@@ -45,7 +43,7 @@ class Peer(NamedTuple):
 
 
 def peer_of(context: grpc.aio.ServicerContext[bytes, bytes]) -> Peer:
-    """Raises: nothing; what is malformed counts as absent."""
+    """Return the peer of a connection; malformed parts count as absent."""
     names = tuple(context.auth_context().get("x509_common_name", ()))
     name = names[0].decode(errors="replace") if names else None
     network = network_of(context.peer())
@@ -59,14 +57,13 @@ def peer_of(context: grpc.aio.ServicerContext[bytes, bytes]) -> Peer:
 
 
 def network_of(peer: str) -> str:
-    """Of gRPC's words for a peer, as in `ipv4:192.0.2.1:50100`; what is no such address is one
-    network with all of its kind."""
+    """Return the network of a gRPC peer such as `ipv4:192.0.2.1:50100`, else the peer's kind."""
     kind, _, rest = unquote(peer).partition(":")
     return network_of_host(rest.rpartition(":")[0]) or kind
 
 
 class Identity(NamedTuple):
-    """A draft server as the operator knows it. `trusted`: its `ratio` drafts are taken."""
+    """Configured identity of a draft server. `trusted`: its `ratio` drafts are used."""
 
     name: str
     tenant: str
@@ -74,12 +71,12 @@ class Identity(NamedTuple):
 
     @property
     def client(self) -> str:
-        """Who shares the waiting room with others: its tenant, if it has one."""
+        """Key of its share of the waiting room: its tenant, or its name."""
         return self.name if self.tenant == DEFAULT_TENANT else self.tenant
 
 
 class Identities:
-    """Which draft servers may connect."""
+    """Identities of the draft servers that may connect."""
 
     def __init__(self, config: DraftersConfig) -> None:
         self._by_token: dict[str, Identity] = {}
@@ -93,12 +90,12 @@ class Identities:
                 self._by_common_name[server.common_name] = identity
 
     def of(self, peer: Peer) -> Identity:
-        """Raises: Refusal."""
+        """Return the identity of a peer. Raises: Refusal."""
         if self._is_open:
             return Identity(ANONYMOUS, DEFAULT_TENANT)
         identity = self._by_common_name.get(peer.common_name or "")
         if identity is None and peer.token is not None:
-            # Looked up by digest, so that the time of a look-up says nothing about a token.
+            # By digest, so that the time of a look-up reveals nothing about a token.
             digest = hashlib.sha256(peer.token.encode("utf-8", "surrogateescape")).hexdigest()
             identity = self._by_token.get(digest)
         if identity is None:
@@ -110,12 +107,10 @@ class Identities:
 
 
 class ConnectionLimits:
-    """Rate limits on connections: of each draft server by its name, and of unauthenticated clients
-    by their network. The latter never hold up a draft server, not even one at the same address.
+    """Rate limits on connections, by draft server, and of unauthenticated clients by network.
 
-    refused: connections that were refused, by draft server (empty: unauthenticated) and by reason:
-             `unknown`, or `too_often`
-    """
+    The latter never delay a draft server at the same address. refused: by draft server (empty:
+    unauthenticated) and reason, `unknown` or `too_often`."""
 
     def __init__(self, config: DraftersConfig) -> None:
         self.refused: Counter[tuple[str, str]] = Counter()
@@ -125,7 +120,7 @@ class ConnectionLimits:
         self._networks: OrderedDict[str, TokenBucket] = OrderedDict()
 
     def check_authenticated(self, name: str) -> str | None:
-        """A draft server connects; returns why it may not, in one line."""
+        """Count a draft server's connection; returns why it is refused, in one line."""
         now = time.monotonic()
         if name not in self._servers:
             self._servers[name] = _bucket(self._server_per_s, now)
@@ -135,7 +130,7 @@ class ConnectionLimits:
         return f"{name} connects too often; {_allowed(self._server_per_s)}"
 
     def check_unauthenticated(self, network: str) -> str | None:
-        """A client without an identity connects; returns why it gets no answer, in one line."""
+        """Count a connection without an identity; returns why it gets no answer, in one line."""
         now = time.monotonic()
         bucket = self._networks.pop(network, None) or _bucket(self._unauthenticated_per_s, now)
         self._networks[network] = bucket
@@ -161,7 +156,7 @@ def _allowed(per_s: float) -> str:
 
 @dataclass(slots=True)
 class Audited:
-    """Drafts of one draft server that were recomputed, and draft tokens that were false."""
+    """Recomputed drafts of one draft server, and their false draft tokens."""
 
     num_drafts: int = 0
     num_failed: int = 0
@@ -170,10 +165,9 @@ class Audited:
 
 
 class Audits:
-    """Chooses drafts at random, and counts by the operator's name of the draft server.
+    """Chooses drafts at random to audit, and counts the results by draft server.
 
-    share: of the drafts whose model is among `models`
-    """
+    share: of the drafts whose model is among `models`."""
 
     def __init__(self, share: float, models: Iterable[str]) -> None:
         self._share = share
@@ -181,18 +175,16 @@ class Audits:
         self._random = random.SystemRandom()
         self.by_server: defaultdict[str, Audited] = defaultdict(Audited)
         self.demoted: set[str] = set()
-        """Servers whose `ratio` drafts are not taken any more."""
+        """Servers whose `ratio` drafts are not used any more."""
 
     def choose(self, model: str) -> str | None:
-        """The drafter of this machine by which to recompute the next draft of a server of `model`,
-        or None."""
+        """Return the local drafter to recompute the next draft of a server of `model`, or None."""
         if model not in self._models or self._random.random() >= self._share:
             return None
         return model
 
     def count(self, server: str, finding: AuditFinding) -> bool:
-        """Take in a finding. True where the server has just lost its trust: one failure may be a
-        rounding, a row of them is not."""
+        """Count a finding; True if the server has just lost its trust."""
         audited = self.by_server[server]
         audited.num_drafts += 1
         audited.num_tokens += finding.num_tokens

@@ -1,10 +1,9 @@
-"""A draft server: drafts for the requests that a verification server assigns to it.
+"""Draft server: drafts for the requests that a verification server assigns to it.
 
 Messages may come twice, late and in any order. Verdicts are joined by position, assignments wait
-until the text has come as far as they say, and of two the one with the higher (epoch, round)
-counts. Every assignment is answered once, if only by an empty draft when it is too late: the
-verification server counts a draft server that does not answer as dead.
-"""
+for the text that they refer to, and the highest (epoch, round) counts. Every assignment gets one
+answer, an empty draft if it is too late: the verification server takes a silent draft server for
+dead."""
 
 from __future__ import annotations
 
@@ -34,17 +33,16 @@ _log = logging.getLogger(__name__)
 class DraftService:
     """Drafts for all requests of one link.
 
-    on_connected, on_lost: called when a stream has begun and when it has ended
-    """
+    on_connected, on_lost: called when a stream has begun and when it has ended."""
 
     def __init__(self, endpoint: Endpoint, hello: pb.Hello, sessions: DraftingSessions) -> None:
         self.link = VerifierLink(endpoint, hello, self)
         self.welcome: asyncio.Future[pb.Welcome] = asyncio.get_running_loop().create_future()
-        """Of the first stream."""
+        """From the first stream."""
         self.on_connected: Callable[[], None] = lambda: None
         self.on_lost: Callable[[], None] = lambda: None
         self.limits = pb.Welcome()
-        """Of the last stream."""
+        """From the last stream."""
         self._takes_assignments = hello.takes_assignments
         self._drafting = DraftingThread(sessions, self._send_drafts, self._send_lines)
         self._by_wire_id: dict[str, TrackedRequest] = {}
@@ -54,7 +52,7 @@ class DraftService:
         self._num_opened = 0
 
     async def run(self) -> None:
-        """Draft until cancelled. Raises: LinkRefused; whatever ends the drafting thread."""
+        """Draft until cancelled. Raises: LinkRefused, and the drafting thread's exceptions."""
         self._drafting.start()
         link = asyncio.create_task(self.link.run())
         try:
@@ -67,13 +65,11 @@ class DraftService:
 
     @property
     def num_ahead(self) -> int:
-        """Tokens that were sent before they were asked for."""
+        """Number of tokens that were sent ahead."""
         return self._drafting.num_ahead
 
-    # --- edge ingress ---------------------------------------------------------------------------
-
     def open(self, tracked: TrackedRequest, message: pb.Open) -> None:
-        """Open a request of this server's own users on the present stream; gives it an id."""
+        """Open a request of this server's own users on the present stream; sets its id."""
         self._num_opened += 1
         tracked.begin_stream(f"{self._num_opened:x}")
         self._by_wire_id[tracked.wire_id] = tracked
@@ -84,16 +80,14 @@ class DraftService:
         self.link.send(pb.Up(open=message))
 
     def close(self, tracked: TrackedRequest) -> None:
-        """The text is not wanted any more."""
+        """End a request whose text is not wanted any more."""
         if self._by_wire_id.get(tracked.wire_id) is tracked:
             self._answer(tracked)
             self.link.send(pb.Up(close=pb.Close(request_id=tracked.wire_id)))
         self._forget(tracked)
 
-    # --- the link -------------------------------------------------------------------------------
-
     def connected(self, welcome: pb.Welcome) -> None:
-        """A new stream is open, and everything sent before is void."""
+        """Begin a new stream, for which everything sent before is void."""
         self.limits = welcome
         self._drafting.post(lambda sessions: sessions.proposer.limit_vocab(welcome.vocab_size))
         self._drafting.post(DraftingSessions.begin_stream)
@@ -140,7 +134,7 @@ class DraftService:
         self._order(tracked)
 
     def _adopt(self, assign: pb.Assign) -> TrackedRequest | None:
-        """Begin with a request of central ingress, if this is the first of its assignments."""
+        """Begin a request of central ingress, if this is the first of its assignments."""
         request_id = assign.request_id
         released = self._released.get(request_id, (-1, -1))
         is_first = bool(assign.prefix_token_ids) and (assign.epoch, assign.round) > released
@@ -171,8 +165,9 @@ class DraftService:
             self._drop(tracked)
 
     def _refuse(self, refused: pb.Refused) -> None:
-        """A request was not opened; or it was, and something else about it was refused, such as a
-        repetition. Which it was shows soon."""
+        """Apply a refusal after a grace period, unless the request proves to be open.
+
+        The refusal may be of another message about it, such as a repetition."""
         _log.debug("request %s: refused: %s", refused.request_id, refused.reason)
         tracked = self._by_wire_id.get(refused.request_id)
         if tracked is not None and not tracked.is_taken:
@@ -183,8 +178,6 @@ class DraftService:
         if self._by_wire_id.get(refused.request_id) is tracked and not tracked.is_taken:
             at = len(tracked.text)
             self._advance(tracked, Piece(at, (), 0, "refused", refused.reason, refused.code))
-
-    # --- texts and drafts -----------------------------------------------------------------------
 
     def _advance(self, tracked: TrackedRequest, piece: Piece) -> None:
         for fresh in tracked.text.take(piece):
@@ -197,7 +190,7 @@ class DraftService:
                 tracked.listener(fresh)
 
     def _finish(self, tracked: TrackedRequest) -> None:
-        """No more comes of a request on this stream. One of edge ingress may be opened again."""
+        """End a request on this stream. One of edge ingress may be opened again."""
         if tracked.listener is None:
             self._drop(tracked)
         else:
@@ -212,7 +205,7 @@ class DraftService:
         self._forget(tracked)
 
     def _order(self, tracked: TrackedRequest) -> None:
-        """Hand an assignment to the drafting thread when its turn has come."""
+        """Pass an assignment to the drafting thread when the text is as long as it says."""
         assign = tracked.asked
         if assign is None or assign.prefix_len > len(tracked.text):
             return
@@ -242,7 +235,7 @@ class DraftService:
                 self._answer(tracked, draft)
 
     def _answer(self, tracked: TrackedRequest, draft: SessionDraft | None = None) -> None:
-        """Answer the assignment that is open, if one is; without a draft, by an empty one."""
+        """Answer the open assignment, if there is one; without a draft, by an empty one."""
         message = tracked.answer(draft)
         if message is not None:
             self.link.send(pb.Up(draft=message))
@@ -251,7 +244,7 @@ class DraftService:
         self._by_key[tracked.key] = tracked
         tracked.drafted_as = params
         token_ids = tuple(tracked.text.token_ids)
-        # A request with a limit of its own is left to orders, which keep it.
+        # A request with its own limit is left to orders, which respect it.
         sends_lines = self.limits.max_ahead_tokens > 0 and tracked.max_draft_tokens is None
         self._drafting.post(
             lambda sessions: sessions.begin(tracked.key, token_ids, params, sends_lines=sends_lines)

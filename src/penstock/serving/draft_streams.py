@@ -1,4 +1,4 @@
-"""One connected draft server: what it may do, what it has open, what waits to be sent to it."""
+"""State of one connected draft server: permissions, open requests, outgoing messages."""
 
 from __future__ import annotations
 
@@ -59,28 +59,28 @@ _log = logging.getLogger(__name__)
 
 
 class StreamEnd(NamedTuple):
-    """Why a stream is ended."""
+    """Status and reason with which a stream is ended."""
 
     code: grpc.StatusCode
     reason: str
 
 
 class Meter(Protocol):
-    """Counts what becomes of one request."""
+    """Counter of one request's results."""
 
     def observe(self, output: Output) -> None: ...
     def finish(self, reason: FinishReason) -> None: ...
 
 
 class Outbox:
-    """Messages that wait to be written, bounded: a reader that is too slow must not cost memory."""
+    """Bounded queue of outgoing messages, so that a slow reader cannot use up memory."""
 
     def __init__(self) -> None:
         self._waiting: asyncio.Queue[tuple[bytes, float | None] | None] = asyncio.Queue()
         self._num_bytes = 0
 
     def put(self, message: pb.Down, verdict_at: float | None = None) -> bool:
-        """False where there is no room. verdict_at: when the verdict in it came, if any."""
+        """Return False without room. verdict_at: time of the verdict in the message, if any."""
         data = message.SerializeToString()
         num_bytes = self._num_bytes + len(data)
         if self._waiting.qsize() >= _MAX_QUEUED_MESSAGES or num_bytes > _MAX_QUEUED_BYTES:
@@ -90,11 +90,11 @@ class Outbox:
         return True
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Close the outbox behind its messages."""
         self._waiting.put_nowait(None)
 
     async def get(self) -> tuple[bytes, float | None] | None:
-        """The oldest message; None when all are out and the box is closed."""
+        """Return the oldest message; None when the outbox is empty and closed."""
         waiting = await self._waiting.get()
         if waiting is not None:
             self._num_bytes -= len(waiting[0])
@@ -103,7 +103,7 @@ class Outbox:
 
 @dataclass(slots=True, eq=False)
 class DraftedRequest:
-    """A request as its draft server sees it. `prefix`: the verified text."""
+    """Request that a draft server drafts for. `prefix`: the verified text."""
 
     wire_id: str
     engine_id: str
@@ -114,7 +114,7 @@ class DraftedRequest:
 
 @dataclass(slots=True, eq=False)
 class EdgeRequest(DraftedRequest):
-    """A request of the draft server's own user; the engine's outputs for it come here."""
+    """Request of the draft server's own user; receives the engine's outputs."""
 
     stream: DraftStream = field(kw_only=True)
     meter: Meter = field(kw_only=True)
@@ -124,11 +124,10 @@ class EdgeRequest(DraftedRequest):
 
 
 class Hub(Protocol):
-    """What all streams share: the engine, and what is told of it.
+    """Shared by all streams: the engine and its description.
 
-    target, tokenizer_digest: its name for users, and its tokenizer. join: makes a stream known to
-    the scheduler, under the name that is returned. Raises: Refusal.
-    """
+    target, tokenizer_digest: the target's name for users, and its tokenizer. join: registers a
+    stream with the scheduler and returns its name there. Raises: Refusal."""
 
     client: EngineClient
     target: str
@@ -141,7 +140,7 @@ class Hub(Protocol):
 
 
 class DraftStream:
-    """The state of one stream. No I/O: messages come in by `receive`, and leave by `outbox`."""
+    """State of one stream, without I/O: messages come in by `receive`, and leave by `outbox`."""
 
     def __init__(self, hub: Hub, identity: Identity, limits: Limits) -> None:
         self.identity = identity
@@ -149,7 +148,7 @@ class DraftStream:
         self.outbox = Outbox()
         self.ended: asyncio.Future[StreamEnd] = asyncio.get_running_loop().create_future()
         self.drafter: str | None = None
-        """The name that the scheduler knows it by; None before its `Hello`."""
+        """The scheduler's name of it; None before its `Hello`."""
         self.takes_assignments = False
         self.model_name = ""
         self._hub = hub
@@ -161,11 +160,10 @@ class DraftStream:
         self._messages = TokenBucket(limits.max_messages_per_s, now)
         self._bytes = TokenBucket(limits.max_bytes_per_s, now)
 
-    # --- up -------------------------------------------------------------------------------------
-
     def receive(self, data: bytes) -> bool:
-        """Act on a message; False where it was of no use. Raises: Refusal; without a request id the
-        stream must end."""
+        """Process a message; False if it was useless.
+
+        Raises: Refusal; without a request id the stream must end."""
         now = time.perf_counter()
         if not self._messages.take(1, now) or not self._bytes.take(len(data), now):
             raise Refusal(
@@ -280,7 +278,7 @@ class DraftStream:
         )
 
     def _ahead(self, ahead: pb.DraftAhead) -> bool:
-        """What goes on from a text that has taken another turn meanwhile is nobody's fault."""
+        """Pass on drafts ahead; drafts for unknown requests are dropped without penalty."""
         assert self.drafter is not None
         is_of_use = False
         for lines in ahead.lines:
@@ -294,7 +292,7 @@ class DraftStream:
         return is_of_use
 
     def _note_late_answer(self) -> None:
-        """A late answer to an order that was withdrawn: the engine learns that the server lives."""
+        """Tell the engine that the server is alive: it answered a withdrawn order."""
         if self._num_late and self.drafter is not None:
             self._num_late -= 1
             self._hub.client.post(RemoteDraft("", 0, 0, self.drafter))
@@ -320,20 +318,19 @@ class DraftStream:
         self._num_late += request.order is not None
         request.order = None
 
-    # --- down -----------------------------------------------------------------------------------
-
     def send(self, message: pb.Down, verdict_at: float | None = None) -> None:
         if not self.ended.done() and not self.outbox.put(message, verdict_at):
             self.end(grpc.StatusCode.RESOURCE_EXHAUSTED, "the draft server reads too slowly")
 
     def end(self, code: grpc.StatusCode, reason: str) -> None:
-        """Nothing more is sent but the reason."""
+        """End the stream; only the reason is still sent."""
         if not self.ended.done():
             self.ended.set_result(StreamEnd(code, reason))
 
     def attempt(self, action: Callable[[], None]) -> bool:
-        """Do what a message of the engine asks of this stream; False where that fails. Then this
-        stream ends, and nothing else: the engine's connection would not outlive the error."""
+        """Run an action of the engine's for this stream; False if it fails.
+
+        A failure ends this stream only, not the engine's connection."""
         try:
             action()
         except Exception:
@@ -343,9 +340,9 @@ class DraftStream:
         return True
 
     def on_output(self, request: EdgeRequest, output: Output) -> None:
-        """What the engine says of a request of edge ingress."""
+        """Process an output of a request of edge ingress."""
         if self.ended.done():
-            # It is opened again over the next stream; even an error is not its end.
+            # It is opened again over the next stream, even after an error.
             return
         request.meter.observe(output)
         self.send_verdict(request, output, output.logprobs)
@@ -356,7 +353,7 @@ class DraftStream:
     def send_verdict(
         self, request: DraftedRequest, output: Output, logprobs: Sequence[TokenLogprob] = ()
     ) -> None:
-        """`logprobs`: for whom the request is its own; no draft server needs those of others."""
+        """Send verified tokens. `logprobs`: for a request of the server's own user only."""
         verdict = pb.VerifiedTokens(
             request_id=request.wire_id,
             start=request.prefix.length,
@@ -373,7 +370,7 @@ class DraftStream:
         self.send(pb.Down(verdict=verdict), time.perf_counter())
 
     def assign(self, engine_id: str, prefix: PrefixDigest, *, weighted: bool) -> DraftedRequest:
-        """A request of central ingress that this server drafts for from now on."""
+        """Return a new assignment of a request of central ingress to this server."""
         self._num_assigned += 1
         wire_id = f"{ASSIGNED_PREFIX}{self._num_assigned}"
         request = DraftedRequest(wire_id, engine_id, prefix, weighted)
@@ -381,7 +378,7 @@ class DraftStream:
         return request
 
     def release(self, request: DraftedRequest) -> None:
-        """It no longer drafts for a request of central ingress."""
+        """End an assignment of a request of central ingress."""
         self._forget(request)
         self.send(pb.Down(release=pb.Release(request_id=request.wire_id)))
 
@@ -391,7 +388,7 @@ class DraftStream:
         order: DraftOrder,
         text: tuple[list[int], SamplingParams] | None = None,
     ) -> None:
-        """Let it draft. `text`: prefix and sampling, where it has not seen them."""
+        """Send an order. `text`: prefix and sampling, if they are new to the server."""
         self._void(request)
         request.order = ExpectedDraft(
             order.epoch, order.round, order.max_draft_tokens, request.weighted
@@ -411,7 +408,7 @@ class DraftStream:
         self.send(pb.Down(assign=assign))
 
     def close(self) -> None:
-        """The stream is gone: its own users' requests are opened again over another one."""
+        """Cancel all requests: own users' ones are opened again over another stream."""
         for request in list(self._edge.values()):
             self._cancel(request)
         self._assigned.clear()

@@ -1,4 +1,4 @@
-"""The drafter that a draft server runs, and the thread in which it computes."""
+"""Drafter of a draft server, and its thread."""
 
 from __future__ import annotations
 
@@ -26,15 +26,17 @@ from penstock.transport.wire import WEIGHT_SUM, truncate, weight_rows
 _NUM_WEIGHTS = 32
 """Tokens of a truncated distribution: 64 would double a draft's bytes for 0.001 of acceptance."""
 _LINES_EVERY_S = 0.005
-"""How often drafts ahead are sent: a small model drafts faster than messages should come."""
+"""Period of drafts ahead: a small model drafts faster than messages should come."""
 
 Command = Callable[[DraftingSessions], None]
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterOptions:
-    """model: a checkpoint; its tokenizer is what texts are read with. uses_model: False for
-    n-gram look-up, which needs the tokenizer alone. int4: the model's matrices to 4 bits."""
+    """Options of a draft server's drafter.
+
+    model: a checkpoint, whose tokenizer reads texts. uses_model: False for n-gram look-up, which
+    needs the tokenizer alone. int4: quantise the model's matrices to 4 bits."""
 
     name: str
     model: Path
@@ -47,13 +49,15 @@ class DrafterOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoadedDrafter:
+    """Loaded drafter with its registration and tokenizer."""
+
     sessions: DraftingSessions
     hello: pb.Hello
     tokenizer: Tokenizer
 
 
 def load_drafter(options: DrafterOptions) -> LoadedDrafter:
-    """Raises: CheckpointError for one that cannot be used."""
+    """Load a drafter. Raises: CheckpointError for one that cannot be used."""
     tokenizer = load_tokenizer(options.model)
     proposer: Proposer
     if options.uses_model:
@@ -76,17 +80,17 @@ def load_drafter(options: DrafterOptions) -> LoadedDrafter:
 
 
 def quantise(draft_probs: torch.Tensor) -> list[TopWeights]:
-    """What is sent of distributions [rows, V]; tokens are sampled from this, not from them."""
+    """Return truncated distributions of [rows, V]: tokens are sampled from these, and they are
+    sent."""
     cut = truncate(draft_probs.cpu().numpy(), _NUM_WEIGHTS)
     return [TopWeights(*row) for row in weight_rows(*cut)]
 
 
 class DraftingThread:
-    """Runs sessions between commands, and says on the event loop what comes of them.
+    """Runs sessions between commands, and reports on the event loop.
 
-    on_drafts: called on the loop with finished drafts, in order
-    on_lines: called on the loop with what was drafted ahead, of all requests and now and then
-    """
+    on_drafts: called with finished drafts, in order. on_lines: called periodically with all
+    requests' drafts ahead."""
 
     def __init__(
         self,
@@ -106,18 +110,18 @@ class DraftingThread:
 
     @property
     def num_ahead(self) -> int:
-        """Tokens that were sent ahead."""
+        """Number of tokens that were sent ahead."""
         return self._sessions.num_ahead
 
     def start(self) -> None:
         self._thread.start()
 
     def post(self, command: Command) -> None:
-        """Have the thread carry out a command, after all that were posted before."""
+        """Queue a command for the thread."""
         self._commands.put(command)
 
     async def stop(self) -> None:
-        """End the thread after the step that it is at."""
+        """End the thread after its current step."""
         self._commands.put(None)
         await asyncio.to_thread(self._thread.join)
         self.failed.cancel()

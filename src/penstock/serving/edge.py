@@ -1,8 +1,7 @@
-"""Requests of a draft server's own users, made by the verification server over the link.
+"""Requests of a draft server's own users, sent to the verification server over the link.
 
-The text of a request lives here. When the stream breaks it is kept, and opened again on the next
-one with all that has been verified as its prompt: the user notices a pause, and nothing else.
-"""
+The text of a request lives here. When the stream breaks, the request is opened again on the next
+one with all verified tokens as its prompt, so the user only notices a pause."""
 
 from __future__ import annotations
 
@@ -36,19 +35,19 @@ _REJECTIONS: dict[pb.Refused.Code, type[RequestRejected]] = {
     pb.Refused.BUSY: QueueFull,
     pb.Refused.UNAVAILABLE: EngineUnavailable,
 }
-"""Refusals for no fault of the request's."""
+"""Errors of refusals that are not the request's fault."""
 
 _RETRY_S = 0.2
 
 _LEAST_DEADLINE_S = 1e-3
-"""Of a request whose deadline has passed while the link was down: it is late in any case."""
+"""For a request whose deadline passed while the link was down: it is late in any case."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
 class _EdgeRequest:
-    """One request, and its text. num_tries: since the last token."""
+    """Request and its text. num_tries: since the last token."""
 
     request: Request
     tracked: TrackedRequest
@@ -74,7 +73,7 @@ class _EdgeRequest:
         return self.request.prompt_len + self.request.max_tokens - len(self.tracked.text)
 
     def opening(self) -> pb.Open:
-        """Asks for what remains, behind all that is verified; the id is still to be set."""
+        """Return the message that asks for the remaining tokens; its id is still to be set."""
         request, text = self.request, self.tracked.text
         expected = request.expected_output_tokens
         if expected is not None:
@@ -99,11 +98,9 @@ class _EdgeRequest:
 
 
 class EdgeClient(RequestClient):
-    """Requests over a draft server's link.
+    """Client of requests over a draft server's link.
 
-    info: of the model whose output users get
-    max_waiting: requests that may be without a first token at once
-    """
+    info: of the model whose output users get. max_waiting: most requests without a first token."""
 
     def __init__(self, server: DraftService, info: Ready, *, max_waiting: int) -> None:
         super().__init__(WaitingRoom(max_waiting))
@@ -131,19 +128,17 @@ class EdgeClient(RequestClient):
     def _failure(self) -> str | None:
         return self._server.link.problem
 
-    # --- opening --------------------------------------------------------------------------------
-
     def _start(self, request: Request) -> None:
         edge = self._requests[request.id] = _EdgeRequest.of(request)
         edge.tracked.listener = partial(self._take, edge)
         self._open_waiting()
 
     def _stop(self, request_id: str) -> None:
-        # Not at once: where all requests are stopped, none takes the place of another.
+        # Later, so that requests stopped together do not replace each other.
         asyncio.get_running_loop().call_soon(self._open_waiting)
 
     def _fault_of(self, request: Request) -> str | None:
-        """Why the verification server would never take a request."""
+        """Return why the verification server would never take a request."""
         sampling = request.sampling
         if sampling.reads_text or sampling.min_p or sampling.num_prompt_logprobs is not None:
             return (
@@ -169,7 +164,7 @@ class EdgeClient(RequestClient):
             edge.is_open = False
 
     def _open_waiting(self) -> None:
-        """Open what is not, the oldest first, as far as the verification server allows."""
+        """Open further requests, the oldest first, up to the verification server's limit."""
         if self._server.link.problem is not None:
             return
         num_open = sum(edge.is_open for edge in self._requests.values())
@@ -191,8 +186,6 @@ class EdgeClient(RequestClient):
         edge.retry = None
         self._open_waiting()
 
-    # --- what comes back ------------------------------------------------------------------------
-
     def _take(self, edge: _EdgeRequest, piece: Piece) -> None:
         if piece.token_ids:
             edge.num_tries = 0
@@ -212,14 +205,13 @@ class EdgeClient(RequestClient):
             self._open_waiting()
 
     def _is_temporary(self, edge: _EdgeRequest, finish_reason: str) -> bool:
-        """Whether the request may succeed later: its engine died, is being shut down, or is
-        overloaded. (What would always be refused was never sent.)"""
+        """Return whether the request may succeed later, as after a restart or an overload."""
         if self._stopping or edge.num_tries >= _MAX_TRIES:
             return False
         return finish_reason in ("cancelled", "error", "refused")
 
     def _retry_later(self, edge: _EdgeRequest, reason: str) -> None:
-        """Open a request again after a while."""
+        """Open a request again after a delay."""
         delay = _RETRY_S * 2**edge.num_tries
         edge.num_tries += 1
         edge.is_open = False

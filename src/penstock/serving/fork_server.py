@@ -1,8 +1,7 @@
 """Imported by the process that engine processes are forked from, and by nothing else.
 
-A service manager, or a terminal, sends its signals to every process; this one must outlive them,
-or it could not tell the server what became of the engine. It ends with the server.
-"""
+It ignores the signals that service managers and terminals send to every process: it must outlive
+the engines to report their exit, and ends with the server."""
 
 from __future__ import annotations
 

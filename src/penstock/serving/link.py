@@ -1,4 +1,4 @@
-"""A draft server's stream to its verification server: made, kept, and made again."""
+"""Stream of a draft server to its verification server, with reconnection."""
 
 from __future__ import annotations
 
@@ -16,37 +16,36 @@ import grpc.aio
 from penstock.transport.service import DraftingStub, channel_options, token_metadata
 from penstock.transport.v1 import drafting_pb2 as pb
 
-_WELCOME_TIMEOUT_S = 10.0
-_FIRST_DELAY_S = 0.1
-_LONGEST_DELAY_S = 2.0
-_STABLE_S = 10.0
+# Conventions; `Backoff` says how the delays relate to the server's rate limit.
+_WELCOME_TIMEOUT_S, _STABLE_S = 10.0, 10.0
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 2.0
 
 _FINAL = (
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.PERMISSION_DENIED,
     grpc.StatusCode.UNIMPLEMENTED,
 )
-"""Answers that will be the same however often one asks."""
+"""Status codes that a repetition does not change."""
 
 _NOT_YET = "not connected to the verification server yet"
 
 _Outbox = asyncio.Queue[pb.Up | None]
-"""Messages to send; None when there will be no more."""
+"""Messages to send; None ends the stream."""
 
 _log = logging.getLogger(__name__)
 
 
 class LinkRefused(Exception):
-    """The verification server does not take this draft server; one line."""
+    """The verification server refuses this draft server. The message is one line."""
 
 
 class _LinkLost(Exception):
-    """The stream broke, or could not be made; one line."""
+    """The stream broke, or could not be made. The message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where the verification server is, and how to show who one is. No credentials: no TLS."""
+    """Address of the verification server, and credentials (None: no TLS)."""
 
     address: str
     credentials: grpc.ChannelCredentials | None = None
@@ -60,18 +59,17 @@ class Endpoint:
 
 
 class Backoff:
-    """Exponential back-off with jitter: 0.1 s, doubling to 2 s, each shortened at random by up to a
-    half. It starts anew only after a stream that lasted `_STABLE_S`.
+    """Exponential back-off with jitter, reset by a stream that lasted `_STABLE_S`.
 
-    Whatever happens, one attempt is made at once, five more in 1.5 s, and one a second from then
-    on: less than a verification server allows (`DraftersConfig.max_connections_per_s`).
-    """
+    From 0.1 s, doubling to 2 s, each shortened at random by up to a half: one attempt at once, five
+    more in 1.5 s, then at most one a second, less than a verification server allows
+    (`DraftersConfig.max_connections_per_s`)."""
 
     def __init__(self) -> None:
         self._longest = _FIRST_DELAY_S
 
     def after(self, lasted_s: float) -> float:
-        """Seconds to wait after a stream that lasted so long; 0 if there was none."""
+        """Return the seconds to wait after a stream that lasted so long; 0 if there was none."""
         if lasted_s >= _STABLE_S:
             self._longest = _FIRST_DELAY_S
         longest, self._longest = self._longest, min(2 * self._longest, _LONGEST_DELAY_S)
@@ -79,7 +77,7 @@ class Backoff:
 
 
 class LinkUser(Protocol):
-    """Hears of a link: that a stream has begun, what it brings, and that it has ended."""
+    """Listener of a link: begin and end of a stream, and its messages."""
 
     def connected(self, welcome: pb.Welcome) -> None: ...
     def received(self, message: pb.Down) -> None: ...
@@ -96,17 +94,19 @@ class VerifierLink:
         self._outbox: _Outbox | None = None
         self._welcome_at = 0.0
         self.problem: str | None = _NOT_YET
-        """Why there is no stream now; None while there is one."""
+        """Reason why there is no stream now; None while there is one."""
         self.num_losses = 0
 
     def send(self, message: pb.Up) -> None:
-        """Send if there is a stream. Without one the message is void, as all before it are."""
+        """Send a message, or drop it without a stream, which voids all messages before it."""
         if self._outbox is not None:
             self._outbox.put_nowait(message)
 
     async def run(self) -> None:
-        """Keep the stream open until cancelled. Raises: LinkRefused if the first one is refused;
-        a later refusal may pass, as when the server does not know yet that the last one broke."""
+        """Keep the stream open until cancelled.
+
+        Raises: LinkRefused if the first one is refused; a later refusal may be temporary, as while
+        the server has not noticed that the last stream broke."""
         async with self._endpoint.channel() as channel:
             await self._keep_open(DraftingStub(channel))
 
@@ -133,7 +133,7 @@ class VerifierLink:
             await asyncio.sleep(backoff.after(lasted_s))
 
     async def _stream(self, stub: DraftingStub) -> None:
-        """One stream from start to end. Raises: LinkRefused, _LinkLost."""
+        """Run one stream from start to end. Raises: LinkRefused, _LinkLost."""
         outbox: _Outbox = asyncio.Queue()
         outbox.put_nowait(pb.Up(hello=self._hello))
         call = stub.connect(_drain(outbox), metadata=token_metadata(self._endpoint.token))

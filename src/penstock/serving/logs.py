@@ -1,4 +1,4 @@
-"""Logs on standard error, as text or as JSON; lines about an HTTP request name its id."""
+"""Logs on standard error, as text or as JSON, with the id of the HTTP request."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Literal
 from penstock.json_text import dumps
 
 ACCESS_LOG = "penstock.access"
-"""The logger of a line for every HTTP request, which JSON logs have."""
+"""Logger of a line for every HTTP request, in JSON logs."""
 
 LogFormat = Literal["text", "json"]
 
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
-"""Of the HTTP request that is being served, as its client sees it."""
+"""Id of the HTTP request being served, as its client sees it."""
 
 
 class TextFormatter(logging.Formatter):
-    """One style for all lines; those about an HTTP request begin with its id."""
+    """Text lines; those about an HTTP request begin with its id."""
 
     def __init__(self) -> None:
         super().__init__("penstock: %(levelname)s: %(request)s%(message)s")
@@ -31,8 +31,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: time, level, logger, message, and where there are such request_id,
-    exception, and what the line was given as `extra={"fields": {...}}`."""
+    """JSON lines: time, level, logger, message, request_id, exception, and `extra["fields"]`."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -50,8 +49,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logging(log_format: LogFormat) -> None:
-    """Log to standard error in this form. A line that cannot be written is lost, and nothing else
-    is."""
+    """Log to standard error in this form. Lines that cannot be written are lost."""
     handler = logging.StreamHandler()
     handler.setFormatter(TextFormatter() if log_format == "text" else JsonFormatter())
     logging.basicConfig(handlers=[handler])

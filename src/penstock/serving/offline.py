@@ -1,4 +1,4 @@
-"""Run requests to their end in this process, without sockets: for benchmarks and one-off use."""
+"""Runs requests to their end in this process, without sockets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.serving.usage import Usage
 
 @dataclass(slots=True)
 class Completion:
-    """What one request came to."""
+    """Result of one request."""
 
     request: Request
     token_ids: list[int] = field(default_factory=list)
@@ -36,8 +36,7 @@ def complete(
 ) -> list[Completion]:
     """Run `requests` with at most `concurrency` at a time; completions in the order given.
 
-    Raises: RuntimeError if the scheduler waits for something that cannot come.
-    """
+    Raises: RuntimeError if the scheduler stalls."""
     waiting = deque(requests)
     completions = {r.id: Completion(r) for r in waiting}
     unfinished = 0

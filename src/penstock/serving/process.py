@@ -1,4 +1,4 @@
-"""The engine process as asyncio sees it: started, talked to, watched, and started again."""
+"""Engine process for asyncio: start, connection, watchdog, restart."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from penstock.serving.messages import HEADER, Failed, Heartbeat, Ready, Stop, fr
 from penstock.serving.worker import HEARTBEATS_PER_TIMEOUT, run_engine
 
 _EXIT_S = 3.0
-"""A process that has been told to stop, or has closed its socket, is killed after this long."""
+"""Seconds before a process is killed that was told to stop, or has closed its socket."""
 
 _EXIT_WITH_WORKERS_S = 15.0
-"""The same for one that ends vLLM's workers first, which vLLM gives 5 s, and 4 s after SIGTERM."""
+"""The same with vLLM's workers, which vLLM gives 5 s, and 4 s after SIGTERM."""
 
 _SILENT_BEATS = 5
-"""After as many without one, the process counts as silent until the next."""
+"""Missed heartbeats after which the process counts as silent."""
 
 _LONGEST_STEP_S = 600.0
-"""Kernels may be compiled in a step, which takes minutes on a new machine."""
+"""Compilation of kernels in a step takes minutes on a new machine."""
 
-_FIRST_DELAY_S = 0.2
-_LONGEST_DELAY_S = 30.0
-_STABLE_S = 60.0
+# Delays between restarts, and the life of a process that resets them; conventions.
+_FIRST_DELAY_S, _LONGEST_DELAY_S, _STABLE_S = 0.2, 30.0, 60.0
 
 _log = logging.getLogger(__name__)
 
 
 class EngineFailed(Exception):
-    """The engine could not be loaded; one line."""
+    """The engine could not be loaded. The message is one line."""
 
 
 def is_forked(config: EngineConfig) -> bool:
-    """Whether an engine's process comes from the one that has the libraries. On a GPU each imports
-    its own, since none that has touched the driver may be forked; and vLLM starts its own
-    processes."""
+    """Return whether an engine's process is forked from one that has loaded the libraries.
+
+    Not with a GPU, since a process that has touched the driver must not be forked, nor with vLLM,
+    which starts its own processes."""
     return config.device == "cpu" and config.vllm is None
 
 
@@ -59,12 +59,10 @@ def _context(factory: str, config: EngineConfig) -> SpawnContext | ForkServerCon
 
 
 class EngineProcess:
-    """Starts the process, sends to it, hands on what it says, and notices its end.
+    """Starts the process, exchanges messages with it, and notices its end.
 
-    exit_s: a process that has been told to stop, or has closed its socket, has as long
-    ready: what became of loading; always resolved in the end
-    gone:  set when the process has closed its socket, for whatever reason
-    """
+    exit_s: time to end after being told to stop, or after closing its socket. ready: result of
+    loading; always resolved in the end. gone: set when the process has closed its socket."""
 
     def __init__(self, process: multiprocessing.process.BaseProcess, exit_s: float) -> None:
         self.ready: asyncio.Future[Ready | Failed] = asyncio.get_running_loop().create_future()
@@ -90,9 +88,9 @@ class EngineProcess:
                 args=(connection, factory, config, log_format),
                 name="penstock-engine",
             )
-            # The first one waits for the libraries.
+            # The first start waits for the libraries.
             await asyncio.to_thread(process.start)
-        # At exit multiprocessing joins its children for ever; a forgotten one must not hang that.
+        # At exit multiprocessing joins its children forever, a forgotten one too.
         atexit.register(process.kill)
         self = cls(process, _exit_seconds(config))
         try:
@@ -112,7 +110,7 @@ class EngineProcess:
             self._writer.write(frame(message))
 
     async def stop(self) -> None:
-        """Tell the process to stop, and see to it that it does."""
+        """Tell the process to stop, and kill it if it does not."""
         self.send(Stop())
         await self.reap()
 
@@ -120,7 +118,7 @@ class EngineProcess:
         self._process.kill()
 
     async def reap(self) -> int | None:
-        """Wait for the process to end, killing it if it does not; returns its exit code."""
+        """Wait for the process to end, or kill it; returns its exit code."""
         await asyncio.to_thread(self._process.join, self._exit_s)
         if self._process.is_alive():
             self._process.kill()
@@ -152,17 +150,16 @@ class EngineProcess:
             self.gone.set()
 
     def _resolve(self, answer: Ready | Failed) -> None:
-        """Settle `ready`, unless it is settled or whoever awaited it was cancelled."""
+        """Settle `ready`, unless it is settled or cancelled."""
         if not self.ready.done():
             self.ready.set_result(answer)
 
 
 class Watchdog:
-    """Tells a working engine process from a frozen one, by the heartbeats that it sends.
+    """Detects a frozen engine process by its heartbeats.
 
-    limit_s: without a beat, after which a process is given up
-    on_change: called with True when the process falls silent, and with False when it beats again
-    """
+    limit_s: time without a beat after which a process is given up. on_change: called with True when
+    the process falls silent, and with False when it beats again."""
 
     def __init__(self, limit_s: float, on_change: Callable[[bool], None]) -> None:
         self._limit_s = limit_s
@@ -181,11 +178,10 @@ class Watchdog:
             self._on_change(False)
 
     async def until_frozen(self) -> str:
-        """Returns, once the process is to be given up, why.
+        """Return why the process is to be given up, once it is.
 
-        Counts beats that were due while this process ran, not seconds: it may have stood still
-        itself, as in a machine that sleeps. Loading has begun with the first beat.
-        """
+        Counts the beats due while this process ran, not seconds: a sleeping machine stops both.
+        Loading has begun with the first beat."""
         while True:
             await asyncio.sleep(self._limit_s / HEARTBEATS_PER_TIMEOUT)
             if self._step_s > _LONGEST_STEP_S:
@@ -199,7 +195,7 @@ class Watchdog:
 
 
 class EngineListener(Protocol):
-    """Hears what an engine process says, and what becomes of it."""
+    """Listener of an engine process: messages and state changes."""
 
     def on_message(self, message: object) -> None: ...
     def on_ready(self, info: Ready, load_s: float) -> None: ...
@@ -208,7 +204,7 @@ class EngineListener(Protocol):
 
 
 class Supervisor:
-    """Keeps one engine process running: started again when it dies, killed when it is frozen."""
+    """Keeps one engine process running: restarts a dead one, kills a frozen one."""
 
     def __init__(
         self,
@@ -241,8 +237,7 @@ class Supervisor:
             self.process.send(message)
 
     def stop_restarting(self) -> None:
-        """The end is near: a process that is gone stays so, and there is no time for a silent
-        one."""
+        """Restart no more, and kill a silent process, as the server is about to end."""
         self._stopping = True
         if self.process is not None and self._watchdog.is_silent:
             self.process.kill()
@@ -291,7 +286,7 @@ class Supervisor:
             self.num_restarts += 1
 
     async def _run_process(self, loaded: asyncio.Future[None]) -> str:
-        """One process from start to end; returns why it ended."""
+        """Run one process from start to end; returns why it ended."""
         started_at = asyncio.get_running_loop().time()
         self._watchdog = Watchdog(self._config.heartbeat_timeout_s, self._on_silence)
         try:

@@ -1,4 +1,4 @@
-"""One request that a draft server drafts for: its verified text, and its state on the link."""
+"""Request that a draft server drafts for: its verified text, and its state on the link."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from penstock.transport.wire import PrefixDigest, decode_logprobs, encode_weight
 
 
 class Piece(NamedTuple):
-    """Verified tokens from position `start` on, of which the first `num_accepted` are those of a
-    draft of `num_drafted`, and perhaps the end of the request (`finish_reason` is empty while it
-    goes on; `code` says why it is `refused`). `logprobs`: one for each token, or none at all."""
+    """Verified tokens from position `start` on, and perhaps the end of the request.
+
+    The first `num_accepted` are those of a draft of `num_drafted`. finish_reason: empty while it
+    goes on; `code` is the reason of `refused`. logprobs: one for each token, or none at all."""
 
     start: int
     token_ids: tuple[int, ...]
@@ -42,8 +43,7 @@ class Piece(NamedTuple):
 
 
 class VerifiedText:
-    """Prompt and verified tokens. A piece from further ahead waits until the gap is filled; one
-    that is known already changes nothing."""
+    """Prompt and verified tokens. A piece behind a gap waits; a known piece changes nothing."""
 
     def __init__(self, prompt_token_ids: Sequence[int]) -> None:
         self.token_ids = list(prompt_token_ids)
@@ -54,8 +54,9 @@ class VerifiedText:
         return len(self.token_ids)
 
     def take(self, piece: Piece) -> list[Piece]:
-        """The pieces that now follow, in order, already part of the text; without what was known
-        before, and nothing behind the end of the request."""
+        """Return the pieces that the text has grown by, in order.
+
+        Without known tokens, and with nothing behind the end of the request."""
         known = self._ahead.get(piece.start)
         if known is None or len(piece.token_ids) >= len(known.token_ids):
             self._ahead[piece.start] = piece
@@ -72,7 +73,7 @@ class VerifiedText:
         return joined
 
     def forget_ahead(self) -> None:
-        """What waits for a gap to be filled will not be joined any more."""
+        """Drop the pieces that wait behind a gap."""
         self._ahead.clear()
 
     def _without_known(self, piece: Piece) -> Piece:
@@ -87,23 +88,19 @@ class VerifiedText:
 
 
 Listener = Callable[[Piece], None]
-"""Gets the pieces of a text as they are verified."""
+"""Callback for the pieces of a text as they are verified."""
 
 
 @dataclass(slots=True, eq=False)
 class TrackedRequest:
     """One request.
 
-    key:              of its drafting session
-    listener:         of a request of edge ingress
-    max_draft_tokens: longest draft that is wanted; 0 for none at all
-    drafted_as:       sampling that its session knows, which depends on the link
+    key: of its drafting session. listener: of a request of edge ingress. max_draft_tokens: longest
+    draft; 0 for none at all. drafted_as: sampling of its session, which depends on the link.
 
-    wire_id:    its name on the present stream
-    is_taken:   the other side has it; what is refused now is something else
-    asked:      the assignment that has no answer yet; `is_ordered` when it is being drafted for
-    newest:     (epoch, round) of the last assignment
-    """
+    wire_id: its name on the present stream. is_taken: the other side has it, so a refusal means
+    another message. asked: the assignment without an answer; `is_ordered` when it is being drafted
+    for. newest: (epoch, round) of the last assignment."""
 
     key: str
     text: VerifiedText
@@ -119,11 +116,11 @@ class TrackedRequest:
 
     @property
     def tag(self) -> tuple[str, int, int]:
-        """Names the last assignment among all of this process."""
+        """Unique name of the last assignment in this process."""
         return (self.wire_id, *self.newest)
 
     def begin_stream(self, wire_id: str) -> None:
-        """What the last stream has said about the future is void."""
+        """Reset the state of the last stream."""
         self.wire_id = wire_id
         self.is_taken = self.is_ordered = False
         self.asked, self.newest = None, (-1, -1)
@@ -133,7 +130,7 @@ class TrackedRequest:
         return (assign.epoch, assign.round) > self.newest
 
     def answer(self, draft: SessionDraft | None) -> pb.DraftTokens | None:
-        """The answer to the assignment that is open, which it then is no more."""
+        """Return the answer to the open assignment, and close it."""
         assign, self.asked, self.is_ordered = self.asked, None, False
         if assign is None:
             return None

@@ -1,4 +1,4 @@
-"""The verification server: where the streams of all draft servers meet the engine."""
+"""Verification server: connects the streams of all draft servers with the engine."""
 
 from __future__ import annotations
 
@@ -31,21 +31,18 @@ from penstock.transport.checks import Limits, Refusal, TokenBucket
 from penstock.transport.v1 import drafting_pb2 as pb
 from penstock.transport.wire import PrefixDigest
 
+# Limits against faulty peers; conventions.
 _MAX_STREAMS_EACH = 16
-_HELLO_TIMEOUT_S = 10.0
-_FLUSH_S = 1.0
-_STOP_GRACE_S = 1.0
-_USELESS_PER_S = 100.0
-_USELESS_PAUSE_S = 0.05
-_REJECTION_DELAY_S = 1.0
-_MAX_DELAYED_REJECTIONS = 512
+_HELLO_TIMEOUT_S, _FLUSH_S, _STOP_GRACE_S = 10.0, 1.0, 1.0
+_USELESS_PER_S, _USELESS_PAUSE_S = 100.0, 0.05
+_REJECTION_DELAY_S, _MAX_DELAYED_REJECTIONS = 1.0, 512
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class SendTimes:
-    """How long verdicts take from the engine's word until they are written: sums."""
+    """Sums of seconds from the engine's verdict until it is written to the stream."""
 
     seconds: float = 0.0
     num_verdicts: int = 0
@@ -57,7 +54,7 @@ class SendTimes:
 
 @dataclass(slots=True, eq=False)
 class _CentralRequest:
-    """A request of this server's own endpoint that draft servers have been asked for."""
+    """Request of this server's own endpoint for which drafts have been ordered."""
 
     known: RequestText
     token_ids: list[int]
@@ -67,12 +64,10 @@ class _CentralRequest:
 
 
 class DraftHub:
-    """Connects the engine with the streams of all draft servers: orders and verdicts go to the
-    streams, drafts and requests to the engine.
+    """Routes orders and verdicts to draft servers' streams, drafts and requests to the engine.
 
-    target, tokenizer_digest: its name for users, and its tokenizer. new_meter: called for every
-    request of edge ingress.
-    """
+    target, tokenizer_digest: the target's name for users, and its tokenizer. new_meter: called for
+    every request of edge ingress."""
 
     def __init__(
         self,
@@ -99,13 +94,11 @@ class DraftHub:
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        """Connected draft servers, as the scheduler calls them."""
+        """The scheduler's names of connected draft servers."""
         return tuple(self._streams)
 
-    # --- streams --------------------------------------------------------------------------------
-
     def join(self, stream: DraftStream, max_draft_tokens: int) -> str:
-        """Make a stream known to the scheduler; returns its name there. Raises: Refusal."""
+        """Register a stream with the scheduler; returns its name there. Raises: Refusal."""
         base, tenant, _ = stream.identity
         names = (base, *(f"{base}#{n}" for n in range(2, _MAX_STREAMS_EACH + 1)))
         taken = {*self._streams, *self.client.info.drafters}
@@ -117,7 +110,7 @@ class DraftHub:
         return name
 
     def leave(self, stream: DraftStream) -> None:
-        """A stream is gone. Its edge requests end; those of central ingress go on without it."""
+        """Remove a stream with its edge requests; those of central ingress go on without it."""
         stream.close()
         if stream.drafter is None:
             return
@@ -128,23 +121,20 @@ class DraftHub:
         self.client.post(DrafterDown(stream.drafter))
 
     def may_send_useless(self, name: str) -> bool:
-        """Rate limit on useless messages (repeated or late ones) of a draft server, over all its
-        streams. False where it is exceeded."""
+        """Return whether a draft server may send one more repeated or late message."""
         now = time.perf_counter()
         if name not in self._useless:
             self._useless[name] = TokenBucket(_USELESS_PER_S, now)
         return self._useless[name].take(1, now)
 
     def new_engine_id(self, drafter: str) -> str:
-        """No two requests share one, so that a late output reaches nobody else."""
+        """Return an id that is never used again, so that late outputs cannot be misrouted."""
         return f"{drafter}/{next(self._serial)}"
 
     def end_all(self, reason: str) -> None:
         """End every stream; draft servers connect again and go on where they were."""
         for stream in self._streams.values():
             stream.end(grpc.StatusCode.UNAVAILABLE, reason)
-
-    # --- what the engine says -------------------------------------------------------------------
 
     def on_outputs(self, outputs: Sequence[Output]) -> None:
         if not self._central:
@@ -175,7 +165,7 @@ class DraftHub:
         for order in orders.orders:
             stream = self._streams.get(order.drafter)
             if stream is not None and not stream.attempt(partial(self._order, stream, order)):
-                # Another draft server would fare no better with it.
+                # It would fail with another draft server, too.
                 self._central.pop(order.request_id, None)
 
     def on_finding(self, finding: AuditFinding) -> None:
@@ -193,7 +183,7 @@ class DraftHub:
         self.end_all("the engine is being restarted; connect again")
 
     def on_drain(self) -> None:
-        """Their users' requests go on with the next server; those of central ingress without."""
+        """End the streams: edge requests go on with the next server, others without drafts."""
         self.end_all("the verification server is shutting down")
 
     def _order(self, stream: DraftStream, order: DraftOrder) -> None:
@@ -210,7 +200,7 @@ class DraftHub:
             self._reassign(request, stream, order)
 
     def _reassign(self, request: _CentralRequest, stream: DraftStream, order: DraftOrder) -> None:
-        """Let another server draft for a request from now on."""
+        """Move a request to another draft server."""
         if request.stream is not None and request.drafted is not None:
             request.stream.release(request.drafted)
         sampling = request.known.sampling
@@ -219,8 +209,7 @@ class DraftHub:
         stream.order(drafted, order, (request.token_ids, sampling))
 
     def _may_draft(self, stream: DraftStream, known: RequestText) -> bool:
-        """Whether a server may see a request of central ingress, and whether it can be verified so
-        that the server changes nothing."""
+        """Return whether a server may see a request, and can be kept from changing its output."""
         owner = self.tenants.get(known.tenant)
         shared = owner is not None and owner.share_prompts
         return (
@@ -231,10 +220,9 @@ class DraftHub:
 
 
 class VerificationServer:
-    """Listens for draft servers. Bound at once; `start` begins to serve.
+    """Server for draft servers. Bound at once; `start` begins to serve.
 
-    Raises: ConfigError where the address or a file of TLS cannot be had.
-    """
+    Raises: ConfigError for an address or a TLS file that cannot be used."""
 
     def __init__(self, config: DraftersConfig) -> None:
         self.config = config
@@ -262,12 +250,12 @@ class VerificationServer:
         return int(port)
 
     async def start(self, hub: DraftHub) -> None:
-        """Take streams. `hub`: of a client whose engine is loaded."""
+        """Accept streams. `hub`: of a client whose engine is loaded."""
         self._hub = hub
         await self._server.start()
 
     async def close(self) -> None:
-        """End all streams, and listen no more."""
+        """End all streams, and stop listening."""
         if self._hub is not None:
             self._hub.on_drain()
         await self._server.stop(_STOP_GRACE_S)
@@ -297,8 +285,7 @@ class VerificationServer:
     async def _admit(
         self, limits: ConnectionLimits, context: grpc.aio.ServicerContext[bytes, bytes]
     ) -> Identity:
-        """Who has connected; the stream is aborted if nobody known has, or one who does so too
-        often."""
+        """Return the peer's identity; abort an unknown peer, or one that connects too often."""
         peer = peer_of(context)
         try:
             identity = self._identities.of(peer)
@@ -314,8 +301,7 @@ class VerificationServer:
         await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, too_often)
 
     async def _delay_rejection(self) -> None:
-        """An answer at once would only be followed by the next attempt. No more than so many wait
-        for theirs, since each costs memory."""
+        """Delay a rejection, to slow further attempts; only so many, since each costs memory."""
         if self._num_delayed >= _MAX_DELAYED_REJECTIONS:
             return
         self._num_delayed += 1
@@ -348,7 +334,7 @@ async def _run(
         try:
             if not stream.ended.done():
                 stream.outbox.close()
-            # gRPC cannot tell the peer how it ended, if a message is still being written.
+            # gRPC cannot send the peer the status while a message is being written.
             if not writer.done():
                 await asyncio.wait({writer}, timeout=_FLUSH_S)
         finally:
@@ -372,7 +358,7 @@ async def _read(stream: DraftStream, hub: DraftHub, messages: AsyncIterator[byte
                 stream.end(grpc.StatusCode.INVALID_ARGUMENT, refusal.reason)
                 return
         if not is_of_use and not hub.may_send_useless(stream.identity.name):
-            # Reading stops for a while: flow control keeps further messages at the sender.
+            # A pause in reading: flow control keeps further messages at the sender.
             await asyncio.sleep(_USELESS_PAUSE_S)
 
 

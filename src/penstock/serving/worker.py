@@ -1,4 +1,4 @@
-"""The engine process: messages in, turns of the loop, outputs out."""
+"""Engine process: receives messages, runs the loop's turns, sends outputs."""
 
 from __future__ import annotations
 
@@ -45,21 +45,20 @@ if TYPE_CHECKING:
     from penstock.engine.sequences import TokenBuffer
 
 HEARTBEATS_PER_TIMEOUT = 20
-"""Within the time after which a process without any is given up."""
+"""Heartbeats within the timeout of a silent process; a convention."""
 
 _log = logging.getLogger(__name__)
 
 
 def import_factory(name: str) -> Callable[[EngineConfig], Engine]:
-    """The engine factory that `name`, "package.module:function", stands for."""
+    """Return the engine factory of the name "package.module:function"."""
     module, _, function = name.partition(":")
     factory: Callable[[EngineConfig], Engine] = getattr(importlib.import_module(module), function)
     return factory
 
 
 def idle_seconds(engine: Engine, turn: Turn) -> float | None:
-    """How long the loop may sleep after `turn` unless an event comes, or a lane has ended; None:
-    until then."""
+    """Return the seconds that the loop may sleep after `turn` without events (None: no limit)."""
     if turn.submitted or turn.collected:
         return 0.0
     if turn.wake_at is None:
@@ -68,7 +67,7 @@ def idle_seconds(engine: Engine, turn: Turn) -> float | None:
 
 
 class Disconnected(Exception):
-    """The other process is no longer there."""
+    """The other process is gone."""
 
 
 class Channel:
@@ -79,7 +78,7 @@ class Channel:
         self._sending = threading.Lock()
 
     def send(self, message: object) -> None:
-        """From any thread. Raises: Disconnected."""
+        """Send a message, from any thread. Raises: Disconnected."""
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         try:
             with self._sending:
@@ -88,11 +87,10 @@ class Channel:
             raise Disconnected from error
 
     def receive(self, timeout: float | None, *others: HasFileno) -> list[Any]:
-        """What has come, after waiting at most `timeout` seconds (None: for ever) for something, or
-        until one of `others` can be read.
+        """Return the messages that have come.
 
-        Raises: Disconnected.
-        """
+        Waits at most `timeout` seconds (None: forever) for one, or until one of `others` is
+        readable. Raises: Disconnected."""
         messages: list[Any] = []
         sources = [self._connection, *others]
         while self._connection in select.select(sources, [], [], timeout)[0]:
@@ -105,10 +103,10 @@ class Channel:
 
 
 class HeartbeatSender:
-    """Sends heartbeats from a thread of its own, so that a long step or the loading of models does
-    not look like death, and says how long the loop's step has taken, so that a loop that is stuck
-    is found out, too. A stopped process, or one that holds the interpreter's lock for ever, beats
-    no more."""
+    """Sends heartbeats from its own thread, with the time of the loop's current step.
+
+    So neither a long step nor loading looks like death, and a stuck loop is noticed. A stopped
+    process, or one that never releases the interpreter's lock, sends none."""
 
     def __init__(self, limit_s: float, send: Callable[[object], None]) -> None:
         self._interval_s = limit_s / HEARTBEATS_PER_TIMEOUT
@@ -128,7 +126,7 @@ class HeartbeatSender:
             step_s = 0.0 if began_at is None else time.monotonic() - began_at
             try:
                 self._send(Heartbeat(step_s))
-            except Exception:  # The other process is gone; the main thread finds that out itself.
+            except Exception:  # The other process is gone, which the main thread notices too.
                 return
             time.sleep(self._interval_s)
 
@@ -146,15 +144,13 @@ class EngineServer:
         self._pace = TokenPace()
         self._stalled: str | None = None
         self._preparing: dict[str, tuple[Arrive, list[Future[Any]]]] = {}
-        """Requests that have come, and what they wait for: a grammar to be compiled, or the
-        tokenizer that finds stop strings. No step waits for those."""
+        """Requests that wait for a compiled grammar, or for the tokenizer of stop strings."""
         self._grammars: dict[str, Future[Any]] = {}
-        """Of requests that have not said anything yet: what is held is not compiled again when
-        they begin."""
+        """By requests without output yet: keeps their grammars in the compiler's cache."""
         engine.executor.remote.connect(self._send_orders)
 
     def serve(self) -> None:
-        """Raises: Disconnected."""
+        """Serve until told to stop. Raises: Disconnected."""
         timeout: float | None = None
         while True:
             self._pulse.step_ends()
@@ -170,7 +166,7 @@ class EngineServer:
             for message in messages:
                 if isinstance(message, StatsRequest):
                     self._channel.send(self.stats())
-            # The sign of one that was prepared during the turn may be gone.
+            # The wake-up of a request that was prepared during the turn may be cleared.
             timeout = 0.0 if self._prepared_ids() else idle_seconds(self._engine, turn)
 
     def _turn(self, events: Iterable[Event]) -> Turn:
@@ -187,14 +183,14 @@ class EngineServer:
         return turn
 
     def _broken(self) -> list[Event]:
-        """Drafters of this process that do nothing but fail are used no more."""
+        """Take down drafters of this process that keep failing."""
         names = self._engine.executor.take_broken()
         for name in names:
             _log.error("drafter %s has failed several times in a row and is taken down", name)
         return [DrafterDown(name) for name in names]
 
     def _events(self, messages: Iterable[object]) -> list[Event]:
-        """Events in order; arrivals get their time here, because clocks of two processes differ."""
+        """Return events in order. Arrival times are set here: clocks of two processes differ."""
         now = self._engine.clock.now()
         events: list[Event] = [self._preparing.pop(i)[0] for i in self._prepared_ids()]
         for message in messages:
@@ -215,11 +211,11 @@ class EngineServer:
         return events
 
     def _prepared_ids(self) -> list[str]:
-        """Ids of requests that were kept back, and now can begin."""
+        """Return ids of waiting requests that can begin now."""
         return [i for i, (_, waits) in self._preparing.items() if all(w.done() for w in waits)]
 
     def _prepared(self, arrive: Arrive) -> list[Arrive]:
-        """A request that can begin; one that something is prepared for is kept back meanwhile."""
+        """Return a request that can begin; keep one that waits for its preparation."""
         request, executor = arrive.request, self._engine.executor
         waits: list[Future[Any]] = []
         grammar = request.sampling.grammar
@@ -241,7 +237,7 @@ class EngineServer:
         executor = self._engine.executor
         executor.hold_remote(*key, draft.token_ids, draft.weights)
         text = executor.text_of(draft.request_id)
-        # A draft that comes too late stands behind less than what is verified by now.
+        # A late draft has a shorter prefix than the text verified by now.
         if draft.audit is not None and text is not None and text.length == draft.prefix_len:
             self._engine.auditor.submit(
                 draft.drafter, draft.audit, text, draft.token_ids, draft.weights
@@ -249,7 +245,7 @@ class EngineServer:
         return DraftReady(*key, draft.drafter, len(draft.token_ids))
 
     def _send_orders(self, orders: Sequence[DraftOrder], new: Mapping[str, TokenBuffer]) -> None:
-        """At once: the draft servers work while the target does."""
+        """Send at once: draft servers work while the target does."""
         described = {
             request_id: RequestText(
                 text.request.tenant,
@@ -261,7 +257,7 @@ class EngineServer:
         self._channel.send(DraftOrders(tuple(orders), described))
 
     def stats(self) -> EngineStats:
-        """A snapshot of the engine's counters."""
+        """Return a snapshot of the engine's counters."""
         scheduler = self._engine.scheduler
         pools = scheduler.table.memory.pools
         return EngineStats(
@@ -288,8 +284,7 @@ class EngineServer:
         )
 
     def _kv_fluid(self) -> FluidKV | None:
-        """While nothing runs tokens are taken to come as fast as they were last seen to, and before
-        that one a step."""
+        """Return the fluid KV memory, when idle at the last token rate, before that one a step."""
         scheduler, now = self._engine.scheduler, self._engine.clock.now()
         self._pace.look(scheduler.table.running.values(), now)
         step_s = self._busy_s / max(1, self._num_steps)
@@ -297,7 +292,7 @@ class EngineServer:
 
 
 def describe(engine: Engine) -> Ready:
-    """What the other process must know of an engine."""
+    """Return the description of an engine for the other process."""
     capacity = engine.scheduler.pool.capacity_tokens
     description = dict(engine.describe())
     return Ready(
@@ -314,12 +309,11 @@ def describe(engine: Engine) -> Ready:
 def run_engine(
     connection: Connection, factory: str, config: EngineConfig, log_format: LogFormat = "text"
 ) -> None:
-    """Body of the engine process. `factory`: as for `import_factory`.
+    """Run the engine process. `factory`: as for `import_factory`.
 
-    It ignores SIGINT, SIGTERM and SIGHUP: a terminal or a service manager sends them to both
-    processes, and requests that run must outlive them. It ends when the other process says so, or
-    is gone.
-    """
+    It ignores SIGINT, SIGTERM and SIGHUP, which a terminal or a service manager sends to both
+    processes, so running requests can finish. It ends when told so, or when the other process is
+    gone."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     configure_logging(log_format)
@@ -334,13 +328,13 @@ def run_engine(
             channel.send(Failed(_one_line(error)))
             return
         server = EngineServer(engine, channel, pulse)
-        # Before it is ready, so that there are statistics while its first step is slow.
+        # Before it is ready: the first step may be slow.
         channel.send(server.stats())
         channel.send(describe(engine))
-        # For statistics, beside the first steps: the first who asked for them would hold those up.
+        # In a thread: a first request for statistics would otherwise delay steps.
         late = threading.Thread(target=importlib.import_module, args=("scipy.optimize",))
         late.start()
-        # What is loaded stays; otherwise every full collection walks it in the middle of a step.
+        # Otherwise every full collection traverses the loaded objects in the middle of a step.
         gc.collect()
         gc.freeze()
         try:
@@ -350,6 +344,6 @@ def run_engine(
 
 
 def _one_line(error: Exception) -> str:
-    """Bad settings explain themselves; anything else needs its type as well."""
+    """Return the error in one line, with its type unless it is a ValueError, of settings."""
     text = " ".join(str(error).split())
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
