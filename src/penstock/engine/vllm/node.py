@@ -1,9 +1,7 @@
-"""A further node: vLLM's workers on this machine, for an engine whose process is on the first.
+"""vLLM's workers on a further node, for an engine on the first one.
 
-vLLM's workers here do not notice when that engine is gone: they would wait for its next step for
-ever. The store through which all workers have found each other lives in the first of them, so it is
-asked, again and again, whether it is still there.
-"""
+They would wait forever for an engine that is gone. The workers' rendezvous store lives in the first
+of them, so it is polled."""
 
 from __future__ import annotations
 
@@ -26,16 +24,17 @@ from penstock.engine.vllm.arguments import failures_in_one_line, vllm_config
 _log = logging.getLogger(__name__)
 
 _POLL_S = 1.0
+"""Convention: short beside the start of workers."""
 _ANSWER_S = 10.0
-"""A store that has not answered for so long is gone, and the engine with it."""
+"""Timeout after which the store, and with it the engine, is taken to be gone."""
 
 
 def run_node(config: EngineConfig, announce: Callable[[str], None]) -> None:
-    """Run the node's workers until this process is told to end. An engine that is started again
-    gets new ones.
+    """Run the node's workers until this process is told to end.
 
-    announce: called when they have joined. Raises: ConfigError where they cannot be started.
-    """
+    A restarted engine gets new ones. announce: called when they have joined.
+
+    Raises: ConfigError where they cannot be started."""
     for told in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(told, _end)
     try:
@@ -44,8 +43,8 @@ def run_node(config: EngineConfig, announce: Callable[[str], None]) -> None:
             while True:
                 _run_workers(settings, announce)
     finally:
-        # One that was being started is not yet the executor's, and may wait for the first node in
-        # a call that no SIGTERM ends; Python would wait for it in turn.
+        # A worker that is starting is not the executor's yet, and may block in a call that SIGTERM
+        # does not end; Python would wait for it.
         for worker in multiprocessing.active_children():
             worker.kill()
 
@@ -55,7 +54,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def _run_workers(settings: Any, announce: Callable[[str], None]) -> None:
-    """For as long as the engine lives that they belong to. settings: vLLM's."""
+    """Run the workers while their engine lives. settings: vLLM's."""
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
     parallel = settings.parallel_config
@@ -73,7 +72,7 @@ def _run_workers(settings: Any, announce: Callable[[str], None]) -> None:
             store.num_keys()
         _log.error("a worker has ended")
         executor.shutdown()
-        # The engine fails with its next step. Until then its store would lead new ones astray.
+        # The engine fails with its next step; until then new workers would join the old store.
         while True:
             time.sleep(_POLL_S)
             store.num_keys()

@@ -1,9 +1,8 @@
-"""vLLM's scheduler, steered by Penstock's policies.
+"""vLLM's scheduler, steered by Penstock's policies; imported inside vLLM's engine core.
 
-vLLM's own code allocates, composes the batch and takes in its results. Before each step it is told
-which requests may run, in which order the waiting ones come, how many of their known tokens they
-get and how much of their drafts is verified. Imported inside vLLM's engine core.
-"""
+vLLM's own code allocates, composes the batch and processes results. Before each step it gets the
+requests that may run, the order of the waiting ones, their numbers of known tokens and of draft
+tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ _log = init_logger("vllm.penstock")
 
 
 def make_guided_scheduler(*, vllm_config: Any, **rest: Any) -> GuidedScheduler:
-    """The scheduler of an engine core, asynchronous where vLLM's is. Raises: ConfigError."""
+    """Return an engine core's scheduler, asynchronous if vLLM's is. Raises: ConfigError."""
     kind = GuidedScheduler
     if vllm_config.scheduler_config.async_scheduling:
         kind = AsyncGuidedScheduler
@@ -41,7 +40,7 @@ def make_guided_scheduler(*, vllm_config: Any, **rest: Any) -> GuidedScheduler:
 
 
 class _Step(NamedTuple):
-    """A step in flight: what was carried out of its plan, and when it was scheduled."""
+    """Step in flight: its plan as carried out, and the time of scheduling."""
 
     plan: StepPlan
     scheduled_at: float
@@ -49,8 +48,10 @@ class _Step(NamedTuple):
 
 @dataclass
 class _Run:
-    """A plan that holds for several steps, if nothing comes or ends. requests: those that decode in
-    them, by id; num_steps: that have ended, from `started_at` to `finished_at`."""
+    """Plan that holds for several steps, if nothing arrives or ends.
+
+    requests: those that decode, by id; num_steps: ended ones, from `started_at` to
+    `finished_at`."""
 
     plan: StepPlan
     requests: dict[str, Any]
@@ -59,14 +60,14 @@ class _Run:
     num_steps: int = 0
 
     def holds(self, now: float) -> bool:
-        """Whether it does for one more step that begins now."""
+        """Return whether it holds for one more step that begins now."""
         run = self.plan.decodes
         assert run is not None
         return self.num_steps < run.max_repeats and (run.until is None or now < run.until)
 
 
 class GuidedScheduler(Scheduler):
-    """Steered by a `Guide`."""
+    """vLLM's scheduler with a `Guide`."""
 
     max_num_active_reqs: int
 
@@ -88,7 +89,7 @@ class GuidedScheduler(Scheduler):
             self._guide = Guide(config, limits, pool)
         except ValueError as error:
             raise _bad(str(error)) from error
-        # Whether memory must hold a whole prompt is the policy's affair.
+        # The policy decides whether memory must hold a whole prompt.
         self.scheduler_reserve_full_isl = False
         self._allowed: dict[str, int] | None = None
         self._decoding: frozenset[str] = frozenset()
@@ -97,18 +98,16 @@ class GuidedScheduler(Scheduler):
         self._finished_at = 0.0
         _log.info("Penstock's policies schedule: admission %s", config.admission.name)
 
-    # --- requests -------------------------------------------------------------------------------
-
     def add_request(self, request: Any) -> None:
         self._end_run()
         super().add_request(request)
-        # Otherwise it was more of one that is there, or its end.
+        # Otherwise it continues or ends a streamed request.
         is_new = self.requests.get(request.request_id) is request
         if is_new and request.status == RequestStatus.WAITING:
             self._tell_of(request)
 
     def _tell_of(self, request: Any) -> None:
-        """Of one that could run. Whoever sends its prompt bit by bit is left to vLLM."""
+        """Add a request that could run; one with a streamed prompt is left to vLLM."""
         if not request.resumable:
             self._guide.arrive(request, time.monotonic())
 
@@ -118,8 +117,6 @@ class GuidedScheduler(Scheduler):
         for request in finished:
             self._guide.end(request.request_id, None, time.monotonic())
         return finished
-
-    # --- steps ----------------------------------------------------------------------------------
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         now = time.monotonic()
@@ -131,7 +128,7 @@ class GuidedScheduler(Scheduler):
         if self._run is not None:
             return self._schedule_again(self._run, now, *args, **kwargs)
         for request in list(self.deferred_waiting):
-            # Grammars that are ready now.
+            # Those whose grammars are ready now.
             if self._handle_blocked_waiting_request(request):
                 self._tell_of(request)
         plan = self._guide.plan(self.running, self.requests, self._num_blocks_of, now)
@@ -149,8 +146,7 @@ class GuidedScheduler(Scheduler):
         return output
 
     def _begin_run(self, plan: StepPlan) -> None:
-        """Of a plan that vLLM would follow by itself: all that run decode, and it decides on nobody
-        alone."""
+        """Begin a run if vLLM alone would follow the plan: all requests decode."""
         if plan.items or plan.decodes is None or plan.decodes.max_repeats < 2:
             return
         knows_all = len(self.requests) == self._guide.num_requests and not self.deferred_waiting
@@ -158,7 +154,7 @@ class GuidedScheduler(Scheduler):
             self._run = _Run(plan, {i: self.requests[i] for i in self._guide.decoding(plan)})
 
     def _schedule_again(self, run: _Run, now: float, *args: Any, **kwargs: Any) -> Any:
-        """As in the step before."""
+        """Schedule as in the step before."""
         most = self.max_num_active_reqs
         self.max_num_active_reqs = len(self.running)
         try:
@@ -168,7 +164,7 @@ class GuidedScheduler(Scheduler):
         if output.num_scheduled_tokens.keys() == run.requests.keys():
             self._steps[id(output)] = _Step(run.plan, now)
         else:
-            # What has come of it is put right before the next plan.
+            # The next plan synchronises this deviation.
             self._end_run()
         return output
 
@@ -181,7 +177,7 @@ class GuidedScheduler(Scheduler):
         return len(self.kv_cache_manager.get_blocks(request_id).blocks[0])
 
     def _prepare(self, plan: StepPlan) -> None:
-        """Let vLLM's next step come out as planned."""
+        """Set up vLLM's next step as planned."""
         self._decoding = frozenset(self._guide.decoding(plan))
         self._allowed = {i.request_id: i.num_scheduled_tokens for i in plan.items}
         for request in [r for r in self.running if self._guide.is_preempted(r.request_id)]:
@@ -191,7 +187,7 @@ class GuidedScheduler(Scheduler):
             )
         drafts = {i.request_id: i.num_draft_tokens for i in plan.items}
         for request in self.running:
-            # A draft that is not verified now is stale: its probabilities are kept for one step.
+            # vLLM keeps draft probabilities for one step only, so a later draft is stale.
             if request.spec_token_ids and self._guide.knows(request.request_id):
                 most = drafts.get(request.request_id, 0)
                 request.spec_token_ids = request.spec_token_ids[:most]
@@ -199,12 +195,12 @@ class GuidedScheduler(Scheduler):
         if first != list(itertools.islice(self.waiting, len(first))):
             self.waiting.remove_requests(first)
             self.waiting.prepend_requests(reversed(first))
-        # Or vLLM would look at all others that wait, too.
+        # Otherwise vLLM would try all other waiting requests.
         coming = len(first) + len(self.kv_holding_waiting) + self.num_waiting_for_streaming_input
         self.max_num_active_reqs = min(self.max_num_active_reqs, len(self.running) + coming)
 
     def _first_in_queue(self, plan: StepPlan) -> list[Any]:
-        """Those who are admitted, then those on whom vLLM alone decides."""
+        """Return the admitted requests, then those that only vLLM decides on."""
         planned = [self.requests[i.request_id] for i in plan.items]
         admitted = [r for r in planned if r.status != RequestStatus.RUNNING]
         if len(self.requests) == self._guide.num_requests:
@@ -215,7 +211,7 @@ class GuidedScheduler(Scheduler):
     def _reserve_prefill_lookahead(
         self, request: Any, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        """vLLM asks here, for every request, how far its chunk may go; 0 leaves it out."""
+        """Limit a request's chunk to the plan (vLLM's hook for every request); 0 skips it."""
         request_id = request.request_id
         planned = None if request_id in self._decoding else self._allowed
         if planned is not None and self._guide.knows(request_id):
@@ -249,7 +245,7 @@ class GuidedScheduler(Scheduler):
     def _update_again(
         self, run: _Run, step: _Step, now: float, scheduler_output: Any, model_runner_output: Any
     ) -> Any:
-        """After a step of a run."""
+        """Process a step of a run."""
         if not run.num_steps:
             run.started_at = max(step.scheduled_at, self._finished_at)
         run.num_steps += 1
@@ -277,11 +273,11 @@ class GuidedScheduler(Scheduler):
 
 
 class AsyncGuidedScheduler(GuidedScheduler, AsyncScheduler):
-    """The same where vLLM schedules a step while the one before it is computed."""
+    """`GuidedScheduler` for vLLM's asynchronous scheduling."""
 
 
 def _checked(scheduler: Scheduler, kv_cache_config: Any) -> PluginConfig:
-    """The settings. Raises: ConfigError, too, for what of vLLM does not go with them."""
+    """Return the settings. Raises: ConfigError, also for settings of vLLM that do not fit."""
     additional = scheduler.vllm_config.additional_config
     given = additional.get(SETTING, {}) if isinstance(additional, dict) else {}
     try:

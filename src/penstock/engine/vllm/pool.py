@@ -1,4 +1,4 @@
-"""vLLM's KV memory, as the scheduler's policies see it."""
+"""vLLM's KV memory, for the scheduler's policies."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ from penstock.core.kv.blocks import BlockPool
 
 
 class MirroredPool(BlockPool):
-    """vLLM's KV blocks by their number: which are whose is its own affair. What a plan takes is
-    only counted, until the next `refresh`.
+    """Counts vLLM's KV blocks; a plan's blocks count as used until the next `refresh`.
 
-    manager: its KV cache manager.
-    """
+    manager: vLLM's KV cache manager."""
 
     def __init__(self, manager: Any, block_size: int) -> None:
-        # One of them is its null block.
+        # One is vLLM's null block.
         super().__init__(manager.block_pool.num_gpu_blocks - 1, block_size, prefix_caching=False)
         self._coordinator = manager.coordinator
         self._vllm = manager.block_pool
 
     def refresh(self) -> None:
-        """As many are free as vLLM says."""
+        """Set the number of free blocks to vLLM's."""
         self.count(self.num_free_blocks - self._vllm.get_num_free_blocks())
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:

@@ -1,9 +1,7 @@
-"""The scheduler's plans as steps of vLLM's workers, in plain data.
+"""Plans as steps of vLLM's workers, in plain data.
 
-A worker keeps every request's tokens and block table, and is told of changes only. It samples by
-itself, as `worker.StepSampler` says, and appends what it has decided, so that its tokens are always
-those of the request's `TokenBuffer`.
-"""
+Workers keep every request's tokens and block table and receive only changes. They sample
+(`worker.StepSampler`) and append the decided tokens, as the request's `TokenBuffer` does."""
 
 from __future__ import annotations
 
@@ -18,11 +16,11 @@ from penstock.engine.sampling import TextSoFar
 from penstock.engine.sequences import TokenBuffer
 
 _RESERVED_BLOCKS = 1
-"""vLLM keeps block 0 as its null block: padding may read it."""
+"""vLLM keeps block 0 as its null block, which padding may read."""
 
 
 class NewSequence(NamedTuple):
-    """A request that the workers do not know, with the tokens that are known of it."""
+    """Request that is new to the workers, with its known tokens."""
 
     request_id: str
     token_ids: list[int]
@@ -31,8 +29,10 @@ class NewSequence(NamedTuple):
 
 
 class GrownSequence(NamedTuple):
-    """A request that they know. new_token_ids: what has been decided since they were told of it
-    last; anew: `blocks` are all that it has, not only more of them."""
+    """Request that the workers know.
+
+    new_token_ids: decided since the last update. anew: `blocks` are all of its blocks, not only
+    new."""
 
     request_id: str
     start: int
@@ -43,7 +43,7 @@ class GrownSequence(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """A request whose next token is sampled, and the draft before it; see `verifier.Proposal`."""
+    """Request whose next token is sampled, with its draft; see `verifier.Proposal`."""
 
     request_id: str
     position: int
@@ -55,8 +55,10 @@ class Asked(NamedTuple):
 
 @dataclass(slots=True)
 class TargetStep:
-    """One forward pass of the workers. num_tokens: by request, drafts included; drafts: of those
-    that have one; draft_probs: what the proposals' `prob_rows` index, [rows, V]."""
+    """One forward pass of the workers.
+
+    num_tokens: by request, drafts included. drafts: by request with one. draft_probs: [rows, V],
+    indexed by the proposals' `prob_rows`."""
 
     finished: set[str] = field(default_factory=set)
     new: list[NewSequence] = field(default_factory=list)
@@ -83,8 +85,9 @@ class _Piece(NamedTuple):
 
 @dataclass(slots=True)
 class _Known:
-    """What the workers know: the epoch of the block table, how many tokens came with the request,
-    and how many they have been told of; those after the first are its output."""
+    """State of a request in the workers: epoch of the block table, and token counts.
+
+    num_first_tokens came with the request, those after them are output."""
 
     epoch: int
     num_first_tokens: int
@@ -92,10 +95,9 @@ class _Known:
 
 
 class StepWriter:
-    """Turns the items of plans into steps, and remembers what the workers know.
+    """Turns the items of plans into steps, and tracks the workers' state.
 
-    max_num_rows, max_num_seqs: of one step. What is more is done in several, one after the other.
-    """
+    max_num_rows, max_num_seqs: of one step; more is split into several in sequence."""
 
     def __init__(self, max_num_rows: int, max_num_seqs: int) -> None:
         self._max_num_rows = max_num_rows
@@ -104,7 +106,7 @@ class StepWriter:
         self._finished: set[str] = set()
 
     def forget(self, request_id: str) -> None:
-        """A request is over. Its id may come again, and is then another's."""
+        """Note the end of a request. Its id may be used again."""
         if self._known.pop(request_id, None) is not None:
             self._finished.add(request_id)
 
@@ -115,7 +117,7 @@ class StepWriter:
         drafts: Sequence[tuple[list[int], list[int]]],
         draft_probs: torch.Tensor | None,
     ) -> list[TargetStep]:
-        """Steps of some items. drafts: token ids, and rows of draft_probs, of each."""
+        """Return the steps of some items. drafts: token ids and rows of draft_probs, by item."""
         steps: list[TargetStep] = []
         room = 0
         for item, draft in zip(items, drafts, strict=True):
@@ -130,7 +132,7 @@ class StepWriter:
         return steps
 
     def _pieces(self, item: VerifyItem, num_draft_tokens: int) -> list[_Piece]:
-        """The draft goes with the last one, which has a known token before it."""
+        """Split an item; the draft goes with the last piece, which has a known token before it."""
         num = item.num_scheduled_tokens
         if num + num_draft_tokens <= self._max_num_rows:
             return [_Piece(item, item.start, num, True, True)]

@@ -1,4 +1,4 @@
-"""A target that vLLM computes: its workers loaded, its memory sized, its steps run."""
+"""Target in vLLM: loads workers, sizes memory, runs steps."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ from penstock.engine.vllm.steps import Asked, GrownSequence, NewSequence, Target
 class VllmTarget(Model):
     """Weights and KV cache in vLLM's workers.
 
-    eos_token_ids, max_model_len: of the model; dtype: of its weights; max_num_rows, max_num_seqs:
-    of one step
-    """
+    eos_token_ids, max_model_len, dtype: of the model; max_num_rows, max_num_seqs: of one step."""
 
     keeps_batches = True
 
@@ -37,7 +35,7 @@ class VllmTarget(Model):
         self._dummies: dict[str, tuple[int, list[int]]] = {}
 
     def _load(self, config: Any, asked: EngineConfig) -> None:
-        """What vLLM's engine core does before its first step. config: vLLM's own."""
+        """Do what vLLM's engine core does before its first step. config: vLLM's own."""
         import vllm
         from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
         from vllm.v1.engine.core import register_all_kvcache_specs, resolve_kv_cache_layout
@@ -85,11 +83,10 @@ class VllmTarget(Model):
         return int(self._config.model_config.get_vocab_size())
 
     def run(self, step: TargetStep) -> list[Decided]:
-        """Compute a step; what was decided of those that were asked for, in their order."""
+        """Compute a step; return the decisions in the order of `step.asked`."""
         from penstock.engine.vllm.worker import scheduler_output
 
-        # OpenMP counts threads for every thread that asks; PyTorch's number holds in this one from
-        # when it is first asked, which must not be in the middle of a step.
+        # OpenMP's number of threads is per thread; this sets it here, before the step.
         torch.get_num_threads()
         self._executor.execute_model(scheduler_output(step, self._sampling, LONGEST_DRAFT))
         decided: list[Decided] = self._executor.sample_tokens(None)
@@ -103,7 +100,7 @@ class VllmTarget(Model):
         self.run(self._dummy_step(batch))
 
     def _dummy_step(self, batch: RaggedBatch) -> TargetStep:
-        """Requests of the dummy step before are known, if they are the same."""
+        """Return a step; requests equal to the last dummy step's are not sent again."""
         step = TargetStep()
         wanted = np.diff(np.searchsorted(batch.logits_rows, batch.query_start)).tolist()
         rows, ends = np.diff(batch.query_start).tolist(), batch.seq_lens.tolist()

@@ -1,8 +1,7 @@
-"""Inside vLLM's worker: Penstock's own sampler where vLLM has its rejection sampler, so that every
-mode of verification is what it is in the other backends, bit for bit from the same logits.
+"""vLLM's worker with Penstock's sampler instead of its rejection sampler.
 
-Named by its path in vLLM's configuration, and imported by the worker's process.
-"""
+So every verification mode equals the other backends', bit for bit from the same logits. vLLM's
+configuration names it by path, and the worker's process imports it."""
 
 from __future__ import annotations
 
@@ -29,13 +28,14 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as _VllmWorker
 
 _PLACEHOLDER = -1
-"""In vLLM's matrix of sampled tokens: none."""
+"""No token, in vLLM's matrix of sampled tokens."""
 
 
 @dataclass
 class StepInput(SchedulerOutput):
-    """What vLLM's scheduler would send, and what is to be sampled. news: by request, the tokens
-    that were decided since its last step."""
+    """vLLM's scheduler output with the sampling tasks.
+
+    news: by request, the tokens decided since its last step."""
 
     news: dict[str, list[int]] = field(default_factory=dict)
     asked: list[Asked] = field(default_factory=list)
@@ -43,7 +43,7 @@ class StepInput(SchedulerOutput):
 
 
 def scheduler_output(step: TargetStep, sampling: Any, longest_draft: int) -> StepInput:
-    """A step in vLLM's words. sampling: parameters of its own sampler, which nobody asks."""
+    """Return vLLM's scheduler output of a step. sampling: for vLLM's unused sampler."""
     made: StepInput = StepInput.make_empty()
     made.finished_req_ids = step.finished
     for s in step.new:
@@ -79,24 +79,20 @@ def scheduler_output(step: TargetStep, sampling: Any, longest_draft: int) -> Ste
 
 
 class NoProposer:
-    """vLLM computes logits of draft positions only where something proposes drafts. Penstock's come
-    with the plan: this one never proposes any."""
+    """Drafter without drafts: vLLM computes logits of draft positions only with a drafter."""
 
     def __init__(self, vllm_config: Any) -> None:
-        """As vLLM makes it."""
+        """Take vLLM's arguments."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """It has none."""
+        """Do nothing: it has no model."""
 
     def propose(self, sampled: Sequence[Any], *args: Any, **kwargs: Any) -> list[list[int]]:
         return [[] for _ in sampled]
 
 
 class StepSampler:
-    """In the place of a model runner's samplers, with drafts and without.
-
-    asked, decided: of the last step, by request
-    """
+    """Replaces a model runner's samplers. asked, decided: of the last step, by request."""
 
     def __init__(self, runner: Any) -> None:
         self.decided: dict[str, Decided] = {}
@@ -108,7 +104,7 @@ class StepSampler:
         self._ratio = np.array([], dtype=np.bool_)
 
     def begin(self, step: StepInput) -> None:
-        """What the next step's logits are for."""
+        """Set the tasks of the next step's logits."""
         self.asked = {a.request_id: a for a in step.asked}
         self._draft_probs = step.draft_probs
 
@@ -119,9 +115,10 @@ class StepSampler:
         logits: torch.Tensor | None = None,
         sampling_metadata: Any = None,
     ) -> SamplerOutput:
-        """vLLM's call; metadata: None in a step without drafts. Every request of its batch has one
-        row of logits more than draft tokens; rows of those that are not asked for, chunks of
-        prefill, say nothing."""
+        """Sample, called by vLLM. metadata: None in a step without drafts.
+
+        Every request of the batch has one row of logits more than draft tokens; rows of requests
+        that are not asked for, chunks of prefill, are dropped."""
         assert logits is not None
         request_ids = self._runner.input_batch.req_ids
         batch = [self.asked[i] for i in request_ids if i in self.asked]
@@ -148,7 +145,7 @@ class StepSampler:
         return {a.request_id: d for a, d in zip(batch, decided, strict=True)}
 
     def _matrix(self, request_ids: Sequence[str]) -> torch.Tensor:
-        """[requests, most tokens] int32, as vLLM's bookkeeping reads it."""
+        """Return tokens [requests, most tokens] int32, for vLLM's bookkeeping."""
         tokens = [self.decided[i].token_ids if i in self.decided else [] for i in request_ids]
         width = max(1, *map(len, tokens))
         padded = [t + [_PLACEHOLDER] * (width - len(t)) for t in tokens]
@@ -156,11 +153,10 @@ class StepSampler:
 
 
 class Worker(_VllmWorker):
-    """vLLM's worker, which answers a step with what was decided.
+    """vLLM's worker, which answers a step with the decided tokens.
 
-    In a pipeline only the workers of the last stage sample. The others are told of the tokens with
-    the next step, here: vLLM's own way of it tells of one that drafts led to, not of several.
-    """
+    In a pipeline only the last stage samples. The others get the tokens with the next step, here:
+    vLLM itself sends one token, not several."""
 
     _sampler: StepSampler | None = None
     _speculation: Any = None
@@ -168,15 +164,15 @@ class Worker(_VllmWorker):
     def init_device(self) -> None:
         super().init_device()
         if not get_pp_group().is_last_rank:
-            # vLLM gives one to the last stage, and asks for it in all of them.
+            # vLLM makes one in the last stage only, but uses it in all.
             self.model_runner.drafter = NoProposer(self.vllm_config)
 
     def load_model(self, **options: Any) -> None:
         super().load_model(**options)
         runner = self.model_runner
         if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
-            # What it takes from the stage before. vLLM makes it in a first dummy run, and does
-            # without one on a CPU where the size of the KV cache is given.
+            # The input from the stage before, which vLLM makes in a first dummy run; on a CPU with
+            # a given KV cache size there is no such run.
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
                 batch_size=runner.max_num_tokens,
                 dtype=self.model_config.dtype,
@@ -189,24 +185,24 @@ class Worker(_VllmWorker):
             return super().execute_model(scheduler_output)
         runner = self.model_runner
         if self._sampler is None:
-            # Not before: vLLM's own are what it measures its memory with.
+            # Not earlier: vLLM measures its memory with its own samplers.
             self._sampler = runner.rejection_sampler = runner.sampler = StepSampler(runner)
             self._speculation = runner.speculative_config
         self._sampler.begin(scheduler_output)
-        # A step without drafts is then no more work than it is without speculation.
+        # Then a step without drafts costs no more than without speculation.
         has_drafts = bool(scheduler_output.scheduled_spec_decode_tokens)
         runner.speculative_config = self._speculation if has_drafts else None
         return super().execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: Any) -> list[Decided]:
-        """Of the requests that were asked for, in their order."""
+        """Return the decisions in the order of the asked requests."""
         super().sample_tokens(grammar_output)
         if self._sampler is None:
             return []
         return list(map(self._sampler.decided.__getitem__, self._sampler.asked))
 
     def _append(self, news: Mapping[str, list[int]]) -> None:
-        """Add tokens to what the runner knows of requests, and to their rows in its batch."""
+        """Add tokens to the runner's requests, and to their rows in its batch."""
         batch = self.model_runner.input_batch
         for request_id, token_ids in news.items():
             self.model_runner.requests[request_id].output_token_ids += token_ids
