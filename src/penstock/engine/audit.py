@@ -1,11 +1,9 @@
-"""Drafts of other machines recomputed here, by the same small model.
+"""Audits of draft servers: a sample of drafts is recomputed by the same model.
 
-`ratio` verification is exact only if a draft token was sampled from the distribution that is
-reported. A sample of drafts is therefore computed again: the distribution from the model, and the
-draw from the distribution, since all noise is a function of (seed, position). For a draft that is
-compared with the target's own sample, the guess is computed again; a false one costs its server
-acceptance and nobody anything.
-"""
+`ratio` verification is exact only if a draft token was sampled from the reported distribution. Both
+the distribution and the draw are recomputed, since all noise is a function of (seed, position). For
+drafts that are compared with the target's own sample, only the guess is recomputed: a false one
+costs acceptance, not correctness."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ _MAX_WAITING = 8
 
 
 class Audit(NamedTuple):
-    """A draft to be recomputed by the drafter `model`; `text` is what it stands behind."""
+    """Draft to be recomputed by the drafter `model`, behind `text`."""
 
     drafter: str
     model: str
@@ -46,9 +44,10 @@ class Audit(NamedTuple):
 
 
 class AuditResult(NamedTuple):
-    """What an audit came to. num_false_draws: tokens that the reported distribution does not give
-    at their positions, or, without one, that the model does not foresee. distance: the mean total
-    variation of the distributions; 0 without any."""
+    """Result of an audit.
+
+    num_false_draws: tokens that differ from the draw of the reported distribution, or, without one,
+    from the model's guess. distance: mean total variation of the distributions; 0 without any."""
 
     drafter: str
     weighted: bool
@@ -58,7 +57,7 @@ class AuditResult(NamedTuple):
 
 
 class Auditor:
-    """Recomputes drafts in a thread of its own; when it is behind it lets some go."""
+    """Recomputes drafts in its own thread; drops some when it falls behind."""
 
     def __init__(self, models: Mapping[str, Path]) -> None:
         self._models = dict(models)
@@ -75,7 +74,7 @@ class Auditor:
         token_ids: tuple[int, ...],
         weights: Sequence[Weights] | None,
     ) -> None:
-        """Recompute a draft behind `text` before long, if it can be."""
+        """Queue a draft behind `text`, if it can be recomputed."""
         is_long = text.length + len(token_ids) > MAX_TOKENS
         if model not in self._models or not token_ids or is_long:
             return
@@ -84,12 +83,12 @@ class Auditor:
             self._thread.start()
         if not self._waiting.full():
             known = tuple(text.tokens(0, text.length))
-            # As a draft server is told of it.
+            # Draft servers are not sent min_p.
             sampling = replace(text.request.sampling, min_p=0.0)
             self._waiting.put_nowait(Audit(drafter, model, known, sampling, token_ids, weights))
 
     def findings(self) -> list[AuditResult]:
-        """Those that are new since the last call."""
+        """Return the results since the last call."""
         found = []
         while not self._found.empty():
             found.append(self._found.get_nowait())
@@ -129,7 +128,7 @@ class Auditor:
         )
 
     def _logits(self, audit: Audit) -> torch.Tensor:
-        """[draft tokens, V]: what the model says where each of them stands."""
+        """Return the model's logits of the draft tokens, [draft tokens, V]."""
         runner = self._runner(audit.model)
         known = (*audit.text, *audit.token_ids[:-1])
         writer = BatchWriter()
@@ -149,7 +148,7 @@ class Auditor:
 
 
 def _cut(probs: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """Rows [n, V] reduced to their likeliest tokens, and normalised again."""
+    """Return rows [n, V] reduced to their likeliest tokens and normalised."""
     kept = torch.zeros_like(probs)
     for row, out, size in zip(probs, kept, sizes, strict=True):
         top = row.topk(size)

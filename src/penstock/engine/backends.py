@@ -1,7 +1,6 @@
-"""The one place that chooses: device, number format, attention and memory, and so the runner.
+"""Choice of device, dtype, attention, memory and runner.
 
-`penstock.engine.vllm` is imported only from here, where vLLM is asked for.
-"""
+`penstock.engine.vllm` is imported only from here, if vLLM is chosen."""
 
 from __future__ import annotations
 
@@ -46,20 +45,19 @@ ATTENTION: dict[str, AttentionFactory] = {
     "decomposed": DecomposedAttention,
     "reference": ReferenceAttention,
 }
-"""Of the eager backend, by the setting's values."""
+"""Attention of the eager backend, by the setting's values."""
 
-_MEMORY_SHARE = 0.25
-_GPU_MEMORY_SHARE = 0.8
+# Conventions: shares of free memory for KV, most full-length requests, block size of a lone model.
+_MEMORY_SHARE, _GPU_MEMORY_SHARE = 0.25, 0.8
 _DEFAULT_SEQUENCES = 64
 _BLOCK_SIZE = 16
-"""Of a model by itself."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where models are run, and how. num_threads: of the kernels on a CPU."""
+    """Device, dtype and backend of the models. num_threads: of the kernels on a CPU."""
 
     device: torch.device
     dtype: torch.dtype
@@ -68,7 +66,7 @@ class Placement:
 
 
 def resolve_placement(config: EngineConfig) -> Placement:
-    """Also tells PyTorch how many threads to use. Raises: ConfigError."""
+    """Return the placement, and set PyTorch's number of threads. Raises: ConfigError."""
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     num_threads = torch.get_num_threads()
@@ -76,7 +74,7 @@ def resolve_placement(config: EngineConfig) -> Placement:
     dtype = resolve_dtype(config.dtype, device)
     backend = _backend(config, device, dtype)
     if backend == "native":
-        # The kernels have threads of their own; PyTorch's would spin on the same cores.
+        # The kernels have their own threads; PyTorch's would spin on the same cores.
         torch.set_num_threads(1)
     return Placement(device, dtype, backend, num_threads)
 
@@ -87,8 +85,9 @@ def fit_models(
     shapes: Mapping[str, DecoderConfig],
     max_model_len: int,
 ) -> Placement:
-    """The placement, once it is known what the models compute: all of them eagerly where the native
-    kernels cannot do one. shapes: as of `Models`. Raises: ConfigError."""
+    """Return the placement for the models: eager if the native kernels lack one's operations.
+
+    shapes: as of `Models`. Raises: ConfigError."""
     for name, shape in shapes.items():
         why_not = beyond_kernels(shape, min(max_model_len, shape.max_position_embeddings))
         if place.backend == "eager" or why_not is None:
@@ -115,7 +114,7 @@ def fit_models(
 
 
 def why_not_native() -> str | None:
-    """Why the native CPU kernels cannot be used on this machine; None if they can."""
+    """Return why the native CPU kernels cannot be used on this machine; None if they can."""
     try:
         native_library()
     except NativeUnavailableError as error:
@@ -131,7 +130,7 @@ def _device(name: str) -> torch.device:
 
 
 def _backend(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> str:
-    """The native CPU kernels where they can be had, else eager."""
+    """Return the native backend if it can be used, else eager."""
     if config.backend == "eager":
         return "eager"
     why_not: str | None = None
@@ -147,7 +146,7 @@ def _backend(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> 
 
 
 def resolve_context(config: EngineConfig, target: DecoderConfig) -> int:
-    """Most tokens of a request. Raises: ConfigError."""
+    """Return the most tokens of a request. Raises: ConfigError."""
     limit = target.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(
@@ -159,7 +158,7 @@ def resolve_context(config: EngineConfig, target: DecoderConfig) -> int:
 def resolve_num_blocks(
     config: EngineConfig, place: Placement, models: Collection[DecoderConfig], max_model_len: int
 ) -> int:
-    """KV blocks of every model: as asked, or what a share of the free memory holds."""
+    """Return KV blocks of every model: as configured, or from a share of the free memory."""
     if config.kv_tokens is not None:
         return -(-config.kv_tokens // config.block_size)
     weights = sum(weight_bytes(model, place.dtype) for model in models)
@@ -176,14 +175,12 @@ def affordable_blocks(
     max_model_len: int,
     weights: int,
 ) -> int:
-    """KV blocks that each of the models may have out of a share of the free memory; no more than 64
-    texts of full length need, and at least 1.
+    """Return KV blocks for each model from a share of the free memory.
 
-    weights: bytes that are yet to be loaded, which a GPU's memory has to hold beside the KV. On a
-    CPU they are not counted: the share leaves them three times the room.
+    At most those of 64 requests of full length, at least 1. weights: bytes still to be loaded,
+    which a GPU must hold beside the KV; on a CPU the share leaves room for them.
 
-    Raises: ConfigError where it cannot hold even them.
-    """
+    Raises: ConfigError where a GPU cannot hold the weights."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         if weights >= free:
@@ -202,13 +199,11 @@ def affordable_blocks(
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """Makes runners, drafters and the executor of one backend.
+    """Factory of runners, drafters and the executor of one backend.
 
-    shapes: of the models, by the drafter's name, the target's under TARGET; num_blocks: of each
-    model's KV memory. tokenizers: of drafters that draft text because theirs is not the target's,
-    which is then there, too, under TARGET. vllm: the target, if vLLM computes it: it has no shape
-    then, and memory of its own.
-    """
+    shapes: by the drafter's name, the target's under TARGET. num_blocks: of each model's KV memory.
+    tokenizers: of drafters that draft text since theirs is not the target's, and then the target's
+    under TARGET. vllm: the target, if it runs in vLLM, without a shape and with its own memory."""
 
     config: EngineConfig
     place: Placement
@@ -220,7 +215,7 @@ class Models:
 
     @property
     def target(self) -> VllmTarget | DecoderConfig:
-        """What the tokens of a text are."""
+        """The target's limits and token ids."""
         return self.vllm or self.shapes[TARGET]
 
     @property
@@ -229,12 +224,12 @@ class Models:
 
     @property
     def backend(self) -> str:
-        """Of the target."""
+        """Backend of the target."""
         return self.place.backend if self.vllm is None else "vllm"
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the target."""
+        """Dtype of the target."""
         return self.place.dtype if self.vllm is None else self.vllm.dtype
 
     def drafter(self, name: str, path: Path) -> ModelDrafter | TextDrafter:
@@ -243,7 +238,7 @@ class Models:
         if own is None:
             return ModelDrafter(name, runner, self.max_model_len, target.vocab_size)
         shape = self.shapes[name]
-        # A text may have more of its tokens than of the target's. A window must hold them.
+        # A text may have more of its tokens than of the target's; a window must hold them.
         longest = shape.max_position_embeddings
         if shape.variant.window is not None:
             longest = min(longest, self.max_model_len)
@@ -271,27 +266,27 @@ class Models:
 
 
 def load_vllm(config: EngineConfig) -> VllmTarget:
-    """The target, loaded by vLLM. Raises: ConfigError."""
+    """Return the target, loaded by vLLM. Raises: ConfigError."""
     from penstock.engine.vllm.target import VllmTarget
 
     return VllmTarget(config)
 
 
 def run_vllm_node(config: EngineConfig, announce: Callable[[str], None]) -> None:
-    """Workers of a node that is not the first, until this process is told to end. announce: called
-    when they have joined the others. Raises: ConfigError."""
+    """Run the workers of a further node until this process is told to end. Raises: ConfigError.
+
+    announce: called when they have joined the others."""
     from penstock.engine.vllm.node import run_node
 
     run_node(config, announce)
 
 
 def load_runner(path: Path, dtype_name: str, *, int4: bool = False) -> ModelRunner:
-    """A checkpoint by itself, on the CPU, by the native kernels where they can be had.
+    """Load one checkpoint on the CPU, with the native kernels if possible.
 
-    Its KV memory is a share of what is free, at most enough for 64 texts of full length. int4:
-    its matrices to 4 bits (`models.rounding`). Raises: CheckpointError for one that cannot be used,
-    ConfigError where there are no kernels that read 4 bits.
-    """
+    KV memory: as `affordable_blocks`. int4: quantise its matrices to 4 bits (`models.rounding`).
+
+    Raises: CheckpointError for an unusable one, ConfigError without kernels for 4 bits."""
     device = torch.device("cpu")
     dtype = resolve_dtype(dtype_name, device)
     config = DecoderConfig.from_pretrained(path)
@@ -306,6 +301,6 @@ def load_runner(path: Path, dtype_name: str, *, int4: bool = False) -> ModelRunn
                 "weights int4 are for the CPU's own kernels, which cannot be had here"
             )
         return EagerRunner.load(path, dtype, device, num_blocks, _BLOCK_SIZE)
-    # The kernels have threads of their own; PyTorch's would spin on the same cores.
+    # As in `resolve_placement`.
     torch.set_num_threads(1)
     return NativeRunner.load(path, dtype, num_blocks, _BLOCK_SIZE, threads, int4=int4)

@@ -1,4 +1,4 @@
-"""From a configuration to a running engine: load the models, size the memory, measure, compose."""
+"""Engine from a configuration: load models, size memory, measure, compose."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class MonotonicClock:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """Everything that a process needs to serve one target."""
+    """All parts that a process needs to serve one target."""
 
     loop: Loop
     scheduler: Scheduler
@@ -79,7 +79,7 @@ class Engine:
     scores_prompts: bool = True
 
     def describe(self) -> dict[str, Any]:
-        """Facts for `/health`, logs and reports."""
+        """Return facts for `/health`, logs and reports."""
         return {
             "target": self.target,
             "drafters": list(self.executor.drafters),
@@ -94,12 +94,10 @@ class Engine:
 def load_engine(config: EngineConfig, *, calibrated: bool = True) -> Engine:
     """Load the models and compose the engine.
 
-    calibrated: measure step times at the start; without, policies that go by them must not be
-    asked.
+    calibrated: measure step times, which some policies need.
 
-    Raises: CheckpointError for a checkpoint that cannot be used, ConfigError for settings that do
-    not fit each other or this machine.
-    """
+    Raises: CheckpointError for an unusable checkpoint, ConfigError for settings that do not fit
+    each other or this machine."""
     torch.manual_seed(0)
     place = resolve_placement(config)
     if config.vllm is None:
@@ -116,7 +114,7 @@ def load_engine(config: EngineConfig, *, calibrated: bool = True) -> Engine:
     if calibrated:
         together = config.pipeline == "auto"
         calibrate(executor, scheduler.learn, clock, profile, together=together)
-    # The few small steps that are measured say little of vLLM's.
+    # The few small steps that are measured are not typical of vLLM's.
     scheduler.learn.times.learns_profile = config.vllm is not None and profile is None
     target = models.target
     executor.tokenizer = LazyTokenizer(partial(load_tokenizer, config.target))
@@ -153,11 +151,12 @@ def _models(config: EngineConfig, place: Placement) -> Models:
 
 
 def _models_beside_vllm(config: EngineConfig, place: Placement) -> Models:
-    """Drafters get as much memory as the target, where the host has it. Raises: CheckpointError,
-    ConfigError."""
+    """Give drafters as much memory as the target, if possible.
+
+    Raises: CheckpointError, ConfigError."""
     tokenizers = _tokenizers(config)
     shapes = _drafter_shapes(config)
-    # Its kernels are PyTorch's, whatever the drafters' are.
+    # vLLM's kernels are PyTorch's, even with native drafters.
     torch.set_num_threads(place.num_threads)
     vllm = load_vllm(config)
     config = config.model_copy(update={"block_size": vllm.block_size})
@@ -202,7 +201,7 @@ def _scheduler(config: EngineConfig, models: Models) -> Scheduler:
 
 
 def _drafter(config: EngineConfig, models: Models, name: str) -> Drafter:
-    """As the scheduler sees it; limited where the target can read what it cannot."""
+    """Return the scheduler's drafter, with limits where the target's are wider."""
     is_chained = DrafterParts.of(config.drafters[name]).is_chain
     shape = models.shapes.get(name)
     drafts_text = name in models.tokenizers
@@ -214,7 +213,7 @@ def _drafter(config: EngineConfig, models: Models, name: str) -> Drafter:
         stops_early=not (shape is None or is_chained or drafts_text),
     )
     if shape is not None:
-        # Where it counts in other tokens it keeps blocks of its own, and these are an estimate.
+        # For another tokenizer it has its own blocks, and these are an estimate.
         drafter.pool = _pool(config, models.num_blocks, shared=not drafts_text)
         if shape.max_position_embeddings < models.max_model_len:
             drafter.max_len = shape.max_position_embeddings
@@ -224,7 +223,7 @@ def _drafter(config: EngineConfig, models: Models, name: str) -> Drafter:
 
 
 def _shapes(config: EngineConfig) -> dict[str, DecoderConfig]:
-    """Of the target and of every drafter that is a model, by name."""
+    """Return the shapes of the target and of every drafter model, by name."""
     return {TARGET: DecoderConfig.from_pretrained(config.target), **_drafter_shapes(config)}
 
 
@@ -235,8 +234,9 @@ def _drafter_shapes(config: EngineConfig) -> dict[str, DecoderConfig]:
 
 
 def _tokenizers(config: EngineConfig) -> dict[str, Tokenizer]:
-    """Of drafters with another tokenizer than the target, by name, and then the target's under
-    TARGET: to others token ids mean the same, and they need none."""
+    """Return tokenizers of drafters that differ from the target's, and then the target's.
+
+    By drafter name and TARGET. Other drafters share the target's token ids and need none."""
     found: dict[str, Tokenizer] = {}
     models = config.drafter_models
     if not models:
@@ -246,7 +246,7 @@ def _tokenizers(config: EngineConfig) -> dict[str, Tokenizer]:
         if open_checkpoint(path).tokenizer_source() == source:
             continue
         own, target = load_tokenizer(path), found.get(TARGET) or load_tokenizer(config.target)
-        # A digest of a large vocabulary takes its time.
+        # Sizes first: a digest of a large vocabulary is slow.
         if own.vocab_size != target.vocab_size or own.digest != target.digest:
             found |= {name: own, TARGET: target}
             _log.warning(
@@ -259,5 +259,5 @@ def _tokenizers(config: EngineConfig) -> dict[str, Tokenizer]:
 
 
 def _pool(config: EngineConfig, num_blocks: int, *, shared: bool = True) -> BlockPool:
-    """shared: between requests, where the configuration has it so."""
+    """Return a pool. shared: prefixes between requests, if the configuration enables it."""
     return BlockPool(num_blocks, config.block_size, prefix_caching=shared and config.prefix_caching)

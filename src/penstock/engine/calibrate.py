@@ -1,5 +1,4 @@
-"""Step times before the first request, measured or from a profile: draft lengths, and the choice of
-a drafter, start from facts."""
+"""Step times before the first request, measured or from a profile."""
 
 from __future__ import annotations
 
@@ -19,14 +18,12 @@ from penstock.fluid.step_profile import DrafterProfile, StepProfile, StepTimeCur
 
 _ROWS = (1, 8, 32, 3, 128, 16, 64, 5, 2, 256, 24, 12, 48, 96, 160)
 _BATCHES = (1, 8, 2, 32, 4, 16, 64)
-"""Coarse first: of a large model, whose steps take long, only those at the front are measured."""
+"""Coarse first: of a large, slow model only the first ones are measured."""
 _FEWEST_SIZES = 2
-"""Without a second one nothing is known of what a row costs."""
-_DRAFT_STEPS = 4
-_CONTEXT = 64
+"""A cost per row needs two sizes."""
+# Small, so that start-up is quick; requests refine the times.
+_DRAFT_STEPS, _CONTEXT, _REPEATS, _TOGETHER_S = 4, 64, 3, 0.02
 _TOKENS_EACH = _CONTEXT + 16
-_REPEATS = 3
-_TOGETHER_S = 0.02
 
 
 def calibrate(
@@ -38,10 +35,10 @@ def calibrate(
     together: bool = False,
     budget_s: float = 0.4,
 ) -> None:
-    """Fill the step times from a profile, and those of models that it does not know from a few
-    steps of each on scratch blocks, for about `budget_s` seconds a model: requests wait for it, and
-    what their own steps take refines it. together: measure such drafters beside the target, too. No
-    request may be running."""
+    """Fill the step times from a profile, or from a few measured steps of each model.
+
+    A model that the profile lacks is measured on scratch blocks for about `budget_s` seconds.
+    together: measure such drafters beside the target, too. No request may be running."""
     known: set[str] = set()
     if profile is not None:
         drafters = [Drafter(name) for name in executor.drafters]
@@ -91,7 +88,7 @@ def _measure_drafter(
 def _measure_together(
     executor: LocalExecutor, drafter: LocalDrafter, estimators: Estimators, clock: Clock
 ) -> None:
-    """Add the drafter to the profile, with what working together costs."""
+    """Add the drafter to the profile, with the slowdowns of working together."""
     context = 0 if drafter.runner is None else _CONTEXT
     if min(m.num_that_fit(_TOKENS_EACH) for m in (drafter, executor.target)) < 4:
         return
@@ -106,9 +103,9 @@ def _measure_together(
 def _best_seconds_by_size(
     clock: Clock, budget_s: float, sizes: Sequence[int], run: Callable[[int], None]
 ) -> dict[int, float]:
-    """The best of several passes over those sizes that can be expected to fit into the budget, in
-    ascending order. Whatever else the machine does only adds to a step, and a slow spell meets all
-    sizes of a pass."""
+    """Return the shortest seconds of several passes over the sizes that fit into the budget.
+
+    In ascending order. Disturbances only lengthen a step, and affect all sizes of a pass."""
     best: dict[int, float] = {}
     expected = StepTimeCurve()
     began = clock.now()
@@ -126,12 +123,12 @@ def _best_seconds_by_size(
 
 
 def _fitting(model: Model | LocalDrafter) -> list[int]:
-    """Batches that a model's memory holds."""
+    """Return the batch sizes that a model's memory holds."""
     return [n for n in _BATCHES if n <= model.num_that_fit(_TOKENS_EACH)]
 
 
 def _verify(target: Model, rows: int) -> None:
-    """One step over `rows` positions, in sequences of up to 5, and its sampling."""
+    """Run one step over `rows` positions, in sequences of up to 5, and its sampling."""
     counts = [5] * (rows // 5) + ([rows % 5] if rows % 5 else [])
     context = min(_CONTEXT, target.num_blocks * target.block_size - max(counts))
     dummy_verify(target, counts[: max(1, target.num_that_fit(_TOKENS_EACH))], context)

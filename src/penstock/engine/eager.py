@@ -1,4 +1,4 @@
-"""The eager runner: plain PyTorch operations, on any device and in any dtype."""
+"""Eager runner: plain PyTorch operations, on any device and in any dtype."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.engine.sampling import sample_coupled
 
 
 class EagerRunner(ModelRunner):
-    """Decoder, cache and attention together."""
+    """Decoder with cache and attention."""
 
     def __init__(
         self,
@@ -29,10 +29,9 @@ class EagerRunner(ModelRunner):
         block_size: int,
         attention: AttentionFactory = PackedAttention,
     ) -> None:
-        """weights: as `load_weights` returns them; emptied. It computes in their dtype.
+        """weights: as `load_weights` returns them; emptied. Raises: ValueError for an empty cache.
 
-        Raises ValueError for an empty cache.
-        """
+        Computes in the dtype of the weights."""
         dtype = weights["embed_tokens"].dtype
         self.config = config
         self.num_blocks, self.block_size, self.device = num_blocks, block_size, device
@@ -52,15 +51,14 @@ class EagerRunner(ModelRunner):
         block_size: int,
         attention: AttentionFactory = PackedAttention,
     ) -> EagerRunner:
-        """A checkpoint, computing in `dtype` on `device`.
+        """Load a checkpoint, computing in `dtype` on `device`.
 
-        Raises CheckpointError for a checkpoint that cannot be used, ValueError for an empty cache.
-        """
+        Raises: CheckpointError for an unusable checkpoint, ValueError for an empty cache."""
         config = DecoderConfig.from_pretrained(path)
         weights = load_weights(path, config, dtype)
         return cls(config, weights, device, num_blocks, block_size, attention)
 
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
-        """Float32 logits [num_logits, vocab_size]; see `ModelRunner.forward`."""
+        """Return float32 logits [num_logits, vocab_size]; see `ModelRunner.forward`."""
         return self._decoder.forward(batch, self.cache, self.attention)

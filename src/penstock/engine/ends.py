@@ -1,8 +1,7 @@
-"""Where an output ends: at a stop token, a stop string or `max_tokens`. A round may yield tokens
-behind that; they are dropped here, before anything counts them.
+"""End of an output: a stop token, a stop string or `max_tokens`.
 
-Without PyTorch, so that it is quick to import.
-"""
+Tokens of a round behind it are dropped before they are counted. Without PyTorch, for quick
+import."""
 
 from __future__ import annotations
 
@@ -18,8 +17,10 @@ if TYPE_CHECKING:
 
 
 class End(NamedTuple):
-    """The end of an output. num_tokens: of those looked at, up to the one that ends it, which is
-    kept. num_stop_chars: from where a stop string begins to the end of the text; 0 without one."""
+    """End of an output.
+
+    num_tokens: up to the one that ends it, which is kept. num_stop_chars: from the start of a stop
+    string to the end of the text; 0 without one."""
 
     num_tokens: int
     reason: FinishReason
@@ -27,15 +28,14 @@ class End(NamedTuple):
 
 
 class OutputEnd:
-    """Follows one request's output to its end. tokenizer: only used where there are stop
-    strings."""
+    """Finds the end of one request's output. tokenizer: only used for stop strings."""
 
     def __init__(self, request: Request, tokenizer: Callable[[], Tokenizer] | None = None) -> None:
         self._stop_token_ids = request.stop_token_ids
         self._num_left = request.max_tokens
         self._strings: _StopStringSearch | None = None
         self.problem: str | None = None
-        """Why stop strings cannot be found, if they cannot."""
+        """Reason why stop strings cannot be found, or None."""
         if request.stop is None:
             return
         if tokenizer is None:
@@ -50,7 +50,7 @@ class OutputEnd:
             self._strings.follow((request.prompt_token_ids or ())[-request.stop.num_made :])
 
     def follow(self, token_ids: Sequence[int]) -> End | None:
-        """Take in the tokens that come next; None while the output goes on."""
+        """Take in the next tokens; None while the output continues."""
         kept = token_ids[: self._num_left]
         self._num_left -= len(kept)
         end = None if self._num_left else End(len(kept), FinishReason.LENGTH)
@@ -70,17 +70,16 @@ class OutputEnd:
 
 
 class _StopStringSearch:
-    """Looks for stop strings in the text that a client sees, as it grows.
+    """Search for stop strings in the growing text that a client sees.
 
-    min_tokens: before which none may end; one may begin there
-    """
+    min_tokens: none may end before them; one may begin there."""
 
     def __init__(self, tokenizer: Tokenizer, stop: StopStrings, min_tokens: int) -> None:
         self._strings = stop.strings
         self._decoder = tokenizer.detokenizer(previous=stop.previous, shown=stop.shown)
         self._longest_part = max(map(len, stop.strings)) - 1
         self._tail = ""
-        """The end of the text, as far as a stop string may have begun in it."""
+        """End of the text in which a stop string may have begun."""
         self._num_unstoppable = min_tokens
 
     def follow(self, token_ids: Sequence[int]) -> End | None:
@@ -91,25 +90,26 @@ class _StopStringSearch:
                 self._num_unstoppable -= 1
                 self._keep(text)
             elif num_chars := self._search(text):
-                # What the client's text ends with when it is over.
+                # The client's text ends with these.
                 num_chars += len(self._decoder.finish())
                 return End(count, FinishReason.STOP, num_chars)
         return None
 
     def finish(self) -> int:
-        """The output is over; a character that is not complete may complete a stop string as
-        U+FFFD. Returns characters as `End` has them."""
+        """End the output; return characters as `End` has them.
+
+        An incomplete character may complete a stop string as U+FFFD."""
         return self._search(self._decoder.finish())
 
     def _search(self, text: str) -> int:
-        """Characters from where a stop string that ends in this text begins; 0 without one."""
+        """Return the characters from the start of a stop string ending in `text`; 0 without one."""
         before, whole = len(self._tail), self._tail + text
         starts = (
             (whole.find(stop, max(0, before - len(stop) + 1)), len(stop)) for stop in self._strings
         )
         found = [(start + size, start) for start, size in starts if start >= 0]
         self._keep(text)
-        # The one that is complete first, whatever the tokens are; of those the longest.
+        # The first complete one, independent of the tokens; of those the longest.
         return len(whole) - min(found)[1] if found else 0
 
     def _keep(self, text: str) -> None:
@@ -117,19 +117,19 @@ class _StopStringSearch:
 
 
 class LazyTokenizer:
-    """A tokenizer that is loaded in a thread when it is first asked for."""
+    """Tokenizer that is loaded in a thread at its first use."""
 
     def __init__(self, load: Callable[[], Tokenizer]) -> None:
         self._load = load
 
     @cached_property
     def loading(self) -> Future[Tokenizer]:
-        """From one thread only."""
+        """Future of the tokenizer; for one thread only."""
         thread = ThreadPoolExecutor(1, "penstock-tokenizer")
         loading = thread.submit(self._load)
         thread.shutdown(wait=False)
         return loading
 
     def __call__(self) -> Tokenizer:
-        """Waits until it is loaded."""
+        """Return the tokenizer, after loading."""
         return self.loading.result()

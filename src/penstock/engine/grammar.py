@@ -1,10 +1,8 @@
-"""Grammars that an output has to follow: which tokens may come next, and which must.
+"""Grammars of outputs: masks of allowed tokens, and forced tokens.
 
-A grammar is text in llguidance's own form, which `grammar_of` makes from a JSON schema, a regular
-expression, choices, or a context-free grammar. It is compiled for one vocabulary, in a thread and
-within limits: clients write grammars. A request's state follows its text, goes along a draft row by
-row, and back.
-"""
+A grammar is text in llguidance's own form, made by `grammar_of`. It is compiled for one vocabulary,
+in a thread and within limits, since clients write grammars. A request's state follows its text, and
+a draft row by row and back."""
 
 from __future__ import annotations
 
@@ -32,44 +30,34 @@ if TYPE_CHECKING:
 GrammarKind = Literal["json", "regex", "choice", "grammar", "lark"]
 
 _MAX_FORCED = 32
-"""Most tokens that are drafted because nothing else may come."""
-
+"""Most forced tokens that are drafted."""
+# Limits of a client's grammar: characters, lexer states (of one or two kilobytes), symbols, and
+# characters of an error message.
 _MAX_LENGTH = 1 << 18
-"""Characters of a grammar."""
-
-_MAX_COMPILED = 32
-"""Grammars that are kept for further requests, beside those of requests that there are."""
-
-_MAX_LEXER_STATES = 20_000
-"""Of one grammar, each one or two kilobytes."""
-
-_MAX_SYMBOLS = 100_000
-"""Of one grammar."""
-
+_MAX_LEXER_STATES, _MAX_SYMBOLS = 20_000, 100_000
 _MAX_MESSAGE = 600
-"""Characters of what is said of a grammar."""
-
+_MAX_COMPILED = 32
+"""Grammars cached beside those in use."""
 _SPECIAL = b"\xff"
-"""What llguidance has special tokens begin with: no byte of UTF-8."""
+"""First byte of special tokens in llguidance: no byte of UTF-8."""
 
 _JSON_STYLE: Any = {
     "whitespace_flexible": False,
     "item_separator": ", ",
     "key_separator": ": ",
 }
-"""As Python writes it: white space without end cannot come about, and there is more that must be.
-A schema's own `x-guidance` goes before."""
-
+"""As Python writes it: white space is finite, and more tokens are forced. A schema's own
+`x-guidance` has precedence."""
 
 _IN_WORDS = dict.fromkeys(
     ("NoExtension", "NoExtensionBias"),
     "it matches no text: it refers to itself without an end, or excludes every character",
 )
-"""For llguidance's errors that are only names."""
+"""Messages for llguidance's errors that are only names."""
 
 
 class KnownTokens(Protocol):
-    """A request's prompt and output so far, as a grammar follows it. length: of both, in tokens."""
+    """Prompt and output of a request so far. length: of both, in tokens."""
 
     request: Request
     length: int
@@ -78,16 +66,15 @@ class KnownTokens(Protocol):
 
 
 class GrammarError(ValueError):
-    """A grammar that cannot be used, in one line."""
+    """A grammar cannot be used. The message is one line."""
 
 
 def grammar_of(kind: GrammarKind, value: Any) -> str:
-    """A grammar in llguidance's form.
+    """Return a grammar in llguidance's form. Raises: GrammarError.
 
     value: a JSON schema (an object, a boolean, or its text), a regular expression, a list of
-    strings, a grammar in Lark's or llama.cpp's (GBNF) notation, or one that is known to be Lark's.
-    Raises: GrammarError.
-    """
+    strings, a grammar in Lark's or llama.cpp's (GBNF) notation, or one that is known to be
+    Lark's."""
     from llguidance import LLMatcher, grammar_from
 
     if value is False:
@@ -106,18 +93,16 @@ def grammar_of(kind: GrammarKind, value: Any) -> str:
 
 
 def lark_json(schema: Mapping[str, Any]) -> str:
-    """What stands in Lark's notation for JSON by a schema."""
+    """Return the Lark expression of JSON by a schema."""
     style = {**_JSON_STYLE, **schema.get("x-guidance", {})}
     return f"%json {json.dumps({**schema, 'x-guidance': style})}"
 
 
 class GrammarCompiler:
-    """Compiles grammars for one vocabulary, one at a time; what was compiled lately is kept, and
-    what somebody still holds.
+    """Compiles grammars for one vocabulary, one at a time, with a cache.
 
-    tokenizer: loads it, in the thread. vocab_size: of the model, which may have more rows than its
-    tokenizer has tokens. eos_token_ids: one of them ends an output where its grammar allows it
-    """
+    tokenizer: loads it, in the thread. vocab_size: of the model, which may have more rows than the
+    tokenizer has tokens. eos_token_ids: one of them ends an output where its grammar allows it."""
 
     def __init__(
         self, tokenizer: Callable[[], Tokenizer], vocab_size: int, eos_token_ids: Sequence[int]
@@ -130,7 +115,7 @@ class GrammarCompiler:
         self._held: WeakValueDictionary[str, Future[LLMatcher]] = WeakValueDictionary()
 
     def compile(self, grammar: str) -> Future[LLMatcher]:
-        """Of a grammar as `grammar_of` makes it; fails with GrammarError. From one thread only."""
+        """Compile a grammar of `grammar_of`; fails with GrammarError. For one thread only."""
         found = self._held.get(grammar)
         if found is None:
             found = self._held[grammar] = self._thread.submit(self._compile, grammar)
@@ -141,7 +126,7 @@ class GrammarCompiler:
         return found
 
     def begin(self, grammar: str) -> GrammarState:
-        """The state of a request's text before its first token."""
+        """Return the state of a request before its first token."""
         return GrammarState(self.compile(grammar), self._vocab_size)
 
     def _compile(self, grammar: str) -> LLMatcher:
@@ -174,12 +159,10 @@ class GrammarCompiler:
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance takes it (its TokenizerWrapper): the bytes of every token, and how
-    a text that must come is cut into tokens.
+    """Tokenizer for llguidance (its TokenizerWrapper): bytes of every token, and tokenization.
 
-    Its own reading of tokenizer.json does not do: it takes every added token that is written <...>
-    for a special one, and cuts a text into special tokens, which it then refuses as text.
-    """
+    llguidance's own reader of tokenizer.json takes every added token spelt <...> for a special one,
+    and tokenizes text to special tokens, which it then refuses as text."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -196,15 +179,16 @@ class _Vocabulary:
         self._special = re.compile("|".join(map(re.escape, filter(None, spellings))) or r"(?!)")
 
     def __call__(self, text: str) -> list[int]:
-        """Tokens of a text within another one, byte by byte the same and none of them special: what
-        is spelt like a special token is cut into others."""
+        """Tokenize a text within another one, with the same bytes and without special tokens.
+
+        The spelling of a special token is split into others."""
         cuts = [match.start() + 1 for match in self._special.finditer(text)]
         parts = pairwise((0, *cuts, len(text)))
         return [token for begin, end in parts for token in self._cut(text[begin:end])]
 
     def _cut(self, text: str) -> list[int]:
         raw = text.encode()
-        # Many vocabularies put a space before a text, but not before its second line.
+        # Many vocabularies add a space before a text, but not before its second line.
         for before in ("", "\n"):
             ids = self._tokenizer.encode(before + text, add_special_tokens=False)
             spelt = [self.tokens[i] if i < len(self.tokens) else _SPECIAL for i in ids]
@@ -215,7 +199,7 @@ class _Vocabulary:
         return self._longest_first(raw)
 
     def _longest_first(self, raw: bytes) -> list[int]:
-        """Where the tokenizer would change the text, to a normal form or by what it drops."""
+        """Tokenize greedily, for a text that the tokenizer would normalise or drop parts of."""
         found: list[int] = []
         while raw:
             sizes = range(min(len(raw), self._longest), 0, -1)
@@ -236,29 +220,30 @@ class _Vocabulary:
 
 
 class GrammarState:
-    """How far one request's text has come in its grammar. Drafter and target may ask at once."""
+    """State of one request's text in its grammar. Drafter and target may use it at once."""
 
     def __init__(self, compiled: Future[LLMatcher], vocab_size: int) -> None:
         self.problem: str | None = None
-        """Why it cannot go on, if it cannot."""
+        """Reason why it cannot go on, or None."""
         self._compiled = compiled
         self._num_words = -(-vocab_size // 32)
         self._num_read = 0
         self._forced: list[int] | None = None
-        """What must come behind what was read, where that is known: it is looked for where the last
-        that was found ends."""
+        """Forced tokens behind the read ones, if known; computed again when they are used up."""
         self._lock = threading.Lock()
 
     @cached_property
     def _matcher(self) -> LLMatcher:
-        """Waits until it is compiled."""
+        """Copy of the compiled grammar; waits for it."""
         return self._compiled.result().deep_copy()
 
     def masks(
         self, text: KnownTokens, draft: Sequence[int], num_rows: int
     ) -> npt.NDArray[np.int32]:
-        """Which tokens may come behind a text and a draft, and in the rows before behind a draft
-        token less each: bits of [num_rows, words]. All, behind a draft that may not be."""
+        """Return masks of allowed tokens behind a text and the last prefixes of a draft.
+
+        Bits of shape [num_rows, words], the last row behind the whole draft; all set behind a
+        forbidden draft token."""
         rows = np.full((num_rows, self._num_words), -1, dtype=np.int32)
         self.fill(text, draft, num_rows, rows.ctypes.data, rows.strides[0])
         return rows
@@ -266,7 +251,7 @@ class GrammarState:
     def fill(
         self, text: KnownTokens, draft: Sequence[int], num_rows: int, place: int, row_bytes: int
     ) -> None:
-        """The same, into rows at an address that have every bit set. row_bytes: of one of them."""
+        """Fill masks at an address whose bits are all set. row_bytes: of one row."""
         first = len(draft) + 1 - num_rows
         with self._lock:
             try:
@@ -290,13 +275,12 @@ class GrammarState:
                 matcher.rollback(num_consumed)
 
     def settle(self, text: KnownTokens, draft: Sequence[int], samples: list[int]) -> int | None:
-        """Follow a text, and the target's samples behind it as far as they are the draft.
+        """Follow a text, and the target's samples behind it as far as they match the draft.
 
-        samples: drawn behind the text and behind each token of the draft, of all tokens; what must
-        come is put in its place. Any other one that may come is what would have been drawn of those
-        that may: the likeliest of all is the likeliest of some. Returns the place of the first that
-        may not come, None if there is none.
-        """
+        samples: drawn without the grammar behind the text and behind each draft token; forced
+        tokens replace them. Another allowed sample equals the constrained draw, as the likeliest
+        token of all is the likeliest of some. Returns the index of the first forbidden sample, None
+        without one."""
         with self._lock:
             try:
                 matcher = self._follow(text)
@@ -308,7 +292,7 @@ class GrammarState:
                 if forced is None:
                     forced = matcher.compute_ff_tokens()
                 if forced:
-                    # The mask is then this token, though others may spell the same.
+                    # The mask is this token, though others may spell the same.
                     token = samples[i] = forced[0]
                 if not matcher.try_consume_tokens([token]):
                     return i
@@ -319,7 +303,7 @@ class GrammarState:
         return None
 
     def forced(self, text: KnownTokens) -> tuple[int, ...]:
-        """What must come behind a text, as it is usually cut into tokens."""
+        """Return the forced tokens behind a text, in the usual tokenization."""
         with self._lock:
             matcher = self._follow(text)
             if self._forced is None:
@@ -327,7 +311,7 @@ class GrammarState:
             return tuple(self._forced[:_MAX_FORCED])
 
     def _follow(self, text: KnownTokens) -> LLMatcher:
-        """Read what is new in a text, or forget what is not in it yet."""
+        """Read the new tokens of a text, or roll back those that are not in it yet."""
         matcher, num_known = self._matcher, text.length - text.request.prompt_len
         if self._num_read < num_known:
             tokens = text.tokens(text.length - num_known + self._num_read, text.length)
@@ -342,10 +326,9 @@ class GrammarState:
         return matcher
 
     def _fail(self, otherwise: str = "cannot be followed") -> None:
-        """otherwise: why, where llguidance has nothing to say."""
+        """Set the problem. otherwise: the reason where llguidance has none."""
         self.problem = f"the grammar: {_one_line(self._matcher.get_error() or otherwise)}"
 
 
 def _one_line(text: str) -> str:
-    """All of a message's lines."""
     return " ".join(text.split())[:_MAX_MESSAGE] or "cannot be used"

@@ -1,4 +1,4 @@
-"""Lanes that work at the same time: a thread for each, and a queue at every model."""
+"""Concurrent lanes: a thread for each, and a queue at every model."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _Result = TypeVar("_Result")
 
 
 class Ticket:
-    """A plan's turn on one model: it begins when the one before has ended."""
+    """Turn of a plan on one model; it begins when the one before has ended."""
 
     __slots__ = ("_before", "_changes", "_ended")
 
     def __init__(self, before: Ticket | None, changes: Iterable[Change]) -> None:
         self._before = before
         self._changes = tuple(changes)
-        # A lock is the cheapest event; one is made for every plan.
+        # A lock is the cheapest event.
         self._ended = threading.Lock()
         self._ended.acquire()
 
     def begin(self) -> None:
-        """Wait for the turn, and apply what has changed since the one before."""
+        """Wait for the turn, and apply the changes since the one before."""
         before, self._before = self._before, None
         if before is not None:
             with before._ended:
@@ -47,19 +47,17 @@ class Ticket:
 
 
 class TicketQueue:
-    """Plans use a model in the order in which they were submitted. What must be dropped between two
-    of them is dropped between them, whoever carries them out: a plan that is already inside keeps
-    what it reads.
+    """Order of plans on a model, as submitted, with changes applied between two of them.
 
-    To be used by the submitting thread alone, except for the tickets that it hands out.
-    """
+    A plan under way keeps what it reads. For the submitting thread alone, except for the
+    tickets."""
 
     def __init__(self) -> None:
         self._last: Ticket | None = None
         self._changes: list[Change] = []
 
     def change(self, change: Change) -> None:
-        """To be applied before every later turn; at once if nobody is at work."""
+        """Apply a change before every later turn; at once if the model is idle."""
         self._changes.append(change)
         if self._last is None or self._last.has_ended:
             for waiting in self._changes:
@@ -67,14 +65,14 @@ class TicketQueue:
             self._changes = []
 
     def take(self) -> Ticket:
-        """The next turn. It must be begun and ended, in any thread."""
+        """Return the next turn. It must be begun and ended, in any thread."""
         self._last = Ticket(self._last, self._changes)
         self._changes = []
         return self._last
 
 
 class Wakeup:
-    """Something to wait for together with sockets; any thread may give the sign."""
+    """Signal from any thread, which can be waited for together with sockets."""
 
     def __init__(self) -> None:
         self._reader, self._writer = socket.socketpair()
@@ -83,31 +81,29 @@ class Wakeup:
             weakref.finalize(self, end.close)
 
     def fileno(self) -> int:
-        """Readable after a sign."""
+        """Readable after a signal."""
         return self._reader.fileno()
 
     def give(self) -> None:
-        """Give the sign; several before it is heard are one."""
+        """Signal; several before a `clear` are one."""
         with contextlib.suppress(OSError):  # full, or closed with the program
             self._writer.send(b"\0")
 
     def clear(self) -> None:
-        """It has been heard."""
+        """Reset the signal."""
         with contextlib.suppress(BlockingIOError):
             while self._reader.recv(4096):
                 pass
 
     def wait(self, timeout: float | None) -> None:
-        """Until the sign, at most `timeout` seconds (None: for ever)."""
+        """Wait for the signal, at most `timeout` seconds (None: forever)."""
         select.select([self], [], [], timeout)
 
 
 class Lanes(Generic[_Result]):
-    """A thread for every lane that is used; each does its jobs in order. Results, or what a job
-    raised, come back to whoever asks. The threads end with this object.
+    """Threads of lanes, each of which does its jobs in order; they end with this object.
 
-    models: what the lanes share, each with a queue
-    """
+    models: shared by the lanes, each with a queue."""
 
     def __init__(self, models: Iterable[str] = ()) -> None:
         self.wakeup = Wakeup()
@@ -118,14 +114,14 @@ class Lanes(Generic[_Result]):
 
     @property
     def num_busy(self) -> int:
-        """Lanes that have a job whose result nobody has taken."""
+        """Number of lanes with a job whose result was not taken."""
         return sum(num > 0 for num in self._num_jobs.values())
 
     def is_busy(self, lane: str) -> bool:
         return self._num_jobs[lane] > 0
 
     def start(self, lane: str, job: Callable[[], _Result]) -> None:
-        """Have a job done in the lane's thread."""
+        """Run a job in the lane's thread."""
         if lane not in self._threads:
             self._threads[lane] = ThreadPoolExecutor(1, thread_name_prefix=lane)
         self._num_jobs[lane] += 1
@@ -133,10 +129,9 @@ class Lanes(Generic[_Result]):
         future.add_done_callback(partial(_report, lane, self._ended, self.wakeup))
 
     def take(self) -> list[_Result]:
-        """Results since the last call, in the order in which they came. Raises what a job
-        raised."""
-        # Before looking, so that no sign is lost; and though nobody is busy, for a result may have
-        # been taken before its sign was given, which would then stay.
+        """Return results since the last call, in order of completion. Raises a job's exception."""
+        # First, so that no signal is lost; also when idle, since a result may be taken before its
+        # signal is given.
         self.wakeup.clear()
         results = []
         while self._ended:

@@ -1,4 +1,4 @@
-"""Step times of an engine's models, alone and together, for a profile."""
+"""Measured step times of an engine's models, alone and together, for a profile."""
 
 from __future__ import annotations
 
@@ -29,9 +29,11 @@ _NUM_READ = 128
 
 @dataclass(frozen=True, slots=True)
 class ProfileGrid:
-    """What is measured: every batch with every draft length behind every context, and every chunk
-    of prefill behind none and the longest; drafters at every batch. repeats: passes.
-    together_s: seconds of each measurement of two models at once."""
+    """Grid of measurements.
+
+    Every batch with every draft length behind every context, and every chunk of prefill behind none
+    and the longest; drafters at every batch. repeats: passes. together_s: seconds of each
+    measurement of two models at once."""
 
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     draft_lengths: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8)
@@ -48,34 +50,32 @@ class ProfileGrid:
 
     @property
     def kv_tokens(self) -> int:
-        """KV memory that holds all of it, with blocks of 128 or less."""
+        """KV memory that holds the whole grid, with blocks of up to 128 tokens."""
         each = max(self.contexts) + max(self.draft_lengths) + 1
         return max(max(self.batches) * (each + 128), self.longest + 128)
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """steps: of the target, and their seconds."""
+    """Measured profile data. steps: of the target, with their seconds."""
 
     steps: tuple[tuple[StepWork, float], ...]
     drafters: tuple[DrafterProfile, ...]
 
 
 def num_measurements(engine: Engine, grid: ProfileGrid) -> int:
-    """Calls of `on_progress` that `measure` will make."""
+    """Return the number of calls of `on_progress` that `measure` makes."""
     return grid.repeats + 1 + len(engine.executor.drafters)
 
 
 def measure(
     engine: Engine, grid: ProfileGrid, on_progress: Callable[[], None] = lambda: None
 ) -> Measured:
-    """Time the models of an engine that serves nobody, and has memory for four requests at least.
+    """Time the models of an idle engine with memory for at least four requests.
 
-    A step is the model's and the sampler's: what the scheduler takes is not in it. Of every step
-    the best of all passes counts, because whatever else the machine does only adds to it; a slow
-    spell meets all steps of a pass. Two models at once share the kernels' threads as they do when
-    drafters work beside the target.
-    """
+    A step is the model's and the sampler's, without the scheduler. Its time is the best of all
+    passes, since disturbances only lengthen it. Two models at once share the kernels' threads as
+    drafters beside the target do."""
     clock = engine.clock
     works = list(_target_steps(engine, grid))
     drafters = list(engine.executor.drafters.values())
@@ -103,7 +103,7 @@ def measure(
 def _best(
     clock: Clock, runs: Sequence[Callable[[], None]], before: Sequence[float], repeats: int = 1
 ) -> list[float]:
-    """Seconds of each, if they are fewer than before."""
+    """Return the seconds of each run, or those before if they are fewer."""
     with torch.inference_mode():
         return [
             min(known, best_seconds(clock, run, repeats))
@@ -114,7 +114,7 @@ def _best(
 def _target_steps(
     engine: Engine, grid: ProfileGrid
 ) -> Iterator[tuple[StepWork, Callable[[], None]]]:
-    """Steps that the memory holds and the context allows."""
+    """Yield the steps that memory and context allow."""
     target = engine.executor.target
     for context in grid.contexts:
         for batch in grid.batches:
@@ -135,7 +135,7 @@ def _target_steps(
 def _draft_steps(
     engine: Engine, drafter: LocalDrafter, grid: ProfileGrid
 ) -> Iterator[tuple[int, Callable[[], None]]]:
-    """Drafts of every batch; then, of one request, behind little and behind much that it reads."""
+    """Yield drafts of every batch, then drafts of one request with little and much to read."""
     context = _context_of(engine, drafter)
     for batch in grid.batches:
         if batch <= drafter.num_that_fit(context + 1 + _DRAFT_STEPS):
@@ -145,19 +145,19 @@ def _draft_steps(
 
 
 def _context_of(engine: Engine, drafter: LocalDrafter) -> int:
-    """Tokens before a draft. What has no model reads its context when it is first asked."""
+    """Return the tokens before a draft. A drafter without a model reads its context when asked."""
     if drafter.runner is None:
         return 0
     return max(0, min(_DRAFT_CONTEXT, _longest(engine, drafter) - 1 - _DRAFT_STEPS))
 
 
 def _num_read(engine: Engine, drafter: LocalDrafter) -> int:
-    """Tokens by which two measured readings differ."""
+    """Return the difference in tokens between the two measured readings."""
     return max(1, min(_NUM_READ, _longest(engine, drafter) - 2))
 
 
 def _longest(engine: Engine, drafter: LocalDrafter) -> int:
-    """Tokens of the longest request that it has room for."""
+    """Return the tokens of the longest request that fits."""
     room, runner = engine.max_model_len, drafter.runner
     return room if runner is None else min(room, runner.num_blocks * runner.block_size)
 
@@ -169,9 +169,9 @@ def _drafter_profile(
     seconds: Sequence[float],
     together: tuple[float, float],
 ) -> DrafterProfile:
-    """seconds: of `_draft_steps`."""
+    """Return the profile. seconds: of `_draft_steps`."""
     *drafts, little, much = seconds
-    # A larger batch cannot be faster; where it seems so, the smaller one was disturbed.
+    # A larger batch cannot be faster: then the smaller one was disturbed.
     rising = np.minimum.accumulate(drafts[::-1])[::-1] / _DRAFT_STEPS
     reading = max(0.0, much - little) / num_read
     slowdown, target_slowdown = (_rounded(s) for s in together)
@@ -186,5 +186,5 @@ def _drafter_profile(
 
 
 def _rounded(value: float) -> float:
-    """More digits than the measurement is sure of only lengthen the file."""
+    """Round to the precision of the measurements."""
     return float(f"{value:.4g}")

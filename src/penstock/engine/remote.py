@@ -1,4 +1,4 @@
-"""Drafters elsewhere: orders on their way out, and drafts until they are verified."""
+"""Remote drafters: orders to them, and their drafts until verification."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from penstock.engine.runner import Model
 from penstock.engine.sequences import TokenBuffer
 
 Weights = tuple[Sequence[int], Sequence[int]]
-"""Token ids and positive integer weights: the distribution that one draft token was sampled from.
-All others have probability 0."""
+"""Distribution of one draft token: token ids with positive integer weights, others 0."""
 
 Sink = Callable[[Sequence[DraftOrder], Mapping[str, TokenBuffer]], None]
 
 
 class RemoteOrders:
-    """Hands orders to what carries them to the draft servers."""
+    """Hands orders to the transport to draft servers."""
 
     def __init__(self) -> None:
         self._sink: Sink | None = None
@@ -29,12 +28,11 @@ class RemoteOrders:
         self._sent_at: dict[str, float] = {}
 
     def connect(self, sink: Sink) -> None:
-        """Call `sink` from now on, with the orders of one lane, and with the texts of those
-        requests among them that are ordered for the first time."""
+        """Call `sink` with each lane's orders, and texts of requests ordered for the first time."""
         self._sink = sink
 
     def send(self, plan: StepPlan, texts: Mapping[str, TokenBuffer], now: float) -> None:
-        """The orders go out, which ends the step."""
+        """Send the orders, which ends the step."""
         self._sent.append(StepResult(plan.id, plan.lane, started_at=now, finished_at=now))
         if self._sink is None:
             return
@@ -46,15 +44,14 @@ class RemoteOrders:
             self._sink(plan.drafts, news)
 
     def take_sent(self) -> list[StepResult]:
-        """Results of the steps that have been sent since the last call."""
+        """Return results of the steps sent since the last call."""
         sent, self._sent = self._sent, []
         return sent
 
     def oldest(self, items: Sequence[VerifyItem]) -> float | None:
-        """When the first of the orders went out that the decoding items of a step waited for; None
-        without any."""
+        """Return the earliest time of the orders that a step's decoding items waited for."""
         sent = [(self._sent_at.pop(i.request_id, None), i.num_scheduled_tokens) for i in items]
-        # One that prefills has been preempted meanwhile: it waited for memory.
+        # One that prefills was preempted: it waited for memory.
         waited = (at for at, num_tokens in sent if at is not None and num_tokens == 1)
         return min(waited, default=None)
 
@@ -72,7 +69,7 @@ class _Held(NamedTuple):
 
 
 class HeldDrafts:
-    """At most one draft a request, by epoch and round; gone with the next step of its request."""
+    """At most one draft a request, by epoch and round, until the next step of its request."""
 
     def __init__(self) -> None:
         self._held: dict[str, _Held] = {}
@@ -89,14 +86,13 @@ class HeldDrafts:
         probs: torch.Tensor | None = None,
         weights: Sequence[Weights] | None = None,
     ) -> None:
-        """Keep a draft, with dense distributions or with weights; an older one never replaces a
-        newer one."""
+        """Keep a draft, with dense distributions or weights, unless there is a newer one."""
         old = self._held.get(request_id)
         if old is None or (old.epoch, old.round) <= (epoch, round_):
             self._held[request_id] = _Held(epoch, round_, draft, probs, weights)
 
     def take(self, item: VerifyItem, target: Model) -> tuple[Draft, torch.Tensor | None] | None:
-        """The draft of an item's epoch and round, with its distributions [tokens, V]."""
+        """Return the draft of an item's epoch and round, with its distributions [tokens, V]."""
         held = self._held.pop(item.request_id, None)
         if held is None or (held.epoch, held.round) != (item.epoch, item.round):
             return None
@@ -110,7 +106,7 @@ class HeldDrafts:
 
 
 def _dense(weights: Sequence[Weights], target: Model) -> torch.Tensor:
-    """[rows, V] float32. Exact where the weights sum to a power of two of at most 2^24."""
+    """Return float32 [rows, V], exact where weights sum to a power of two of at most 2^24."""
     rows = torch.zeros(len(weights), target.vocab_size)
     for row, (ids, values) in zip(rows, weights, strict=True):
         row[list(ids)] = torch.tensor(values, dtype=torch.float32) / sum(values)

@@ -1,4 +1,4 @@
-"""Text to token ids and back; back also one token at a time, for streams."""
+"""Tokenization, and detokenization, also one token at a time for streams."""
 
 from __future__ import annotations
 
@@ -18,24 +18,23 @@ from penstock.engine.models.formats import open_checkpoint
 _log = logging.getLogger(__name__)
 
 _HEAD_CHARS = 8
-"""Characters a token that the head of a text is taken to have: more than usual in any language."""
+"""Characters a token in the head of a text: more than usual in any language."""
 
 _CUT_TOKENS = 16
-"""A head may have so many more tokens than its part of the whole text: it ends amid a word."""
+"""Allowance for a head that ends within a word and so has more tokens."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a checkpoint; no hub is ever asked.
+    """Load the tokenizer of a checkpoint, without a hub.
 
-    Raises CheckpointError where there is none or it cannot be used.
-    """
+    Raises: CheckpointError where there is none or it cannot be used."""
     return Tokenizer(open_checkpoint(path).tokenizer())
 
 
 class Tokenizer:
-    """A fast transformers tokenizer, reduced to what serving needs."""
+    """Fast transformers tokenizer, reduced to the needs of serving."""
 
     def __init__(self, fast: Any) -> None:
         self._fast = fast
@@ -44,20 +43,19 @@ class Tokenizer:
             for token_id, token in fast.added_tokens_decoder.items()
             if token.special
         }
-        """By id, as they are spelt."""
+        """Spellings by id."""
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, added ones included; a model may have more rows than that."""
+        """Number of tokens, added ones included; a model may have more rows."""
         return len(self._fast)
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256, hexadecimal, of what decides how text becomes ids and what text an id is.
+        """Hexadecimal SHA-256 of the definition of encoding and decoding.
 
-        That is tokenizer.json without its layout, run-time settings and spellings that change
-        nothing: equal for equal tokenizers, from a folder and from a GGUF file.
-        """
+        It is of tokenizer.json without layout, run-time settings and irrelevant spellings: equal
+        for equal tokenizers, from a folder and from a GGUF file."""
         content = _essentials(self._definition)
         return hashlib.sha256(
             json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
@@ -68,8 +66,9 @@ class Tokenizer:
         return ids
 
     def encode_behind(self, token_ids: Sequence[int], text: str) -> list[int] | None:
-        """Tokens of a text that goes on from others, of which the last few are enough: as one text
-        with theirs is cut. None where a token would belong to both."""
+        """Return the tokens of a text that continues others, as they are in one text.
+
+        The last few of the others are enough. None where a token would belong to both."""
         if not token_ids:
             return self.encode(text, add_special_tokens=False)
         before = self.bytes_of(token_ids).decode(errors="ignore")
@@ -84,10 +83,10 @@ class Tokenizer:
     def encode_within(
         self, text: str, limit: int, add_special_tokens: bool = True
     ) -> list[int] | None:
-        """As `encode`; None for a text of more than `limit` tokens, with no more work than for one
-        of about that many. A text of more characters than the longest tokens could spell is taken
-        to be too long, even if the tokenizer drops characters, such as repeated spaces.
-        """
+        """Encode a text; None for more than `limit` tokens, found without encoding all of it.
+
+        A text of more characters than the longest tokens could spell counts as too long, even if
+        the tokenizer drops characters, such as repeated spaces."""
         if len(text) > limit * self._longest_token:
             return None
         if len(text) > limit * _HEAD_CHARS:
@@ -109,15 +108,14 @@ class Tokenizer:
         return self._fast.chat_template is not None
 
     def prepare(self) -> None:
-        """Do now what the first request would wait for."""
+        """Compute what the first request would wait for."""
         _ = self._longest_token, self._verbatim
         if self.template_fault is not None:
             _log.warning("%s; chats are refused", self.template_fault)
 
     @cached_property
     def template_fault(self) -> str | None:
-        """Why the chat template can be used for no messages at all, in one line; None where it can,
-        or there is none."""
+        """Reason in one line why the chat template is unusable; None if it works or is absent."""
         template = self._fast.chat_template
         templates = template if isinstance(template, Mapping) else {"": template}
         for name, text in templates.items() if self.has_chat_template else ():
@@ -144,13 +142,13 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
     ) -> list[int]:
-        """Token ids of a conversation. Raises ValueError if the template lacks or refuses it."""
+        """Return token ids of a conversation. Raises: ValueError without a fitting template."""
         # The template writes special tokens itself.
         return self.encode(self.chat_text(messages, add_generation_prompt), False)
 
     @property
     def tool_template(self) -> str | None:
-        """The chat template that tools are written with."""
+        """Chat template for conversations with tools."""
         template = self._fast.chat_template
         if isinstance(template, Mapping):
             template = template.get("tool_use", template.get("default"))
@@ -162,8 +160,9 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """A conversation as the model reads it. tools: that it may call, in OpenAI's form. Raises:
-        as `apply_chat_template`."""
+        """Return a conversation as the model reads it. tools: in OpenAI's form.
+
+        Raises: as `apply_chat_template`."""
         if not self.has_chat_template:
             raise ValueError("the tokenizer has no chat template; send a text prompt instead")
         if self.template_fault is not None:
@@ -182,7 +181,7 @@ class Tokenizer:
         return text
 
     def info(self) -> dict[str, Any]:
-        """Special tokens by their roles (`eos_token`), and the chat template if there is one."""
+        """Return special tokens by role (`eos_token`), and the chat template if there is one."""
         found: dict[str, Any] = {
             role: str(token)
             for role, token in self._fast.special_tokens_map.items()
@@ -193,7 +192,7 @@ class Tokenizer:
         return found
 
     def strings(self, token_ids: Sequence[int]) -> list[str]:
-        """Tokens as the vocabulary spells them; an unknown id is empty."""
+        """Return tokens as the vocabulary spells them; an unknown id is empty."""
         spelt = self._fast.backend_tokenizer.id_to_token
         return [spelt(token_id) or "" for token_id in token_ids]
 
@@ -203,28 +202,28 @@ class Tokenizer:
         previous: int | None = None,
         shown: Collection[int] = (),
     ) -> IncrementalDetokenizer:
-        """A new stream of text, behind a token that is text already (None: at its start). shown:
-        special tokens that are not skipped."""
+        """Return a stream of text behind the token `previous` (None: at the start of a text).
+
+        shown: special tokens that are not skipped."""
         return IncrementalDetokenizer(self, skip_special_tokens, previous, shown)
 
     def last_of_text(self, token_ids: Sequence[int]) -> int | None:
-        """The last token that is text: neither special nor unknown."""
+        """Return the last token that is neither special nor unknown."""
         known = self._fast.backend_tokenizer.id_to_token
         text = (t for t in reversed(token_ids) if not self.is_special(t) and known(t) is not None)
         return next(text, None)
 
     def special_ids(self, spellings: Collection[str]) -> frozenset[int]:
-        """Special tokens among some spellings."""
+        """Return the special tokens among some spellings."""
         return frozenset(i for i, text in self.special_tokens.items() if text in spellings)
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self.special_tokens
 
     def token_bytes(self, token_id: int, previous: int | None) -> bytes:
-        """What a token adds to the text after token `previous` (None: at its start), in UTF-8.
+        """Return a token's UTF-8 bytes in a text after token `previous` (None: at its start).
 
-        Part of a character where the vocabulary has such tokens; empty for an unknown id.
-        """
+        Part of a character where the vocabulary has such tokens; empty for an unknown id."""
         token = self._fast.backend_tokenizer.id_to_token(token_id)
         if token is None:
             return b""
@@ -241,32 +240,33 @@ class Tokenizer:
         return after[len(before) :].encode()
 
     def bytes_of(self, token_ids: Sequence[int], previous: int | None = None) -> bytes:
-        """What tokens add to the text after token `previous`, in UTF-8."""
+        """Return the UTF-8 bytes that tokens add to a text after token `previous`."""
         before = [previous, *token_ids]
         return b"".join(self.token_bytes(t, p) for t, p in zip(token_ids, before, strict=False))
 
     def vocabulary_bytes(self, num_tokens: int) -> list[bytes]:
-        """Bytes that each of the first tokens adds within a text, by id."""
+        """Return the bytes that each of the first tokens adds within a text, by id."""
         inside = self.encode("a", add_special_tokens=False)[-1:]
         return [self.token_bytes(i, inside[0] if inside else None) for i in range(num_tokens)]
 
     def _decode(self, token_ids: list[int]) -> str:
-        """As the vocabulary's own decoder has it, which takes added tokens for others."""
+        """Decode by the vocabulary's own decoder, which misreads added tokens."""
         text: str = self._fast.backend_tokenizer.decode(token_ids, skip_special_tokens=False)
         return text
 
     @cached_property
     def _verbatim(self) -> dict[int, bytes]:
-        """Added tokens, which are found in a text before it is cut: their contents are text, in no
-        alphabet of the vocabulary's. Where that writes spaces in its own way, those that it lists
-        itself are written so too (Gemma's for several spaces are added tokens)."""
+        """Text of the added tokens, which are matched before tokenization, by id.
+
+        Not those that the vocabulary lists itself, such as Gemma's for several spaces: they are
+        spelt in its own alphabet."""
         added = self._fast.added_tokens_decoder
         own = {} if self._is_byte_level else self._fast.backend_tokenizer.get_vocab(False)
         return {i: t.content.encode() for i, t in added.items() if t.content not in own}
 
     @cached_property
     def _longest_token(self) -> int:
-        """Characters, of which a byte-level vocabulary has one for each byte."""
+        """Characters of the longest token; a byte-level vocabulary has one for each byte."""
         return max(map(len, self._fast.get_vocab()))
 
     @cached_property
@@ -278,7 +278,7 @@ class Tokenizer:
 
     @cached_property
     def _decoder_types(self) -> frozenset[str]:
-        # The decoder by itself: the whole definition of a large vocabulary takes half a second.
+        # The decoder alone: the whole definition of a large vocabulary takes half a second.
         state = self._fast.backend_tokenizer.decoder
         decoder = {} if state is None else json.loads(state.__getstate__())
         parts = decoder.get("decoders", [decoder])
@@ -296,18 +296,15 @@ class Tokenizer:
 class IncrementalDetokenizer:
     """Text of a growing sequence of token ids, in constant time for each token.
 
-    By hand, because `tokenizers.decoders.DecodeStream` has no end of a stream, and raises where a
-    vocabulary that falls back to bytes spells what is not UTF-8.
+    `tokenizers.decoders.DecodeStream` does not serve: it has no end of a stream, and raises where
+    byte tokens spell invalid UTF-8.
 
-    Characters come out whole: bytes of an incomplete one are held back until it is complete, is
-    seen to be invalid (then it becomes U+FFFD) or the stream ends. The pieces together are the
-    text that `Tokenizer.decode` gives for all ids at once. (Where a vocabulary spells characters
-    by byte tokens, decode turns a whole run of them into U+FFFD if one character in it is broken;
-    a stream breaks only that character.)
+    Bytes of an incomplete character are held back until it is complete, invalid (then U+FFFD) or
+    the stream ends. The pieces together are the text of `Tokenizer.decode`, except that decode
+    turns a whole run of byte tokens into U+FFFD if one character in it is broken.
 
-    Many vocabularies drop the space before a text's first word. What goes on from a text has none
-    to drop: there `previous` is that text's last token, and the pieces are what decode adds to it.
-    """
+    Many vocabularies drop the space before a text's first word. For a stream that continues a text
+    `previous` is that text's last token, and no space is dropped."""
 
     def __init__(
         self,
@@ -324,17 +321,17 @@ class IncrementalDetokenizer:
 
     @property
     def is_amid_character(self) -> bool:
-        """Whether something is held back."""
+        """True while bytes are held back."""
         return bool(self._utf8.getstate()[0])
 
     def copy(self) -> IncrementalDetokenizer:
-        """Another stream, which is as far."""
+        """Return an independent stream in the same state."""
         other = self._tokenizer.detokenizer(self._skip_special_tokens, self._previous, self._shown)
         other._utf8.setstate(self._utf8.getstate())
         return other
 
     def add(self, token_id: int) -> str:
-        """The text that this token completes; may be empty."""
+        """Return the text that this token completes; may be empty."""
         is_special = self._skip_special_tokens and self._tokenizer.is_special(token_id)
         if is_special and token_id not in self._shown:
             return ""
@@ -343,7 +340,7 @@ class IncrementalDetokenizer:
         return self._utf8.decode(piece)
 
     def finish(self) -> str:
-        """What was still held back; the stream is over."""
+        """End the stream; return the text held back."""
         return self._utf8.decode(b"", final=True)
 
 
@@ -351,8 +348,10 @@ _ADDED = ("content", "lstrip", "normalized", "rstrip", "single_word")
 
 
 def _essentials(definition: Mapping[str, Any]) -> dict[str, Any]:
-    """Not whether an added token is special (that only hides it from texts), nor whether the
-    vocabulary lists it, nor what concerns offsets."""
+    """Return the part of a definition that decides encoding and decoding.
+
+    Without the special flag of added tokens (it only hides them), their listing in the vocabulary,
+    and offsets."""
     added = definition["added_tokens"]
     model, decoder = dict(definition["model"]), definition["decoder"] or {}
     if isinstance(model["vocab"], dict):
@@ -365,7 +364,7 @@ def _essentials(definition: Mapping[str, Any]) -> dict[str, Any]:
         "normalizer": definition["normalizer"],
         "pre_tokenizer": _without_offsets(definition["pre_tokenizer"]),
         "post_processor": _processors(definition["post_processor"]),
-        # Its other settings are of the pre-tokenizer that goes by the same name.
+        # Its other settings are those of the pre-tokenizer of the same name.
         "decoder": "ByteLevel" if decoder.get("type") == "ByteLevel" else decoder,
     }
 
@@ -377,7 +376,7 @@ def _without_offsets(part: Any) -> Any:
 
 
 def _processors(processor: dict[str, Any] | None) -> list[Any]:
-    """Those that add tokens; a template by the tokens around one text."""
+    """Return the processors that add tokens; a template as the tokens around one text."""
     if processor is None or processor["type"] == "ByteLevel":
         return []
     if processor["type"] == "Sequence":
@@ -389,7 +388,7 @@ def _processors(processor: dict[str, Any] | None) -> list[Any]:
 
 
 def _byte_of_char() -> dict[str, int]:
-    """The byte-level alphabet: visible Latin-1 bytes are themselves, the rest follow from 256."""
+    """Return the byte-level alphabet: visible Latin-1 is itself, the rest follows from 256."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in visible]
     by_char = {chr(byte): byte for byte in visible}
