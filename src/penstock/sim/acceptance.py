@@ -1,7 +1,6 @@
 """Acceptance models: numbers of accepted draft tokens without a target model.
 
-The answer depends on the request, its position and its round alone, not on the batch or the order
-of events."""
+They depend on the request, its position and its round, not on the batch or the order of events."""
 
 from __future__ import annotations
 
@@ -116,9 +115,7 @@ class DriftingAcceptance:
 
 @dataclass(frozen=True, slots=True)
 class CurveAcceptance:
-    """Acceptance by survival curve: G(s) = P(at least s draft tokens are accepted), s = 1, 2, ...
-
-    By drafter; 0 beyond the last. Raises: WorkloadError for a curve that rises or leaves [0, 1]."""
+    """Acceptance by survival curve: P(at least s draft tokens accepted), s = 1, 2, ..., then 0."""
 
     survival: Mapping[str, Sequence[float]]
     seed: int = 0
@@ -158,10 +155,9 @@ class CurveAcceptance:
 class RecordedAcceptance:
     """Replays measured acceptance by position.
 
-    records: by drafter, rows of tokens (accepted + 1) that a verification at each output position
-    yields with the recorded draft length. A draft of S tokens advances by min(that, S + 1). A
-    request gets a row by its id and `seed`, the same for drafters with equally many rows, and wraps
-    around."""
+    records: by drafter, rows of tokens (accepted + 1) of a verification at each output position
+    with the recorded draft length; a draft of S tokens advances by min(that, S + 1). A request gets
+    a row by its id and `seed`, the same for drafters with equally many rows, in a cycle."""
 
     records: Mapping[str, Sequence[Sequence[int]]]
     seed: int = 0
@@ -239,7 +235,6 @@ class DomainAcceptance:
         return float(np.mean(means))
 
     def domain_of(self, request_id: str) -> str:
-        """Return the domain of a request."""
         if self.tenants and request_id.isdecimal() and int(request_id) < len(self.tenants):
             tenant = str(self.tenants[int(request_id)])
             if tenant in self.fit.domains:
@@ -399,7 +394,6 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _numbers(text: str) -> list[float] | None:
-    """Return numbers separated by commas; None for any other text."""
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:

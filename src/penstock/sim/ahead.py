@@ -19,7 +19,6 @@ RankOf = Callable[[str, int], int]
 
 Send = Callable[[float, int, DraftReady | DraftAhead], None]
 """Sends a message with that many tokens at a time."""
-
 _WRONG = -1
 _GREEDY = SamplingParams(temperature=0.0)
 
@@ -58,9 +57,7 @@ class _PretendedDrafter:
 
 
 class LinesDrafting:
-    """One server and the messages it has heard; those during a step wait for the step's end.
-
-    seconds: of a step for one line; row_seconds: for each further line."""
+    """One draft server. seconds: of a step for one line; row_seconds: for each further line."""
 
     def __init__(
         self,

@@ -24,9 +24,7 @@ class RateChange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ArrivalProcess:
-    """Renewal process with gamma gaps of coefficient of variation `cv`; 1 is Poisson.
-
-    `rate_changes` are in order of time and do not overlap. Raises: WorkloadError."""
+    """Renewal process with gamma gaps of coefficient of variation `cv`; 1 is Poisson."""
 
     cv: float = 1.0
     rate_changes: tuple[RateChange, ...] = ()
@@ -52,9 +50,7 @@ class ArrivalProcess:
     def times(self, num: int, rate: float, rng: np.random.Generator) -> NDArray[np.float64]:
         """Return `num` sorted arrival times in seconds from 0, `rate` a second on average.
 
-        The same state of `rng` at another rate scales the time between arrivals.
-
-        Raises: WorkloadError."""
+        The same state of `rng` at another rate scales the gaps. Raises: WorkloadError."""
         check_positive("rate", rate)
         shape = self.cv**-2
         gaps = rng.standard_gamma(shape, size=num) / shape
@@ -66,7 +62,6 @@ class ArrivalProcess:
         return times
 
     def _undo_changes(self, nominal: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return real times of times at the nominal rate."""
         times = nominal.copy()
         real_end, nominal_end = 0.0, 0.0
         for start, end, factor in self.rate_changes:

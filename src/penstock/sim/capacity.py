@@ -2,15 +2,11 @@
 
 A load is judged on the second half of its arrivals; the first fills the server. It is sustained if
 the backlog does not grow: the prompt and output tokens of requests that have arrived and are not
-finished. Batch means over ten equal time spans give the mean increment of the backlog a Student
-interval.
+finished. Batch means over ten time spans give its mean increment a Student interval.
 
 Within that interval a load above the capacity looks sustained, but no more than the capacity is
-completed in it. The answer is therefore the work completed each second at the largest sustained
-load, with the Student interval of the same spans.
-
-With several workers, loads that the bisection may ask for next are judged in advance; this does not
-change the answer."""
+completed in it. So the answer is the work completed each second at the largest sustained load, with
+the Student interval of the same spans."""
 
 from __future__ import annotations
 
@@ -46,9 +42,7 @@ _MARGIN = 3
 
 
 class TooShort(ValueError):
-    """The trace cannot tell which loads are sustained. The message is one line.
-
-    estimate: a provisional answer, if there is one."""
+    """The trace cannot tell which loads are sustained. estimate: provisional, if there is one."""
 
     def __init__(self, message: str, estimate: MeasuredCapacity | None = None) -> None:
         super().__init__(message)
@@ -151,7 +145,6 @@ def _total(times: FloatArray, size: FloatArray, until: FloatArray) -> FloatArray
 
 
 def _largest_step(finished: FloatArray, size: FloatArray, spans: FloatArray) -> float:
-    """Return the largest size that finishes at one time within the spans."""
     inside = (finished > spans[0]) & (finished <= spans[-1])
     if not inside.any():
         return 0.0
@@ -166,9 +159,7 @@ def _in_service(report: Report, finished: FloatArray, end: float) -> float:
 
 
 def _waits(report: Report) -> FloatArray:
-    """Return seconds from arrival to first token, or to the last arrival without one.
-
-    So a policy does not look punctual because it never serves late requests."""
+    """Return seconds to the first token, or to the last arrival: late requests must count."""
     until = np.where(np.isnan(report.first_token_at), report.arrived_at[-1], report.first_token_at)
     return np.asarray(until - report.arrived_at)
 
@@ -214,14 +205,12 @@ def capacity(
     on_try: Callable[[float, bool], None] | None = None,
     workers: Workers = HERE,
 ) -> MeasuredCapacity:
-    """Return the largest sustained load in requests a second, and its interval.
+    """Return the largest sustained load in requests a second, and its interval. Raises: TooShort.
 
     It is searched between `low` and `high` to within a relative `tolerance`; the range is widened
     upwards where `high` is sustained, and the answer is 0 where `low` is not. `workload_at(rate)`
     must give the same requests at another rate. setup: fixed, or a function of the load; its None
-    counts as not sustained. With several workers both functions must be picklable.
-
-    Raises: TooShort."""
+    counts as not sustained. With several workers both functions must be picklable."""
     search = _Search(setup, workload_at, criterion, on_try, workers)
     return search.answer(*search.bisect(low, high, tolerance))
 
@@ -253,8 +242,6 @@ def _judge(
 
 
 class _Search:
-    """Loads tried so far and their verdicts."""
-
     def __init__(
         self,
         setup: SetupAt,
@@ -287,9 +274,9 @@ class _Search:
     def _may_follow(
         self, bounds: tuple[float, float, float], answers: Sequence[bool]
     ) -> Iterator[float]:
-        """Yield the loads that a bisection may ask for after some answers, the soonest first.
+        """Yield loads that a bisection may ask for after some answers, the soonest first.
 
-        Then the likeliest first: a search begins at a load that is not sustained and ends not far
+        Then the likeliest: a search begins at a load that is not sustained and ends not far
         below."""
         paths = deque([list(answers)])
         while paths:
@@ -355,9 +342,7 @@ class _Search:
 
     @staticmethod
     def _completed(at_best: LoadVerdict, at_beyond: LoadVerdict | None) -> Estimate:
-        """Return the completed work, of the overloaded run if it is more precise.
-
-        A server that is always busy shows its speed best, unless it collapses under overload."""
+        """Return the completed work, of the overloaded run if it is more precise."""
         found = at_best.completed
         if at_beyond is not None and at_beyond.growth.low > 0:
             busy = at_beyond.completed

@@ -10,7 +10,6 @@ from penstock.sim.traces import WorkloadError
 
 _ZOO = Path(__file__).with_name("acceptance_data") / "zoo.json"
 """Measured acceptance of the bundled family's drafters, by domain (`penstock zoo fit`)."""
-
 _BUNDLED = {"zoo": (_ZOO, "sampled"), "zoo-greedy": (_ZOO, "greedy")}
 
 

@@ -30,8 +30,7 @@ class RequestRecord:
 class SimulationResult:
     """Result of a run. records: by request id, in order of arrival.
 
-    kv_peak_tokens: the target's blocks in use, in tokens. stalled: why the other requests never
-    ran."""
+    kv_peak_tokens: of the target's blocks in use. stalled: the reason if requests never ran."""
 
     records: dict[str, RequestRecord]
     finished_at: float
@@ -43,8 +42,6 @@ class SimulationResult:
 
 @dataclass(slots=True)
 class _Recorder:
-    """Instrument that keeps the records of `simulate`."""
-
     clock: VirtualClock
     records: dict[str, RequestRecord] = field(default_factory=dict)
     num_steps: int = 0
@@ -161,7 +158,6 @@ class _Timeline:
         self.next_time = min(arrival, event)
 
     def take(self, now: float) -> list[Event]:
-        """Return the events that are due."""
         due: list[Event] = []
         while self.next_time <= now:
             request, event = self._request, self._event

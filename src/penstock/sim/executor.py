@@ -28,9 +28,7 @@ from penstock.sim.acceptance import AcceptanceModel, GeometricAcceptance
 from penstock.sim.links import RemoteDrafting
 
 _DRAFT_SHARE = 0.05
-"""Seconds of a drafter step without a profile, as a share of the target's smallest step: a model
-
-assumption."""
+"""Assumed step of a drafter without a profile, in smallest steps of the target."""
 _MOST_EVALUATED = 256
 """Most tokens of one replay that are evaluated, the latest ones; as in the live engine."""
 
@@ -52,12 +50,11 @@ class StepTimeModel(Protocol):
 
 
 class ProfiledStepTimes:
-    """Step times of a profile and its drafters.
+    """Step times of a profile and its drafters. profiles: by name, if not the profile's own.
 
     A drafter makes one step for each token of its longest draft, over the requests that want that
-    many tokens; catch-up beyond one token each is charged by token. A drafter without a profile
-    takes `_DRAFT_SHARE` of the target's smallest step for each step. profiles: by name, if not the
-    profile's."""
+    many tokens; catch-up beyond one token each is charged by token. Without a profile each of its
+    steps takes `_DRAFT_SHARE` of the target's smallest step."""
 
     def __init__(
         self,
@@ -302,7 +299,6 @@ class SimulatedExecutor:
 
 
 def _orders(plan: StepPlan) -> tuple[DraftOrder, ...]:
-    """Return the orders of the plan and of its items."""
     if not plan.items:
         return plan.drafts
     return (*plan.drafts, *[i.draft for i in plan.items if i.draft is not None])

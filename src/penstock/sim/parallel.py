@@ -59,8 +59,7 @@ HERE = Workers()
 def workers(num: int | None = None, ray: str | None = None) -> Iterator[Workers]:
     """Yield `num` workers, by default one a core; one is this process. Raises: WorkersError.
 
-    ray: the address of a cluster to use instead, with all of its cores. At the end unfinished jobs
-    are cancelled."""
+    ray: address of a cluster to use instead, whole. Unfinished jobs are cancelled at the end."""
     if ray is not None:
         if num is not None:
             raise WorkersError("a Ray cluster is used whole: take --workers or --ray, not both")
@@ -76,7 +75,6 @@ def workers(num: int | None = None, ray: str | None = None) -> Iterator[Workers]
 
 
 def _num_cores() -> int:
-    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -108,7 +106,6 @@ def _processes(num: int) -> Iterator[Executor]:
 
 
 def _follow_parent() -> None:
-    """Ignore Ctrl-C, and exit with the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None

@@ -91,8 +91,8 @@ def load_bound(
 ) -> float:
     """Return the fluid capacity bound in requests a second. Raises: PlanError.
 
-    Requests that memory refuses count. With drafters: the largest over them and over uniform draft
-    lengths, with drafting at no cost."""
+    Refused requests count. The largest over drafters and uniform draft lengths, drafting for
+    free."""
     served = fitting(workload, kv_tokens)
     ways = [NO_SPECULATION]
     for drafter in drafters if acceptance is not None else ():
@@ -160,9 +160,7 @@ def _wait_options(found: WaitThresholds, thresholds: tuple[float, ...]) -> dict[
 
 
 def _nested(profile: StepProfile, traffic: Traffic, kv_tokens: int) -> dict[str, Any]:
-    """Return the segments with the smallest memory bound, in waves of one step.
-
-    The batch must fit into memory, the bound need not: the algorithm handles full queues."""
+    """Return segments with the smallest memory bound, in waves of one step."""
     shortest = profile.seconds(StepWork(num_prefill_tokens=min(t.prompt_len for t in traffic)))
     iterations = max(1, round(HORIZON_S / shortest))
     found = []
@@ -231,9 +229,7 @@ def _segment_ends(found: NestedThresholds) -> tuple[int, ...]:
 
 
 def check_thresholds_fit(admission: PolicyConfig, workload: Workload, kv_tokens: int) -> None:
-    """Raises: PlanError where a literal algorithm's full stages exceed the memory.
-
-    It would then stall. Prompts are the mean of those that fit."""
+    """Raises: PlanError where a literal algorithm's full stages exceed the memory."""
     if not has_thresholds(admission.name) or admission.options.get("gated"):
         return
     options = asdict(admission.make("admission").options)
@@ -253,9 +249,7 @@ def check_thresholds_fit(admission: PolicyConfig, workload: Workload, kv_tokens:
 
 
 def length_classes(options: dict[str, Any], workload: Workload, num_classes: int = 4) -> list[int]:
-    """Return output tokens that divide requests into classes.
-
-    A nested policy's segments, or a type's lengths, or quantiles of the output lengths."""
+    """Return output tokens that divide requests into classes: segments, types or quantiles."""
     ends = options.get("segment_ends") or options.get("output_lens")
     if ends and len(ends) <= 2 * num_classes:
         return list(ends)
@@ -311,9 +305,8 @@ class PlannedMemory:
 
     mean: M* of eq. 5, the mean at this load. batch: M^π, with every stage as full as the thresholds
     allow. bound: the most held, except with probability `delta` within an hour (0: never); it may
-    exceed the memory. basis of the bound: full stages (`stages`), with the queues between segments
-    (`queues`, theorem 5.1), both of literal algorithms; or Poisson arrivals without waiting
-    (`arrivals`)."""
+    exceed the memory. basis: full stages (`stages`), with queues between segments (`queues`,
+    theorem 5.1), both of literal algorithms; or Poisson arrivals without waiting (`arrivals`)."""
 
     mean: float
     batch: float
@@ -324,10 +317,10 @@ class PlannedMemory:
 
 @dataclass(frozen=True)
 class DeploymentPlan:
-    """Plan of a deployment.
+    """Plan of a deployment. thresholds: an algorithm and its options.
 
-    thresholds: an algorithm and its thresholds by type or segment, at stages of `stage_steps`
-    steps. static: for servers without thresholds. kv_tokens: the memory."""
+    Those are prompts by type or segment at every stage of `stage_steps` steps. static: for servers
+    without thresholds. kv_tokens: the memory."""
 
     thresholds: dict[str, Any]
     memory: PlannedMemory

@@ -77,9 +77,7 @@ def check_target(path: Path) -> None:
 
 
 def plot_run(samples: Sampler, path: Path, title: str) -> None:
-    """Plot KV tokens in use, and requests by output-length class, against time.
-
-    Raises: PlotError, OSError."""
+    """Plot KV tokens in use and requests by class against time. Raises: PlotError, OSError."""
     pyplot = load_pyplot()
     figure, (memory, queues) = pyplot.subplots(
         2, 1, sharex=True, figsize=(8, 6), layout="constrained"
@@ -99,9 +97,7 @@ def plot_run(samples: Sampler, path: Path, title: str) -> None:
 def plot_load(
     points: Sequence[LoadPoint], capacity: float, bound: float | None, path: Path, title: str
 ) -> None:
-    """Plot throughput and mean latency against the offered load in requests a second.
-
-    Raises: PlotError, OSError."""
+    """Plot throughput and mean latency against offered load. Raises: PlotError, OSError."""
     pyplot = load_pyplot()
     figure, (throughput, latency) = pyplot.subplots(
         2, 1, sharex=True, figsize=(7, 6), layout="constrained"

@@ -152,7 +152,7 @@ def fit_profile(
     tensor_parallel: int = 1,
     granularity: int = 1,
 ) -> Fit:
-    """Fit a profile to measured times, by least squares of relative errors.
+    """Fit a profile to measured times, by least squares of relative errors. Raises: ProfileError.
 
     measurements: CSV (or CSV.gz), one of two kinds, told apart by its columns:
         - whole steps: the fields of `StepWork` and `seconds`;
@@ -164,13 +164,10 @@ def fit_profile(
     counts are rounded up to a multiple of it.
 
     The table of operators interpolates the measurements. That of whole steps, which are noisier,
-    rises, and bends only where the mean is off a line by three standard errors. Points that
-    interpolation reproduces within 0.1% are left out. Attention terms are non-negative. For whole
-    steps all of it is one non-negative least-squares problem, with errors relative to the time
-    expected of such a step. Terms that the steps cannot separate (decodes from positions, in steps
-    without prefill) go to the table; the profile is good for such steps only.
-
-    Raises: ProfileError."""
+    rises, and bends only where the mean is off a line by three standard errors. For whole steps all
+    of it is one non-negative least-squares problem, with errors relative to the time expected of
+    such a step. Terms that the steps cannot separate (decodes from positions, in steps without
+    prefill) go to the table; the profile is good for such steps only."""
     if min(kv_tokens, granularity, tensor_parallel) < 1:
         raise ProfileError("KV tokens, granularity and tensor-parallel workers are 1 or more")
     try:
@@ -224,9 +221,7 @@ def _fit_steps(table: TraceTable, name: str, kv_tokens: int, granularity: int) -
 def fit_steps(
     steps: Sequence[tuple[StepWork, float]], *, name: str, kv_tokens: int, origin: str
 ) -> Fit:
-    """Fit a profile to measured steps and their seconds, as `fit_profile` does to a file.
-
-    No step takes less than half of the fastest one. Raises: ProfileError."""
+    """Fit a profile to measured steps as `fit_profile` does to a file. Raises: ProfileError."""
     works = np.array([work for work, _ in steps], dtype=np.float64)
     seconds = np.array([s for _, s in steps])
     return _fit_works(works, seconds, name, kv_tokens, 1, origin, least=seconds.min() / 2)
@@ -303,7 +298,6 @@ def _work(row: list[float]) -> StepWork:
 def _read_operators(
     table: TraceTable, num_layers: int, tensor_parallel: int
 ) -> tuple[Array, Array]:
-    """Return token counts and seconds of all layers, for one number of workers."""
     table.demand_rows()
     workers = numbers(table, "num_tensor_parallel_workers")
     chosen = workers == tensor_parallel
@@ -406,9 +400,7 @@ def _whole(table: TraceTable, name: str) -> Array:
 
 
 def _rising_basis(rounded: Array, knots: Array) -> Array:
-    """Return a basis [N, K] of piecewise-linear functions, rising for coefficients >= 0.
-
-    The sum of the first k coefficients is the value at knot k."""
+    """Return a basis [N, K]; the sum of the first k coefficients is the table's value at knot k."""
     first = np.ones((len(rounded), 1))
     climbs = np.clip((rounded[:, None] - knots[:-1]) / np.diff(knots), 0, 1)
     return np.hstack([first, climbs])
@@ -417,9 +409,7 @@ def _rising_basis(rounded: Array, knots: Array) -> Array:
 def _relative_nnls(
     matrix: Array, measured: Array, expected: Array, penalised: Sequence[int] = ()
 ) -> Array:
-    """Return x >= 0 that minimises the sum of squares of (matrix x − measured) / expected.
-
-    Among equally good ones the `penalised` entries are small."""
+    """Return x >= 0 with least squares of (matrix x − measured) / expected, `penalised` small."""
     relative = matrix / expected[:, None]
     scale = np.linalg.norm(relative, axis=0)
     scale[scale == 0] = 1.0

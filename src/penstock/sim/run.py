@@ -96,9 +96,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Report:
-    """Result of a run by request, in order of arrival; seconds, NaN for what did not happen.
-
-    profile: of the target."""
+    """Result of a run by request, in order of arrival; seconds, NaN for what did not happen."""
 
     profile: StepProfile
     workload: Workload
@@ -148,8 +146,8 @@ class Report:
     ) -> dict[str, Any]:
         """Return the dictionary of `penstock simulate --json`.
 
-        With a target, in seconds, it is compared with the run; with tenants there are their shares;
-        with latency targets of requests the numbers given and met."""
+        With the comparison to given targets in seconds, tenants' shares, and met latency
+        targets."""
         figures = self._figures(np.ones(len(self.arrived_at), dtype=bool))
         lengths = self.workload.prompt_len[: len(self.arrived_at)][self.completed]
         slowdown = self.slowdown
@@ -185,7 +183,6 @@ class Report:
         return self._asked(self.workload.deadline)
 
     def _asked(self, column: FloatArray | None) -> FloatArray:
-        """Return the targets of the requests that arrived; NaN: none."""
         num = len(self.arrived_at)
         return np.full(num, np.nan) if column is None else column[:num]
 
@@ -213,9 +210,8 @@ class Report:
         }
 
     def _against_targets(self, ttft_p99: float | None, tpot_p99: float | None) -> dict[str, Any]:
-        """Return the comparison with p99 targets.
+        """Return requests a second within all targets, and for each whether p99 is within it.
 
-        `slo_goodput`: requests a second within all targets; `slo_met`: whether p99 is within each.
         A request of one token has no TPOT to miss."""
         within = self.completed
         met = {}
@@ -232,8 +228,8 @@ class Report:
 
         `jain`: Jain's index of each tenant's service over its weighted max-min fair share.
         `sum_log_rate`: weighted, of tokens a second (None where a tenant got none). Service counts
-        until the last arrival, or through half of the run if that is longer: in the end every
-        policy has served all."""
+        until the last arrival, or half of the run if that is later: in the end every policy has
+        served all."""
         tenants = tenants[: len(self.arrived_at)]
         names, owner = np.unique(tenants, return_inverse=True)
         until = max(float(self.arrived_at[-1]), 0.5 * self._seconds)
@@ -353,7 +349,6 @@ def requests_of(workload: Workload, setup: Setup) -> Iterator[Request]:
 
 
 def _targets(workload: Workload) -> list[LatencyTarget] | None:
-    """Return every request's targets; None where no request has any."""
     if workload.tpot is None and workload.deadline is None:
         return None
     columns = (workload.tpot, workload.deadline)

@@ -92,11 +92,10 @@ def read_trace(path: Path) -> Trace:
 
 
 def read_arrivals(path: Path) -> NDArray[np.float64]:
-    """Read arrival times in seconds since the first, float64.
+    """Read arrival times in seconds since the first, float64. Raises: WorkloadError.
 
-    From a trace, or a file of one column, `TIMESTAMP` or `arrived_at`, with or without its header.
-
-    Raises: WorkloadError."""
+    From a trace, or a file of one column, `TIMESTAMP` or `arrived_at`, with or without its
+    header."""
     table = read_table(path)
     column = next((c for c in _ARRIVAL_COLUMNS if c in table.header), None)
     if column is None:
@@ -169,7 +168,6 @@ class _BadLine(ValueError):
 
 
 def _csv_rows(file: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
-    """Yield line numbers and cells, the header first."""
     reader = csv.reader(file)
     for row in reader:
         if row:

@@ -103,9 +103,7 @@ MIXES = {
 
 
 def synthetic(name: str, num_requests: int, seed: int) -> Workload:
-    """Draw requests from `MIXES[name]`, without arrivals. Raises: WorkloadError.
-
-    A longer draw with the same seed begins with the shorter one."""
+    """Draw requests from `MIXES[name]`; longer draws extend shorter ones. Raises: WorkloadError."""
     if name not in MIXES:
         raise WorkloadError(f"unknown workload {name!r}; choose from {', '.join(MIXES)}")
     _check_num_requests(num_requests)
@@ -121,11 +119,10 @@ def load_workload(path: str | Path) -> Workload:
 
 
 def concatenate(first: Workload, second: Workload) -> Workload:
-    """Return the requests of `first`, then those of `second`.
+    """Return the requests of `first`, then those of `second`. Raises: WorkloadError.
 
-    Both have the same columns; with arrivals `second` starts one mean gap of `first` after its end.
-
-    Raises: WorkloadError."""
+    Both have the same columns; with arrivals `second` starts one mean gap of `first` after its
+    end."""
     for column in _COLUMNS:
         if (getattr(first, column) is None) != (getattr(second, column) is None):
             raise WorkloadError(
@@ -215,7 +212,6 @@ def _refuse_missing_file(given: str | Path) -> None:
 def _process(
     arrivals: str | Path | ArrivalProcess | None, rate: float | None
 ) -> ArrivalProcess | None:
-    """Return the process that generates arrivals; None if they are recorded."""
     if arrivals is None:
         return None if rate is None else ArrivalProcess()
     if isinstance(arrivals, ArrivalProcess):
