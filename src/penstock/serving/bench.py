@@ -43,10 +43,9 @@ class BenchRun:
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """Options of `bench_engine`.
+    """Options of `bench_engine`. new_tokens: of every request, end-of-text ignored.
 
-    new_tokens: of every request, end-of-text ignored. repeats: passes over all cells in turn, so
-    that disturbances affect all of them."""
+    repeats: passes over all cells in turn, so that disturbances affect all of them."""
 
     batches: tuple[int, ...] = (1, 8, 32)
     new_tokens: int = 64

@@ -20,13 +20,9 @@ from penstock.transport.checks import Refusal, TokenBucket
 
 ANONYMOUS = "loopback"
 """Name of draft servers on this machine where the configuration names none."""
-
 _BURST_S, _MAX_NETWORKS = 8.0, 4096
 MAX_DISTANCE = 0.1
-"""Largest mean total variation of a reported and a recomputed distribution.
-
-Machines that round differently, or compute in another dtype, stay well below."""
-
+"""Mean total variation well above that of other rounding, or of another dtype."""
 _MIN_FAILURES, _MAX_FAILURE_SHARE = 2, 0.05
 """One failure may be a rounding error; more than this share is not."""
 
@@ -165,9 +161,7 @@ class Audited:
 
 
 class Audits:
-    """Chooses drafts at random to audit, and counts the results by draft server.
-
-    share: of the drafts whose model is among `models`."""
+    """Chooses a share of drafts at random to audit, and counts the results by draft server."""
 
     def __init__(self, share: float, models: Iterable[str]) -> None:
         self._share = share

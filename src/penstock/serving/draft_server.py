@@ -2,8 +2,7 @@
 
 Messages may come twice, late and in any order. Verdicts are joined by position, assignments wait
 for the text that they refer to, and the highest (epoch, round) counts. Every assignment gets one
-answer, an empty draft if it is too late: the verification server takes a silent draft server for
-dead."""
+answer, an empty draft if it is too late, since a silent draft server counts as dead."""
 
 from __future__ import annotations
 
@@ -24,16 +23,13 @@ from penstock.transport.wire import decode_sampling, encode_pieces, in_effect
 
 _MAX_REMEMBERED = 1024
 """Most verdicts kept for requests that are not known yet, and most releases remembered."""
-
 _REFUSAL_GRACE_S = 0.1
 
 _log = logging.getLogger(__name__)
 
 
 class DraftService:
-    """Drafts for all requests of one link.
-
-    on_connected, on_lost: called when a stream has begun and when it has ended."""
+    """Drafts for all requests of one link."""
 
     def __init__(self, endpoint: Endpoint, hello: pb.Hello, sessions: DraftingSessions) -> None:
         self.link = VerifierLink(endpoint, hello, self)
@@ -165,9 +161,7 @@ class DraftService:
             self._drop(tracked)
 
     def _refuse(self, refused: pb.Refused) -> None:
-        """Apply a refusal after a grace period, unless the request proves to be open.
-
-        The refusal may be of another message about it, such as a repetition."""
+        """Apply a refusal after a while, unless the request is open: it was of another message."""
         _log.debug("request %s: refused: %s", refused.request_id, refused.reason)
         tracked = self._by_wire_id.get(refused.request_id)
         if tracked is not None and not tracked.is_taken:
@@ -235,7 +229,6 @@ class DraftService:
                 self._answer(tracked, draft)
 
     def _answer(self, tracked: TrackedRequest, draft: SessionDraft | None = None) -> None:
-        """Answer the open assignment, if there is one; without a draft, by an empty one."""
         message = tracked.answer(draft)
         if message is not None:
             self.link.send(pb.Up(draft=message))
@@ -244,7 +237,7 @@ class DraftService:
         self._by_key[tracked.key] = tracked
         tracked.drafted_as = params
         token_ids = tuple(tracked.text.token_ids)
-        # A request with its own limit is left to orders, which respect it.
+        # Requests with their own limit get orders only, which respect it.
         sends_lines = self.limits.max_ahead_tokens > 0 and tracked.max_draft_tokens is None
         self._drafting.post(
             lambda sessions: sessions.begin(tracked.key, token_ids, params, sends_lines=sends_lines)

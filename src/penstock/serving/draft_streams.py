@@ -328,9 +328,7 @@ class DraftStream:
             self.ended.set_result(StreamEnd(code, reason))
 
     def attempt(self, action: Callable[[], None]) -> bool:
-        """Run an action of the engine's for this stream; False if it fails.
-
-        A failure ends this stream only, not the engine's connection."""
+        """Run an action for this stream; a failure ends only this stream, and returns False."""
         try:
             action()
         except Exception:

@@ -80,8 +80,7 @@ def load_drafter(options: DrafterOptions) -> LoadedDrafter:
 
 
 def quantise(draft_probs: torch.Tensor) -> list[TopWeights]:
-    """Return truncated distributions of [rows, V]: tokens are sampled from these, and they are
-    sent."""
+    """Return the truncated distributions that tokens are sampled from. draft_probs: [rows, V]."""
     cut = truncate(draft_probs.cpu().numpy(), _NUM_WEIGHTS)
     return [TopWeights(*row) for row in weight_rows(*cut)]
 
@@ -89,8 +88,7 @@ def quantise(draft_probs: torch.Tensor) -> list[TopWeights]:
 class DraftingThread:
     """Runs sessions between commands, and reports on the event loop.
 
-    on_drafts: called with finished drafts, in order. on_lines: called periodically with all
-    requests' drafts ahead."""
+    on_drafts: called with finished drafts; on_lines: periodically, with drafts ahead."""
 
     def __init__(
         self,
@@ -110,7 +108,6 @@ class DraftingThread:
 
     @property
     def num_ahead(self) -> int:
-        """Number of tokens that were sent ahead."""
         return self._sessions.num_ahead
 
     def start(self) -> None:

@@ -30,15 +30,12 @@ from penstock.transport.wire import encode_sampling, encode_stop
 
 _MAX_TRIES = 5
 """Attempts without a new token after which a request fails."""
-
 _REJECTIONS: dict[pb.Refused.Code, type[RequestRejected]] = {
     pb.Refused.BUSY: QueueFull,
     pb.Refused.UNAVAILABLE: EngineUnavailable,
 }
 """Errors of refusals that are not the request's fault."""
-
 _RETRY_S = 0.2
-
 _LEAST_DEADLINE_S = 1e-3
 """For a request whose deadline passed while the link was down: it is late in any case."""
 
@@ -98,9 +95,7 @@ class _EdgeRequest:
 
 
 class EdgeClient(RequestClient):
-    """Client of requests over a draft server's link.
-
-    info: of the model whose output users get. max_waiting: most requests without a first token."""
+    """Client over a draft server's link. max_waiting: most requests without a first token."""
 
     def __init__(self, server: DraftService, info: Ready, *, max_waiting: int) -> None:
         super().__init__(WaitingRoom(max_waiting))
@@ -138,7 +133,6 @@ class EdgeClient(RequestClient):
         asyncio.get_running_loop().call_soon(self._open_waiting)
 
     def _fault_of(self, request: Request) -> str | None:
-        """Return why the verification server would never take a request."""
         sampling = request.sampling
         if sampling.reads_text or sampling.min_p or sampling.num_prompt_logprobs is not None:
             return (
@@ -205,17 +199,15 @@ class EdgeClient(RequestClient):
             self._open_waiting()
 
     def _is_temporary(self, edge: _EdgeRequest, finish_reason: str) -> bool:
-        """Return whether the request may succeed later, as after a restart or an overload."""
         if self._stopping or edge.num_tries >= _MAX_TRIES:
             return False
         return finish_reason in ("cancelled", "error", "refused")
 
     def _retry_later(self, edge: _EdgeRequest, reason: str) -> None:
-        """Open a request again after a delay."""
         delay = _RETRY_S * 2**edge.num_tries
         edge.num_tries += 1
         edge.is_open = False
-        _log.warning("a request was given up (%s); opening it again in %.1f s", reason, delay)
+        _log.warning("a request failed (%s); opening it again in %.1f s", reason, delay)
         edge.retry = asyncio.get_running_loop().call_later(delay, self._retry, edge)
 
     def _hand_on(self, edge: _EdgeRequest, piece: Piece, finish: FinishReason | None) -> None:

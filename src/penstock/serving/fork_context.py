@@ -1,6 +1,4 @@
-"""Context that CPU engines are forked from.
-
-It imports nothing heavy, so a server can load the libraries while it reads its settings."""
+"""Context that CPU engines are forked from. Imports nothing heavy, for a quick start."""
 
 from __future__ import annotations
 
@@ -13,9 +11,7 @@ LOAD_ENGINE = "penstock.engine.build:load_engine"
 
 
 def fork_context(factory: str) -> ForkServerContext:
-    """Return the context of a process with preloaded libraries, for fast starts of engines.
-
-    factory: "package.module:function", which builds an engine."""
+    """Return a context with preloaded libraries. factory: "package.module:function"."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["penstock.serving.fork_server", factory.partition(":")[0]])
     return context

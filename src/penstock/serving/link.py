@@ -26,7 +26,6 @@ _FINAL = (
     grpc.StatusCode.UNIMPLEMENTED,
 )
 """Status codes that a repetition does not change."""
-
 _NOT_YET = "not connected to the verification server yet"
 
 _Outbox = asyncio.Queue[pb.Up | None]

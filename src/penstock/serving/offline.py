@@ -34,9 +34,7 @@ def complete(
     concurrency: int,
     on_output: Callable[[Output], None] | None = None,
 ) -> list[Completion]:
-    """Run `requests` with at most `concurrency` at a time; completions in the order given.
-
-    Raises: RuntimeError if the scheduler stalls."""
+    """Run requests; completions in order. Raises: RuntimeError if the scheduler stalls."""
     waiting = deque(requests)
     completions = {r.id: Completion(r) for r in waiting}
     unfinished = 0

@@ -22,13 +22,10 @@ from penstock.serving.worker import HEARTBEATS_PER_TIMEOUT, run_engine
 
 _EXIT_S = 3.0
 """Seconds before a process is killed that was told to stop, or has closed its socket."""
-
 _EXIT_WITH_WORKERS_S = 15.0
 """The same with vLLM's workers, which vLLM gives 5 s, and 4 s after SIGTERM."""
-
 _SILENT_BEATS = 5
 """Missed heartbeats after which the process counts as silent."""
-
 _LONGEST_STEP_S = 600.0
 """Compilation of kernels in a step takes minutes on a new machine."""
 
@@ -150,7 +147,6 @@ class EngineProcess:
             self.gone.set()
 
     def _resolve(self, answer: Ready | Failed) -> None:
-        """Settle `ready`, unless it is settled or cancelled."""
         if not self.ready.done():
             self.ready.set_result(answer)
 

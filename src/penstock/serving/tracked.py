@@ -54,9 +54,7 @@ class VerifiedText:
         return len(self.token_ids)
 
     def take(self, piece: Piece) -> list[Piece]:
-        """Return the pieces that the text has grown by, in order.
-
-        Without known tokens, and with nothing behind the end of the request."""
+        """Return the pieces that the text has grown by, in order, up to the end of the request."""
         known = self._ahead.get(piece.start)
         if known is None or len(piece.token_ids) >= len(known.token_ids):
             self._ahead[piece.start] = piece

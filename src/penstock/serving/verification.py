@@ -173,7 +173,7 @@ class DraftHub:
         if stream is None or not self.audits.count(stream.identity.name, finding):
             return
         name = stream.identity.name
-        _log.warning("draft server %s fails its audits; it is trusted no more", name)
+        _log.warning("draft server %s fails its audits and is no longer trusted", name)
         for other in self._streams.values():
             if other.identity.name == name:
                 other.end(grpc.StatusCode.UNAVAILABLE, "audits failed; connect again, untrusted")
@@ -200,7 +200,6 @@ class DraftHub:
             self._reassign(request, stream, order)
 
     def _reassign(self, request: _CentralRequest, stream: DraftStream, order: DraftOrder) -> None:
-        """Move a request to another draft server."""
         if request.stream is not None and request.drafted is not None:
             request.stream.release(request.drafted)
         sampling = request.known.sampling
@@ -209,7 +208,7 @@ class DraftHub:
         stream.order(drafted, order, (request.token_ids, sampling))
 
     def _may_draft(self, stream: DraftStream, known: RequestText) -> bool:
-        """Return whether a server may see a request, and can be kept from changing its output."""
+        """Return whether a server may see a request and cannot change its output."""
         owner = self.tenants.get(known.tenant)
         shared = owner is not None and owner.share_prompts
         return (
@@ -220,9 +219,7 @@ class DraftHub:
 
 
 class VerificationServer:
-    """Server for draft servers. Bound at once; `start` begins to serve.
-
-    Raises: ConfigError for an address or a TLS file that cannot be used."""
+    """Server for draft servers. Bound at once, else raises ConfigError; `start` begins to serve."""
 
     def __init__(self, config: DraftersConfig) -> None:
         self.config = config
@@ -363,7 +360,6 @@ async def _read(stream: DraftStream, hub: DraftHub, messages: AsyncIterator[byte
 
 
 def _report(stream: DraftStream, failed: BaseException | None) -> None:
-    """Log an error, unless it is only that the peer is gone."""
     if isinstance(failed, Exception) and not isinstance(failed, grpc.RpcError):
         _log.error("draft server %s: %r", stream.drafter, failed, exc_info=failed)
 

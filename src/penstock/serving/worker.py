@@ -87,10 +87,9 @@ class Channel:
             raise Disconnected from error
 
     def receive(self, timeout: float | None, *others: HasFileno) -> list[Any]:
-        """Return the messages that have come.
+        """Return messages, after at most `timeout` seconds (None: forever). Raises: Disconnected.
 
-        Waits at most `timeout` seconds (None: forever) for one, or until one of `others` is
-        readable. Raises: Disconnected."""
+        Also returns once one of `others` is readable."""
         messages: list[Any] = []
         sources = [self._connection, *others]
         while self._connection in select.select(sources, [], [], timeout)[0]:
@@ -178,12 +177,11 @@ class EngineServer:
             self._num_steps += turn.collected
             self._busy_s += self._engine.clock.now() - started_at
         if turn.stalled is not None and turn.stalled != self._stalled:
-            _log.warning("no request can go on: %s", turn.stalled)
+            _log.warning("no request can proceed: %s", turn.stalled)
         self._stalled = turn.stalled
         return turn
 
     def _broken(self) -> list[Event]:
-        """Take down drafters of this process that keep failing."""
         names = self._engine.executor.take_broken()
         for name in names:
             _log.error("drafter %s has failed several times in a row and is taken down", name)
@@ -211,7 +209,6 @@ class EngineServer:
         return events
 
     def _prepared_ids(self) -> list[str]:
-        """Return ids of waiting requests that can begin now."""
         return [i for i, (_, waits) in self._preparing.items() if all(w.done() for w in waits)]
 
     def _prepared(self, arrive: Arrive) -> list[Arrive]:
@@ -311,9 +308,8 @@ def run_engine(
 ) -> None:
     """Run the engine process. `factory`: as for `import_factory`.
 
-    It ignores SIGINT, SIGTERM and SIGHUP, which a terminal or a service manager sends to both
-    processes, so running requests can finish. It ends when told so, or when the other process is
-    gone."""
+    It ignores SIGINT, SIGTERM and SIGHUP, which a terminal or a service manager sends to both, so
+    that running requests can finish. It ends when told so, or when the other process is gone."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     configure_logging(log_format)
