@@ -1,6 +1,4 @@
-"""vLLM as the target's engine under Penstock's scheduler, and Penstock's policies in vLLM's server.
-
-Only `penstock.engine.backends` imports it, when vLLM is chosen."""
+"""vLLM as the target's engine, and Penstock's policies in vLLM's own server."""
 
 from __future__ import annotations
 
@@ -8,9 +6,7 @@ from typing import Any
 
 
 def make_scheduler(**settings: Any) -> Any:
-    """Scheduler for `vllm serve --scheduler-cls penstock.engine.vllm.make_scheduler`.
-
-    Raises: ConfigError."""
+    """Scheduler for `vllm serve --scheduler-cls`. Raises: ConfigError."""
     from penstock.engine.vllm.plugin import make_guided_scheduler
 
     return make_guided_scheduler(**settings)

@@ -16,7 +16,6 @@ from penstock.engine.models.checkpoint import one_line
 
 LONGEST_DRAFT = 32
 """Most draft tokens of a request in a step; vLLM sizes its buffers by it."""
-
 _MAX_NUM_SEQS = 256
 _MAX_NUM_BATCHED_TOKENS = 2048
 _CPU_MEMORY_SHARE = 0.25
@@ -42,10 +41,8 @@ _OWN = (
     "worker_cls",
 )
 """Engine arguments that Penstock sets itself."""
-
 _VERSION = "0.32"
 """The version of the extra `vllm`: the interface below vLLM's server is not public and changes."""
-
 _MOST_OF_A_REASON = 400
 """Characters; some reasons go on with instructions."""
 
@@ -107,7 +104,6 @@ def check_installed() -> None:
 
 
 def _engine_args(config: EngineConfig, own: VllmConfig) -> dict[str, Any]:
-    """Return arguments of vLLM's engine. Raises: ConfigError."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 

@@ -43,11 +43,9 @@ from penstock.fluid.step_profile import StepProfile
 
 OPTION_PREFIX = "penstock_"
 """Prefix of Penstock's options in a request's `vllm_xargs`."""
-
 _TOKEN_LIMITS = ("max_num_batched_tokens", "token_budget", "max_num_tokens")
 _REQUEST_LIMITS = ("max_num_seqs", "max_batch_size")
 """Names in the admission policies of a step's most positions, and of most running requests."""
-
 _UNMEASURED_STEP_S = 0.01
 """Any constant time, before steps are measured, makes the largest step the most efficient."""
 
@@ -55,10 +53,9 @@ _log = logging.getLogger(__name__)
 
 
 class SeenRequest(Protocol):
-    """Fields of vLLM's requests that are read.
+    """Fields of vLLM's requests that are read; num_computed_tokens includes steps in flight.
 
-    num_computed_tokens: steps in flight included. num_output_placeholders: tokens that they will
-    add."""
+    num_output_placeholders: tokens that they will add."""
 
     request_id: str
     num_prompt_tokens: int
@@ -77,10 +74,9 @@ class SeenRequest(Protocol):
 
 
 class Limits(NamedTuple):
-    """Limits of vLLM.
+    """Limits of vLLM. overlaps: it schedules a step while the one before is computed.
 
-    proposer: its draft method, if any, of up to `num_draft_tokens` a step. overlaps: it schedules a
-    step while the one before is computed."""
+    proposer: its draft method, if any, of up to `num_draft_tokens` a step."""
 
     max_model_len: int
     max_num_seqs: int
@@ -151,8 +147,6 @@ class Guide:
         state = self._requests.get(request_id)
         return state is not None and state.status is Status.PREEMPTED
 
-    # --- requests -------------------------------------------------------------------------------
-
     def arrive(self, request: SeenRequest, now: float) -> None:
         """Add a waiting request, once."""
         if request.request_id in self._requests:
@@ -200,8 +194,6 @@ class Guide:
             self._learn.lengths.ended(num_output_tokens)
         self._scheduler.apply(Cancel(request_id), now)
 
-    # --- steps ----------------------------------------------------------------------------------
-
     def plan(
         self,
         running: Iterable[SeenRequest],
@@ -209,10 +201,9 @@ class Guide:
         num_blocks_of: Callable[[str], int],
         now: float,
     ) -> StepPlan:
-        """Return the next step's plan.
+        """Return the next step's plan. num_blocks_of: blocks of a running request.
 
-        running: vLLM's requests; alive: ids of all its requests; num_blocks_of: blocks of a running
-        one."""
+        running: vLLM's running requests; alive: ids of all its requests."""
         told = [
             _told(request, num_blocks_of(request.request_id))
             for request in running
@@ -228,7 +219,7 @@ class Guide:
         return self._scheduler.schedule(now)
 
     def decoding(self, plan: StepPlan) -> list[str]:
-        """Return ids of the requests that only decode in a plan, and are in none of its items."""
+        """Return ids of the requests that only decode in a plan."""
         run = plan.decodes
         return [] if run is None else [i for key in run.groups for i in self._groups[key].members]
 
@@ -249,7 +240,6 @@ class Guide:
         return plan._replace(items=items, decodes=run)
 
     def _as_counted(self, state: RequestState) -> HostRequest:
-        """Return a request's state as this scheduler counts it."""
         kv, num_computed = state.kv.get(TARGET), state.num_computed_tokens
         num_blocks = self._pool.blocks_for(num_computed) if kv is None else kv.num_blocks
         return HostRequest(state.request.id, state.num_output_tokens, num_computed, num_blocks)
@@ -309,7 +299,6 @@ class Guide:
 
 
 def _told(request: SeenRequest, num_blocks: int) -> HostRequest:
-    """Return a running request's state as vLLM counts it."""
     num_known = request.num_tokens + request.num_output_placeholders
     # Nothing to do before the step in flight ends, or at all: vLLM skips it, too.
     has_all = num_known <= request.num_computed_tokens
@@ -325,9 +314,7 @@ def _told(request: SeenRequest, num_blocks: int) -> HostRequest:
 
 
 def _within(admission: PolicyConfig, limits: Limits) -> PolicyConfig:
-    """Return the policy with defaults lowered to vLLM's limits.
-
-    Raises: ConfigError for higher explicit limits, and for a policy that vLLM cannot follow."""
+    """Return the policy with defaults lowered to vLLM's limits. Raises: ConfigError."""
     policy = admission.make("admission")
     if not policy.cuts_prompts:
         choices = ", ".join(n for n, p in policies("admission").items() if p.cuts_prompts)

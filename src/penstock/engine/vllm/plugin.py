@@ -1,7 +1,7 @@
 """vLLM's scheduler, steered by Penstock's policies; imported inside vLLM's engine core.
 
 vLLM's own code allocates, composes the batch and processes results. Before each step it gets the
-requests that may run, the order of the waiting ones, their numbers of known tokens and of draft
+requests that may run, the order of the waiting ones, and their numbers of known and draft
 tokens."""
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from penstock.engine.vllm.pool import MirroredPool
 
 SETTING = "penstock"
 """Key in vLLM's `--additional-config`."""
-
 _READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 _log = init_logger("vllm.penstock")
@@ -50,8 +49,7 @@ class _Step(NamedTuple):
 class _Run:
     """Plan that holds for several steps, if nothing arrives or ends.
 
-    requests: those that decode, by id; num_steps: ended ones, from `started_at` to
-    `finished_at`."""
+    requests: decoding, by id; num_steps: ended ones, from `started_at` to `finished_at`."""
 
     plan: StepPlan
     requests: dict[str, Any]
@@ -60,7 +58,6 @@ class _Run:
     num_steps: int = 0
 
     def holds(self, now: float) -> bool:
-        """Return whether it holds for one more step that begins now."""
         run = self.plan.decodes
         assert run is not None
         return self.num_steps < run.max_repeats and (run.until is None or now < run.until)
@@ -154,7 +151,6 @@ class GuidedScheduler(Scheduler):
             self._run = _Run(plan, {i: self.requests[i] for i in self._guide.decoding(plan)})
 
     def _schedule_again(self, run: _Run, now: float, *args: Any, **kwargs: Any) -> Any:
-        """Schedule as in the step before."""
         most = self.max_num_active_reqs
         self.max_num_active_reqs = len(self.running)
         try:
@@ -177,7 +173,6 @@ class GuidedScheduler(Scheduler):
         return len(self.kv_cache_manager.get_blocks(request_id).blocks[0])
 
     def _prepare(self, plan: StepPlan) -> None:
-        """Set up vLLM's next step as planned."""
         self._decoding = frozenset(self._guide.decoding(plan))
         self._allowed = {i.request_id: i.num_scheduled_tokens for i in plan.items}
         for request in [r for r in self.running if self._guide.is_preempted(r.request_id)]:
@@ -245,7 +240,6 @@ class GuidedScheduler(Scheduler):
     def _update_again(
         self, run: _Run, step: _Step, now: float, scheduler_output: Any, model_runner_output: Any
     ) -> Any:
-        """Process a step of a run."""
         if not run.num_steps:
             run.started_at = max(step.scheduled_at, self._finished_at)
         run.num_steps += 1

@@ -9,9 +9,7 @@ from penstock.core.kv.blocks import BlockPool
 
 
 class MirroredPool(BlockPool):
-    """Counts vLLM's KV blocks; a plan's blocks count as used until the next `refresh`.
-
-    manager: vLLM's KV cache manager."""
+    """Counts vLLM's KV blocks; a plan's blocks count as used until the next `refresh`."""
 
     def __init__(self, manager: Any, block_size: int) -> None:
         # One is vLLM's null block.

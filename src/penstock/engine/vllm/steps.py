@@ -29,10 +29,9 @@ class NewSequence(NamedTuple):
 
 
 class GrownSequence(NamedTuple):
-    """Request that the workers know.
+    """Request that the workers know. new_token_ids: decided since the last update.
 
-    new_token_ids: decided since the last update. anew: `blocks` are all of its blocks, not only
-    new."""
+    anew: `blocks` are all of its blocks, not only new ones."""
 
     request_id: str
     start: int
@@ -74,8 +73,6 @@ class TargetStep:
 
 
 class _Piece(NamedTuple):
-    """Part of an item that fits into one step."""
-
     item: VerifyItem
     start: int
     num_tokens: int
@@ -85,9 +82,7 @@ class _Piece(NamedTuple):
 
 @dataclass(slots=True)
 class _Known:
-    """State of a request in the workers: epoch of the block table, and token counts.
-
-    num_first_tokens came with the request, those after them are output."""
+    """Known to the workers: epoch of the block table, tokens sent first, and all tokens sent."""
 
     epoch: int
     num_first_tokens: int
@@ -95,9 +90,7 @@ class _Known:
 
 
 class StepWriter:
-    """Turns the items of plans into steps, and tracks the workers' state.
-
-    max_num_rows, max_num_seqs: of one step; more is split into several in sequence."""
+    """Turns items into steps of limited rows and sequences, and tracks the workers' state."""
 
     def __init__(self, max_num_rows: int, max_num_seqs: int) -> None:
         self._max_num_rows = max_num_rows

@@ -19,9 +19,7 @@ from penstock.engine.vllm.steps import Asked, GrownSequence, NewSequence, Target
 
 
 class VllmTarget(Model):
-    """Weights and KV cache in vLLM's workers.
-
-    eos_token_ids, max_model_len, dtype: of the model; max_num_rows, max_num_seqs: of one step."""
+    """Weights and KV cache in vLLM's workers. max_num_rows, max_num_seqs: of one step."""
 
     keeps_batches = True
 
@@ -93,7 +91,6 @@ class VllmTarget(Model):
         return decided
 
     def close(self) -> None:
-        """End the workers."""
         self._executor.shutdown()
 
     def dummy_run(self, batch: RaggedBatch) -> None:

@@ -33,9 +33,7 @@ _PLACEHOLDER = -1
 
 @dataclass
 class StepInput(SchedulerOutput):
-    """vLLM's scheduler output with the sampling tasks.
-
-    news: by request, the tokens decided since its last step."""
+    """vLLM's scheduler output with sampling tasks. news: tokens decided since the last step."""
 
     news: dict[str, list[int]] = field(default_factory=dict)
     asked: list[Asked] = field(default_factory=list)
@@ -202,7 +200,6 @@ class Worker(_VllmWorker):
         return list(map(self._sampler.decided.__getitem__, self._sampler.asked))
 
     def _append(self, news: Mapping[str, list[int]]) -> None:
-        """Add tokens to the runner's requests, and to their rows in its batch."""
         batch = self.model_runner.input_batch
         for request_id, token_ids in news.items():
             self.model_runner.requests[request_id].output_token_ids += token_ids
