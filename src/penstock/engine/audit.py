@@ -1,9 +1,8 @@
 """Audits of draft servers: a sample of drafts is recomputed by the same model.
 
 `ratio` verification is exact only if a draft token was sampled from the reported distribution. Both
-the distribution and the draw are recomputed, since all noise is a function of (seed, position). For
-drafts that are compared with the target's own sample, only the guess is recomputed: a false one
-costs acceptance, not correctness."""
+the distribution and the draw are recomputed, since all noise is a function of (seed, position).
+Other drafts are only compared with the model's guess: a false one costs acceptance only."""
 
 from __future__ import annotations
 
@@ -27,7 +26,6 @@ from penstock.engine.sequences import TokenBuffer
 
 MAX_TOKENS = 4096
 """Longer texts are not audited: it would take seconds."""
-
 _BLOCK_SIZE = 16
 _MAX_WAITING = 8
 
@@ -128,7 +126,6 @@ class Auditor:
         )
 
     def _logits(self, audit: Audit) -> torch.Tensor:
-        """Return the model's logits of the draft tokens, [draft tokens, V]."""
         runner = self._runner(audit.model)
         known = (*audit.text, *audit.token_ids[:-1])
         writer = BatchWriter()

@@ -1,6 +1,4 @@
-"""Choice of device, dtype, attention, memory and runner.
-
-`penstock.engine.vllm` is imported only from here, if vLLM is chosen."""
+"""Choice of device, dtype, attention, memory and runner."""
 
 from __future__ import annotations
 
@@ -85,9 +83,7 @@ def fit_models(
     shapes: Mapping[str, DecoderConfig],
     max_model_len: int,
 ) -> Placement:
-    """Return the placement for the models: eager if the native kernels lack one's operations.
-
-    shapes: as of `Models`. Raises: ConfigError."""
+    """Return a placement that can compute all `shapes`, else eager. Raises: ConfigError."""
     for name, shape in shapes.items():
         why_not = beyond_kernels(shape, min(max_model_len, shape.max_position_embeddings))
         if place.backend == "eager" or why_not is None:
@@ -130,7 +126,6 @@ def _device(name: str) -> torch.device:
 
 
 def _backend(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> str:
-    """Return the native backend if it can be used, else eager."""
     if config.backend == "eager":
         return "eager"
     why_not: str | None = None
@@ -224,12 +219,10 @@ class Models:
 
     @property
     def backend(self) -> str:
-        """Backend of the target."""
         return self.place.backend if self.vllm is None else "vllm"
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the target."""
         return self.place.dtype if self.vllm is None else self.vllm.dtype
 
     def drafter(self, name: str, path: Path) -> ModelDrafter | TextDrafter:
@@ -273,9 +266,7 @@ def load_vllm(config: EngineConfig) -> VllmTarget:
 
 
 def run_vllm_node(config: EngineConfig, announce: Callable[[str], None]) -> None:
-    """Run the workers of a further node until this process is told to end. Raises: ConfigError.
-
-    announce: called when they have joined the others."""
+    """Run the workers of a further node until told to end. Raises: ConfigError."""
     from penstock.engine.vllm.node import run_node
 
     run_node(config, announce)

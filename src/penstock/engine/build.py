@@ -92,12 +92,9 @@ class Engine:
 
 
 def load_engine(config: EngineConfig, *, calibrated: bool = True) -> Engine:
-    """Load the models and compose the engine.
+    """Load the models and compose the engine. Raises: CheckpointError, ConfigError.
 
-    calibrated: measure step times, which some policies need.
-
-    Raises: CheckpointError for an unusable checkpoint, ConfigError for settings that do not fit
-    each other or this machine."""
+    calibrated: measure step times, which some policies need."""
     torch.manual_seed(0)
     place = resolve_placement(config)
     if config.vllm is None:
@@ -151,9 +148,7 @@ def _models(config: EngineConfig, place: Placement) -> Models:
 
 
 def _models_beside_vllm(config: EngineConfig, place: Placement) -> Models:
-    """Give drafters as much memory as the target, if possible.
-
-    Raises: CheckpointError, ConfigError."""
+    """Raises: CheckpointError, ConfigError."""
     tokenizers = _tokenizers(config)
     shapes = _drafter_shapes(config)
     # vLLM's kernels are PyTorch's, even with native drafters.
@@ -223,7 +218,6 @@ def _drafter(config: EngineConfig, models: Models, name: str) -> Drafter:
 
 
 def _shapes(config: EngineConfig) -> dict[str, DecoderConfig]:
-    """Return the shapes of the target and of every drafter model, by name."""
     return {TARGET: DecoderConfig.from_pretrained(config.target), **_drafter_shapes(config)}
 
 
@@ -234,9 +228,7 @@ def _drafter_shapes(config: EngineConfig) -> dict[str, DecoderConfig]:
 
 
 def _tokenizers(config: EngineConfig) -> dict[str, Tokenizer]:
-    """Return tokenizers of drafters that differ from the target's, and then the target's.
-
-    By drafter name and TARGET. Other drafters share the target's token ids and need none."""
+    """Return tokenizers of drafters that differ from the target's, and then the target's."""
     found: dict[str, Tokenizer] = {}
     models = config.drafter_models
     if not models:

@@ -103,9 +103,7 @@ def _measure_together(
 def _best_seconds_by_size(
     clock: Clock, budget_s: float, sizes: Sequence[int], run: Callable[[int], None]
 ) -> dict[int, float]:
-    """Return the shortest seconds of several passes over the sizes that fit into the budget.
-
-    In ascending order. Disturbances only lengthen a step, and affect all sizes of a pass."""
+    """Return the best of several passes over the sizes that fit into the budget, ascending."""
     best: dict[int, float] = {}
     expected = StepTimeCurve()
     began = clock.now()
@@ -123,7 +121,6 @@ def _best_seconds_by_size(
 
 
 def _fitting(model: Model | LocalDrafter) -> list[int]:
-    """Return the batch sizes that a model's memory holds."""
     return [n for n in _BATCHES if n <= model.num_that_fit(_TOKENS_EACH)]
 
 

@@ -29,9 +29,7 @@ class EagerRunner(ModelRunner):
         block_size: int,
         attention: AttentionFactory = PackedAttention,
     ) -> None:
-        """weights: as `load_weights` returns them; emptied. Raises: ValueError for an empty cache.
-
-        Computes in the dtype of the weights."""
+        """weights: of `load_weights`; emptied. Raises: ValueError for an empty cache."""
         dtype = weights["embed_tokens"].dtype
         self.config = config
         self.num_blocks, self.block_size, self.device = num_blocks, block_size, device
@@ -51,9 +49,7 @@ class EagerRunner(ModelRunner):
         block_size: int,
         attention: AttentionFactory = PackedAttention,
     ) -> EagerRunner:
-        """Load a checkpoint, computing in `dtype` on `device`.
-
-        Raises: CheckpointError for an unusable checkpoint, ValueError for an empty cache."""
+        """Load a checkpoint. Raises: CheckpointError; ValueError for an empty cache."""
         config = DecoderConfig.from_pretrained(path)
         weights = load_weights(path, config, dtype)
         return cls(config, weights, device, num_blocks, block_size, attention)

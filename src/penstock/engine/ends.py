@@ -1,7 +1,6 @@
-"""End of an output: a stop token, a stop string or `max_tokens`.
+"""End of an output: a stop token, a stop string or `max_tokens`. Without PyTorch, for quick import.
 
-Tokens of a round behind it are dropped before they are counted. Without PyTorch, for quick
-import."""
+Tokens of a round behind the end are dropped before they are counted."""
 
 from __future__ import annotations
 
@@ -70,9 +69,7 @@ class OutputEnd:
 
 
 class _StopStringSearch:
-    """Search for stop strings in the growing text that a client sees.
-
-    min_tokens: none may end before them; one may begin there."""
+    """Search for stop strings in a client's growing text; none may end before `min_tokens`."""
 
     def __init__(self, tokenizer: Tokenizer, stop: StopStrings, min_tokens: int) -> None:
         self._strings = stop.strings
@@ -96,9 +93,7 @@ class _StopStringSearch:
         return None
 
     def finish(self) -> int:
-        """End the output; return characters as `End` has them.
-
-        An incomplete character may complete a stop string as U+FFFD."""
+        """End the text; an incomplete character, U+FFFD, may complete a stop string."""
         return self._search(self._decoder.finish())
 
     def _search(self, text: str) -> int:
@@ -131,5 +126,4 @@ class LazyTokenizer:
         return loading
 
     def __call__(self) -> Tokenizer:
-        """Return the tokenizer, after loading."""
         return self.loading.result()

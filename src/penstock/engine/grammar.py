@@ -1,8 +1,7 @@
 """Grammars of outputs: masks of allowed tokens, and forced tokens.
 
-A grammar is text in llguidance's own form, made by `grammar_of`. It is compiled for one vocabulary,
-in a thread and within limits, since clients write grammars. A request's state follows its text, and
-a draft row by row and back."""
+A grammar, in llguidance's form, is compiled for one vocabulary, in a thread and within limits,
+since clients write grammars. A request's state follows its text, and a draft there and back."""
 
 from __future__ import annotations
 
@@ -40,7 +39,6 @@ _MAX_COMPILED = 32
 """Grammars cached beside those in use."""
 _SPECIAL = b"\xff"
 """First byte of special tokens in llguidance: no byte of UTF-8."""
-
 _JSON_STYLE: Any = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -73,8 +71,7 @@ def grammar_of(kind: GrammarKind, value: Any) -> str:
     """Return a grammar in llguidance's form. Raises: GrammarError.
 
     value: a JSON schema (an object, a boolean, or its text), a regular expression, a list of
-    strings, a grammar in Lark's or llama.cpp's (GBNF) notation, or one that is known to be
-    Lark's."""
+    strings, or a grammar in Lark's or llama.cpp's (GBNF) notation."""
     from llguidance import LLMatcher, grammar_from
 
     if value is False:
@@ -179,9 +176,7 @@ class _Vocabulary:
         self._special = re.compile("|".join(map(re.escape, filter(None, spellings))) or r"(?!)")
 
     def __call__(self, text: str) -> list[int]:
-        """Tokenize a text within another one, with the same bytes and without special tokens.
-
-        The spelling of a special token is split into others."""
+        """Tokenize a text within another one, byte by byte, without special tokens."""
         cuts = [match.start() + 1 for match in self._special.finditer(text)]
         parts = pairwise((0, *cuts, len(text)))
         return [token for begin, end in parts for token in self._cut(text[begin:end])]
@@ -279,8 +274,8 @@ class GrammarState:
 
         samples: drawn without the grammar behind the text and behind each draft token; forced
         tokens replace them. Another allowed sample equals the constrained draw, as the likeliest
-        token of all is the likeliest of some. Returns the index of the first forbidden sample, None
-        without one."""
+        token of all is the likeliest of some. Returns the index of the first forbidden sample, or
+        None."""
         with self._lock:
             try:
                 matcher = self._follow(text)

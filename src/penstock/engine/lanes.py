@@ -49,8 +49,7 @@ class Ticket:
 class TicketQueue:
     """Order of plans on a model, as submitted, with changes applied between two of them.
 
-    A plan under way keeps what it reads. For the submitting thread alone, except for the
-    tickets."""
+    A plan under way keeps what it reads. Not thread-safe, except for the tickets."""
 
     def __init__(self) -> None:
         self._last: Ticket | None = None
@@ -101,9 +100,7 @@ class Wakeup:
 
 
 class Lanes(Generic[_Result]):
-    """Threads of lanes, each of which does its jobs in order; they end with this object.
-
-    models: shared by the lanes, each with a queue."""
+    """Threads of lanes, which do their jobs in order. models: shared, each with a queue."""
 
     def __init__(self, models: Iterable[str] = ()) -> None:
         self.wakeup = Wakeup()

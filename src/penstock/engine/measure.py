@@ -29,11 +29,10 @@ _NUM_READ = 128
 
 @dataclass(frozen=True, slots=True)
 class ProfileGrid:
-    """Grid of measurements.
+    """Grid of measurements. repeats: passes. together_s: seconds of two models at once.
 
     Every batch with every draft length behind every context, and every chunk of prefill behind none
-    and the longest; drafters at every batch. repeats: passes. together_s: seconds of each
-    measurement of two models at once."""
+    and the longest; drafters at every batch."""
 
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     draft_lengths: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8)
@@ -74,8 +73,8 @@ def measure(
     """Time the models of an idle engine with memory for at least four requests.
 
     A step is the model's and the sampler's, without the scheduler. Its time is the best of all
-    passes, since disturbances only lengthen it. Two models at once share the kernels' threads as
-    drafters beside the target do."""
+    passes, since disturbances only lengthen it. Two models share threads as drafters beside the
+    target do."""
     clock = engine.clock
     works = list(_target_steps(engine, grid))
     drafters = list(engine.executor.drafters.values())
@@ -114,7 +113,6 @@ def _best(
 def _target_steps(
     engine: Engine, grid: ProfileGrid
 ) -> Iterator[tuple[StepWork, Callable[[], None]]]:
-    """Yield the steps that memory and context allow."""
     target = engine.executor.target
     for context in grid.contexts:
         for batch in grid.batches:
@@ -157,7 +155,6 @@ def _num_read(engine: Engine, drafter: LocalDrafter) -> int:
 
 
 def _longest(engine: Engine, drafter: LocalDrafter) -> int:
-    """Return the tokens of the longest request that fits."""
     room, runner = engine.max_model_len, drafter.runner
     return room if runner is None else min(room, runner.num_blocks * runner.block_size)
 
@@ -186,5 +183,4 @@ def _drafter_profile(
 
 
 def _rounded(value: float) -> float:
-    """Round to the precision of the measurements."""
     return float(f"{value:.4g}")

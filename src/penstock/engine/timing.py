@@ -36,9 +36,7 @@ def dummy_prefill(target: Model, chunk: int, context: int) -> None:
 def dummy_draft(
     drafter: LocalDrafter, batch: int, num_steps: int, num_read: int = 1, context: int = 0
 ) -> None:
-    """Read `num_read` tokens of `batch` requests behind `context` others, then draft.
-
-    The context counts as read, which needs a drafter with a model."""
+    """Read `num_read` tokens of each request, behind context that counts as read, then draft."""
     known = context + num_read
     each = 0 if drafter.runner is None else drafter.runner.blocks_for(known + num_steps)
     sampling = SamplingParams(temperature=0.0)
@@ -71,9 +69,8 @@ def slowdowns(
 ) -> tuple[float, float]:
     """Return the factors on a drafter's and the target's step times beside each other.
 
-    Each is at least 1, the median of several tries of `seconds` each. The kernels' threads are
-    shared as the executor shares them. context: tokens before the step; both must fit into
-    memory."""
+    Each is at least 1, the median of several tries of `seconds`. Threads are shared as in the
+    executor. context: tokens before the step; both must fit into memory."""
     target, num_threads = executor.target, executor.num_threads
     pace = partial(_Stopwatch, clock)
     verifying = partial(dummy_verify, target, [_NUM_DRAFT_TOKENS + 1] * _BATCH, context)
@@ -107,7 +104,6 @@ class _Stopwatch:
         self._times: list[float] = []
 
     def run(self, step: Callable[[], None], seconds: float) -> _Stopwatch:
-        """Run for at least `seconds`, and at least once."""
         with torch.inference_mode():
             self._times.append(self._clock.now())
             while len(self._times) < 2 or self._times[-1] - self._times[0] < seconds:

@@ -19,17 +19,13 @@ _log = logging.getLogger(__name__)
 
 _HEAD_CHARS = 8
 """Characters a token in the head of a text: more than usual in any language."""
-
 _CUT_TOKENS = 16
 """Allowance for a head that ends within a word and so has more tokens."""
-
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Load the tokenizer of a checkpoint, without a hub.
-
-    Raises: CheckpointError where there is none or it cannot be used."""
+    """Load a checkpoint's tokenizer, without a hub. Raises: CheckpointError."""
     return Tokenizer(open_checkpoint(path).tokenizer())
 
 
@@ -66,9 +62,7 @@ class Tokenizer:
         return ids
 
     def encode_behind(self, token_ids: Sequence[int], text: str) -> list[int] | None:
-        """Return the tokens of a text that continues others, as they are in one text.
-
-        The last few of the others are enough. None where a token would belong to both."""
+        """Encode a text behind others; None where a token would belong to both."""
         if not token_ids:
             return self.encode(text, add_special_tokens=False)
         before = self.bytes_of(token_ids).decode(errors="ignore")
@@ -160,9 +154,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """Return a conversation as the model reads it. tools: in OpenAI's form.
-
-        Raises: as `apply_chat_template`."""
+        """Return a conversation's text. tools: in OpenAI's form. Raises: ValueError."""
         if not self.has_chat_template:
             raise ValueError("the tokenizer has no chat template; send a text prompt instead")
         if self.template_fault is not None:
@@ -202,9 +194,7 @@ class Tokenizer:
         previous: int | None = None,
         shown: Collection[int] = (),
     ) -> IncrementalDetokenizer:
-        """Return a stream of text behind the token `previous` (None: at the start of a text).
-
-        shown: special tokens that are not skipped."""
+        """Return a stream of text behind `previous`. shown: special tokens that are not skipped."""
         return IncrementalDetokenizer(self, skip_special_tokens, previous, shown)
 
     def last_of_text(self, token_ids: Sequence[int]) -> int | None:
@@ -221,9 +211,7 @@ class Tokenizer:
         return token_id in self.special_tokens
 
     def token_bytes(self, token_id: int, previous: int | None) -> bytes:
-        """Return a token's UTF-8 bytes in a text after token `previous` (None: at its start).
-
-        Part of a character where the vocabulary has such tokens; empty for an unknown id."""
+        """Return a token's UTF-8 bytes behind `previous` (None: first); empty for an unknown id."""
         token = self._fast.backend_tokenizer.id_to_token(token_id)
         if token is None:
             return b""
@@ -256,10 +244,9 @@ class Tokenizer:
 
     @cached_property
     def _verbatim(self) -> dict[int, bytes]:
-        """Text of the added tokens, which are matched before tokenization, by id.
+        """Text of added tokens, which are matched before tokenization, by id.
 
-        Not those that the vocabulary lists itself, such as Gemma's for several spaces: they are
-        spelt in its own alphabet."""
+        Not of those that the vocabulary spells in its alphabet (Gemma's for several spaces)."""
         added = self._fast.added_tokens_decoder
         own = {} if self._is_byte_level else self._fast.backend_tokenizer.get_vocab(False)
         return {i: t.content.encode() for i, t in added.items() if t.content not in own}
@@ -348,10 +335,10 @@ _ADDED = ("content", "lstrip", "normalized", "rstrip", "single_word")
 
 
 def _essentials(definition: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a definition that decides encoding and decoding.
+    """Return the part that decides encoding and decoding.
 
-    Without the special flag of added tokens (it only hides them), their listing in the vocabulary,
-    and offsets."""
+    Without added tokens' special flag (it only hides them) and their listing, and without
+    offsets."""
     added = definition["added_tokens"]
     model, decoder = dict(definition["model"]), definition["decoder"] or {}
     if isinstance(model["vocab"], dict):
