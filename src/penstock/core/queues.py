@@ -150,16 +150,6 @@ class SizeAwareQueue(ArrivalQueue):
         self.remove(state)
 
 
-def shortest_output_first() -> SizeAwareQueue:
-    """By expected output tokens, however long others wait for it. A request whose client expects
-    nothing counts with its `max_tokens`."""
-
-    def output(state: RequestState) -> float:
-        return state.request.expected_output_tokens or state.request.max_tokens
-
-    return SizeAwareQueue(output, output, math.inf)
-
-
 def make_queue(order: OrderName, estimators: Estimators) -> ArrivalQueue:
     """An empty queue."""
     if order == "arrival":

@@ -332,7 +332,7 @@ def make_scheduler(setup: Setup) -> Scheduler:
 
 
 def requests_of(workload: Workload, setup: Setup) -> Iterator[Request]:
-    """The workload as requests. A policy may ask for the expected output (`wait` and `sjf` do); it
+    """The workload as requests. A policy may ask for the expected output (`wait` does); it
     is the true one."""
     arrived_at = workload.arrival_time
     assert arrived_at is not None

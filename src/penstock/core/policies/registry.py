@@ -123,14 +123,17 @@ def make_policy(kind: str, name: str, options: dict[str, Any] | None = None) -> 
 
 
 def make_pipeline(text: str) -> Any:
-    """A pipeline by its name, its file, or a number of micro-batches. Raises: PolicyError."""
-    most = typing.get_args(option_types("pipeline", "micro_batches")["num"])[1]
-    if text.isascii() and text.isdecimal() and int(text) in most:
-        return make_policy("pipeline", "micro_batches", {"num": int(text)})
+    """Build a pipeline from its name, its file, a number of micro-batches, or `off`: one of them.
+
+    Raises: PolicyError."""
+    counts = typing.get_args(option_types("pipeline", "micro_batches")["num"])[1]
+    num = "1" if text == "off" else text
+    if num.isascii() and num.isdecimal() and int(num) in counts:
+        return make_policy("pipeline", "micro_batches", {"num": int(num)})
     if text in policies("pipeline") or text.endswith(".py"):
         return make_policy("pipeline", text)
-    choices = ", ".join(policies("pipeline"))
+    choices = ", ".join((*policies("pipeline"), "off"))
     raise PolicyError(
-        f"unknown pipeline {text!r}; choose from {choices}, a number of micro-batches {most}, or "
+        f"unknown pipeline {text!r}; choose from {choices}, a number of micro-batches {counts}, or "
         "name a .py file"
     )

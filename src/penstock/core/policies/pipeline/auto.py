@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from penstock.core.policies.pipeline import Pipeline
-from penstock.core.policies.pipeline.barrier import Barrier
 from penstock.core.policies.pipeline.micro_batches import MicroBatches
 from penstock.core.policies.pipeline.parts.planner import (
     MOST_MICRO_BATCHES,
@@ -47,7 +46,7 @@ class Auto(Pipeline):
     def __init__(self, options: Pipeline.Options) -> None:
         super().__init__(options)
         self.setting = PipelineSetting()
-        self._inner: Pipeline = _Inline(Pipeline.Options())
+        self._inner = MicroBatches(MicroBatches.Options(1))
         self._lengths: dict[str, float] = {}
         self._decided: dict[str, float] = {}
         self._num_steps = 0
@@ -59,7 +58,7 @@ class Auto(Pipeline):
 
     @property
     def drafts_beside(self) -> bool:
-        return self._inner.drafts_beside
+        return self.setting.num > 0
 
     def divide(self, states: Sequence[RequestState]) -> None:
         self._inner.divide(states)
@@ -159,19 +158,7 @@ class Auto(Pipeline):
         if setting == self.setting:
             return
         self.setting = setting
-        if setting.num > 1:
-            self._inner = MicroBatches(MicroBatches.Options(setting.num), setting.share)
-        else:
-            self._inner = Barrier(Barrier.Options()) if setting.num else _Inline(Pipeline.Options())
-
-
-class _Inline(Barrier):
-    """No pipeline: drafters of this machine draft inside the target's step; for those elsewhere
-    there are rounds."""
-
-    @property
-    def drafts_beside(self) -> bool:
-        return False
+        self._inner = MicroBatches(MicroBatches.Options(max(1, setting.num)), setting.share)
 
 
 POLICY = Auto

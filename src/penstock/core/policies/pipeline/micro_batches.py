@@ -27,7 +27,7 @@ class MicroBatches(Pipeline):
     class Options:
         """num: micro-batches."""
 
-        num: Annotated[int, Range(at_least=2, at_most=64)] = 2
+        num: Annotated[int, Range(at_least=1, at_most=64)] = 2
 
     def __init__(self, options: Options, share: float | None = None) -> None:
         """share: of the first of two, if they are not to be even."""
@@ -44,6 +44,8 @@ class MicroBatches(Pipeline):
         return self._group.get(state.request.id)
 
     def divide(self, states: Sequence[RequestState]) -> None:
+        if self.num == 1:
+            return
         division = Division(self._shares)
         newcomers = []
         for state in states:
