@@ -105,13 +105,9 @@ class Adaptive(SelectionPolicy):
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        """k_max: most draft tokens that a drafter's worth counts on.
-        explore: share of the time that replays may take at first; it falls with the number of
-            requests. 0 never explores.
-        seed: of what is drawn."""
-
+        # Longest draft in the worth of a drafter.
         k_max: Annotated[int, Range(at_least=1, at_most=LONGEST_DRAFT)] = 8
-        explore: Share = 0.1
+        explore: Share = 0.1  # share of the time for replays at first; falls with requests; 0: none
         seed: Seed = 0
 
     options: Options
