@@ -12,14 +12,15 @@ from penstock.core.view import View
 
 
 class Single(SelectionPolicy):
-    """Every request that leaves the choice open gets the same drafter."""
+    """Gives every request that leaves the choice open the same drafter."""
 
     name: ClassVar[str] = "single"
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        """drafter: its name, or the model that several of them run; None takes the first that is
-        configured, or of several draft servers the one with the fewest requests."""
+        """A drafter's name, or a model that several drafters run.
+
+        None: the first, or of several draft servers the one with the fewest requests."""
 
         drafter: str | None = None
 
@@ -37,7 +38,7 @@ class Single(SelectionPolicy):
 def _spread(
     states: Sequence[RequestState], drafters: Mapping[str, Drafter], loads: Mapping[str, int]
 ) -> dict[str, str | None]:
-    """Keep to the drafter that holds a request's text, else take the least loaded with room."""
+    """Keep the drafter that has a request's KV, else take the least loaded one with room."""
     left = {n: loads.get(n, 0) for n in drafters}
     chosen: dict[str, str | None] = {}
     for state in states:

@@ -1,4 +1,4 @@
-"""By prompt length (Spin, section VI-B2): shorter prompts to smaller drafters."""
+"""Selection by prompt length (Spin, section VI-B2): shorter prompts to smaller drafters."""
 
 from __future__ import annotations
 
@@ -17,20 +17,23 @@ from penstock.core.state import Drafter, RequestState
 from penstock.core.view import View
 
 _MEMORY = 512
-"""Prompts whose lengths are divided: quantiles of so many are good to about 2%."""
+"""Prompts whose lengths are divided: their quantiles are good to about 2%."""
 
 
 class Greedy(SelectionPolicy):
-    """Each request keeps the drafter that its prompt's length gives it. Where that is full or gone
-    it gets the next larger one that has room, else the next smaller."""
+    """Each request keeps the drafter for its prompt's length.
+
+    If that is full or gone, the next larger one with room, else the next smaller."""
 
     name: ClassVar[str] = "greedy"
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        """order: models from the smallest on; empty orders them by the measured time of a draft
-        token. boundaries: prompt lengths, in tokens, from which on the next model is taken, one
-        fewer than models; empty divides the lengths of the last 512 prompts evenly."""
+        """Models and bounds.
+
+        order: models from the smallest on; empty: by measured time of a draft token. boundaries:
+        prompt lengths from which on the next model is used; empty: quantiles of the last 512
+        prompts."""
 
         order: tuple[str, ...] = ()
         boundaries: tuple[PositiveInt, ...] = ()
@@ -69,7 +72,6 @@ class Greedy(SelectionPolicy):
         return chosen
 
     def _order(self, drafters: Mapping[str, Drafter], view: View) -> list[str]:
-        """Models from the smallest on."""
         curve_of = view.learn.times.curve_of
         seconds: dict[str, float] = {}
         for drafter in drafters.values():
@@ -88,7 +90,7 @@ class Greedy(SelectionPolicy):
             del self._sorted[bisect.bisect_left(self._sorted, oldest)]
 
     def _rank(self, prompt_len: int, num_models: int) -> int:
-        """Which model, counted from the smallest, a prompt is for."""
+        """Return the model's rank by size for a prompt."""
         if not num_models:
             return 0
         if self.options.boundaries:
