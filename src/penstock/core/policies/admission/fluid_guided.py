@@ -39,7 +39,7 @@ a step without decodes costs throughput."""
 _MAX_LONGER_SHARE = 0.1
 """Share by which a step may get longer per prompt that it then finishes."""
 _LEAST_PROMPT_SHARE = 0.25
-"""Share of the best step that prompts always get, whatever latency clients ask for."""
+"""Share of the best step that prompts get even if clients ask for less latency."""
 _FIRST_TOKEN_WEIGHT = 6.0
 """Seconds that all decoding requests together may lose per second gained in TTFT."""
 

@@ -446,7 +446,7 @@ def _can_replay(drafter: Drafter, state: RequestState) -> bool:
 
 
 def _others(drafter: Drafter, states: Sequence[RequestState], loads: Mapping[str, int]) -> int:
-    """Return the number of requests that keep the drafter whatever is decided for `states`."""
+    """Return the number of requests outside `states` that keep the drafter."""
     return loads.get(drafter.name, 0) - sum(s.drafter == drafter.name for s in states)
 
 
