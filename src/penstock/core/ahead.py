@@ -34,27 +34,21 @@ MAX_AHEAD_TOKENS = 64
 
 
 class LinePiece(NamedTuple):
-    """Tokens of line `line` from position `start` of the text on.
-
-    parent: only with a line's first tokens: the line that it leaves, or itself if it follows the
-    text."""
+    """Consecutive tokens of a line."""
 
     line: int
-    start: int
+    start: int  # position of the first in the text
     token_ids: tuple[int, ...]
-    parent: int | None = None
+    parent: int | None = None  # with a line's first tokens: the line left, or itself
 
 
 @dataclass(slots=True)
 class _KeptLine:
-    """A kept line.
+    """A kept line."""
 
-    parent: the line with its tokens before `start`; None once those are verified. token_ids:
-    unverified, from `start` on."""
-
-    parent: int | None
+    parent: int | None  # line with the tokens before `start`; None once verified
     start: int
-    token_ids: list[int]
+    token_ids: list[int]  # unverified, from `start` on
 
     @property
     def end(self) -> int:
@@ -84,9 +78,7 @@ class LinesAhead:
         return sum(len(line.token_ids) for line in self._lines.values())
 
     def take(self, pieces: Iterable[LinePiece], text: Text) -> int:
-        """Add pieces, follow the text, and return how many tokens were added.
-
-        Pieces of unknown lines, repeated ones, and those beyond the bounds are dropped."""
+        """Add new pieces of known lines, follow the text, and return how many tokens are new."""
         added = 0
         for piece in pieces:
             before = self.num_tokens
@@ -138,9 +130,7 @@ class LinesAhead:
                 line.start += passed
 
     def _hangs(self, name: int, line: _KeptLine, text: Text, wrong: dict[int, int]) -> bool:
-        """Return whether a line's tokens can be compared with the text: its parent's are verified.
-
-        Lines on wrong tokens are added to `wrong`."""
+        """Return whether a line can be compared with the text; note wrong tokens in `wrong`."""
         assert line.parent is not None
         known = line.parent in self._lines
         if not known or wrong.get(line.parent, line.start) < line.start:
@@ -152,7 +142,7 @@ class LinesAhead:
         return True
 
     def path(self, length: int) -> tuple[int, ...]:
-        """Return the likeliest tokens behind a followed text of `length`, older lines first."""
+        """Return the likeliest tokens behind a followed text of `length`."""
         for line in self._lines.values():
             if line.parent is None and line.start <= length < line.end:
                 return tuple(line.token_ids[length - line.start :])
@@ -163,15 +153,12 @@ class LinesAhead:
 
 
 class Odds(NamedTuple):
-    """Odds of one line, by its drafter.
+    """Odds of one line, by its drafter."""
 
-    reached: probability that the text reaches its start; accepted: of each token, behind all before
-    it; left: tokens that other lines have left; can_grow: one more token can be drafted."""
-
-    reached: float
-    accepted: Sequence[float]
-    left: frozenset[int]
-    can_grow: bool
+    reached: float  # probability that the text reaches its start
+    accepted: Sequence[float]  # of each token, behind all before it
+    left: frozenset[int]  # tokens that other lines have left
+    can_grow: bool  # one more token can be drafted
 
 
 class DraftSpot(NamedTuple):
@@ -183,13 +170,10 @@ class DraftSpot(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """Accuracy of choices.
+    """Accuracy of a drafter's choices."""
 
-    first: probability that a drafter's first choice is right; runner_up: that the second is, if
-    not."""
-
-    first: float
-    runner_up: float
+    first: float  # probability that the first choice is right
+    runner_up: float  # that the second is, if the first is not
 
 
 def spots_of(lines: Sequence[Odds], choices: Choices, least: float) -> list[DraftSpot]:

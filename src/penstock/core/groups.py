@@ -92,9 +92,7 @@ class CountedState(RequestState):
         )
 
     def append_counted(self, num_tokens: int) -> int:
-        """Add verified tokens by number; return how many were not announced.
-
-        Tokens made in a group before a preemption are among them."""
+        """Add verified tokens by number; return how many of all tokens were not announced."""
         self._num_output += num_tokens
         num_new = self._num_output - self.num_announced
         self.num_announced += num_new
@@ -118,10 +116,7 @@ class CountedState(RequestState):
 
 @dataclass(slots=True)
 class _Decoded:
-    """Tokens decoded by a group's members of one tenant.
-
-    `kv_tokens` is their context at tick `tick`; `num_rows` tokens, behind `num_kv_tokens` of
-    context, are not charged yet."""
+    """A tenant's uncharged tokens in a group, and its members' context at tick `tick`."""
 
     tick: int
     num: int = 0
@@ -261,9 +256,7 @@ class DecodeGroup:
         return 0
 
     def advance(self, ticks: int) -> list[CountedState]:
-        """Give members `ticks` tokens, at most `ticks_left`; return those that leave.
-
-        In the order of their arrival."""
+        """Give members at most `ticks_left` tokens; return those that leave, by arrival."""
         self.ticks += ticks
         self.num_kv_tokens += ticks * len(self.members)
         left: list[CountedState] = []
@@ -283,9 +276,7 @@ def decode_run(
     repeatable: bool,
     until: float | None,
 ) -> DecodeRun:
-    """Return the groups' part of a plan, and how often it may repeat.
-
-    Until a member leaves or memory runs out, if `repeatable`."""
+    """Return the groups' part of a plan, and how often it may repeat, if `repeatable`."""
     num_requests, num_kv_tokens = 0, 0
     for group in groups:
         group.plan_id = plan_id

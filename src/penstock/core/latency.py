@@ -22,10 +22,7 @@ class Remaining(NamedTuple):
 
 
 def remaining(state: RequestState, now: float, mean_tokens: float) -> Remaining | None:
-    """Return the remaining seconds and tokens by the stricter target; None without one.
-
-    Only for a request with its first token. mean_tokens: expected remaining tokens, for a
-    deadline."""
+    """Return a decoding request's remaining seconds and tokens, by the stricter target."""
     tpot, deadline = state.request.latency
     found = []
     if tpot is not None:

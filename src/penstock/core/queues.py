@@ -54,15 +54,11 @@ class ArrivalQueue:
         self._by_age.move_to_end(state.request.id, last=False)
 
     def remove(self, state: RequestState) -> None:
-        """Remove a waiting request.
-
-        Raises: KeyError if it does not wait."""
+        """Remove a waiting request, or raise KeyError."""
         del self._by_age[state.request.id]
 
     def admit(self, state: RequestState) -> None:
-        """Remove an admitted request.
-
-        Raises: KeyError if it does not wait."""
+        """Remove an admitted request, or raise KeyError."""
         self.remove(state)
 
 
@@ -182,9 +178,7 @@ def make_queue(order: OrderName, estimators: Estimators) -> ArrivalQueue:
 
 
 class WaitingRequests:
-    """One queue for each key of the policy, or a single one.
-
-    The key is evaluated when a request begins to wait."""
+    """One queue per key of the policy, evaluated when a request begins to wait."""
 
     def __init__(
         self,
@@ -221,9 +215,7 @@ class WaitingRequests:
         self._new_queue_of(state).appendleft(state)
 
     def remove(self, state: RequestState) -> None:
-        """Remove a waiting request.
-
-        Raises: KeyError if it does not wait."""
+        """Remove a waiting request, or raise KeyError."""
         self._queue_of.pop(state.request.id).remove(state)
 
     def admit(self, state: RequestState) -> None:

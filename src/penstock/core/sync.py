@@ -15,16 +15,13 @@ from penstock.core.types import TARGET, Status
 
 
 class HostRequest(NamedTuple):
-    """A running request as its host counts it, as if steps in flight had ended.
-
-    num_output_tokens: made so far. num_computed_tokens: positions with computed KV, in `num_blocks`
-    blocks. in_flight: it can be scheduled only after a step in flight."""
+    """A running request as its host counts it, as if steps in flight had ended."""
 
     request_id: str
-    num_output_tokens: int
-    num_computed_tokens: int
+    num_output_tokens: int  # made so far
+    num_computed_tokens: int  # positions with computed KV
     num_blocks: int
-    in_flight: bool = False
+    in_flight: bool = False  # cannot be scheduled before a step in flight ends
 
 
 def sync(table: Table, running: Iterable[HostRequest], preempted: Iterable[str]) -> None:

@@ -17,7 +17,7 @@ from penstock.core.state import RequestState
 from penstock.core.types import TARGET, StepResult
 from penstock.core.view import DraftCandidate, View
 
-_SHARE = 0.005  # largest share of the target's time for trials (ADR 18, as all here)
+_SHARE = 0.005  # largest share of the target's time for trials (ADR 18)
 _DOUBTFUL_SHARE = 0.02  # the same while there is doubt
 _MOST_DOUBTFUL = 3  # trials after which there is no doubt
 _FIRST_STEPS = 16  # target steps without a drafter before its first trial
@@ -29,22 +29,17 @@ _NUM_TOKENS = 4  # draft tokens of each round
 
 @dataclass(slots=True)
 class _Watch:
-    """State of one drafter.
+    """State of one drafter."""
 
-    since: last measurement, in seconds of the target; pace: seconds of a target step then. cost: of
-    its last trial, in seconds beyond the worth of its tokens. num_trials: in a row, without use."""
-
-    since: float
-    pace: float
-    cost: float
-    num_trials: int = 0
+    since: float  # last measurement, in seconds of the target
+    pace: float  # seconds of a target step then
+    cost: float  # of its last trial: seconds beyond its tokens' worth
+    num_trials: int = 0  # in a row, without use
 
 
 @dataclass(slots=True)
 class _Trial:
-    """A request that drafts with a drafter in its next rounds.
-
-    chosen: the selection policy's choice for it."""
+    """A request that drafts with a drafter for some rounds, instead of the `chosen` one."""
 
     state: RequestState
     drafter: str
@@ -124,9 +119,7 @@ class Trials:
     def _begin_unused(
         self, candidates: Sequence[DraftCandidate], grants: Sequence[Grant], view: View
     ) -> None:
-        """Begin the trial of a drafter that all requests could use, and none does.
-
-        Grants do not tell whether a chain's model is asked."""
+        """Begin the trial of a drafter that all requests could use, and none does."""
         used = {
             c.drafter
             for c, grant in zip(candidates, grants, strict=True)

@@ -14,8 +14,7 @@ from typing import NamedTuple
 from penstock.core.ahead import MAX_AHEAD_TOKENS, MAX_LINES, MAX_ROWS, LinePiece, Odds
 from penstock.core.types import SamplingParams
 
-_FIRST_GRANT = 4
-"""Draft-ahead length before the first order shows the usual one."""
+_FIRST_GRANT = 4  # draft-ahead length before the first order shows the usual one
 
 
 class TopWeights(NamedTuple):
@@ -26,65 +25,51 @@ class TopWeights(NamedTuple):
 
 
 class Guess(NamedTuple):
-    """A token, and the drafter's confidence (0 to 1).
-
-    source: distribution that a token of a `ratio` draft was sampled from; None otherwise."""
+    """A token, and the drafter's confidence (0 to 1)."""
 
     token_id: int
     confidence: float
-    source: TopWeights | None = None
+    source: TopWeights | None = None  # distribution of a sampled `ratio` token
 
 
 class SessionOrder(NamedTuple):
-    """Order for up to `num_draft_tokens` tokens behind a text of `prefix_len`.
+    """Order for a draft of one request."""
 
-    The draft stops before its predicted survival falls below `min_survival`. `tag` comes back with
-    it."""
-
-    tag: Hashable
-    prefix_len: int
-    num_draft_tokens: int
-    min_survival: float = 0.0
+    tag: Hashable  # comes back with the draft
+    prefix_len: int  # of the text behind which to draft
+    num_draft_tokens: int  # at most
+    min_survival: float = 0.0  # least predicted survival of a token
 
 
 @dataclass(slots=True)
 class Line:
-    """A line of a request.
+    """A line of a request."""
 
-    name: from 1 on. parent: the line that it leaves; itself if it follows the text. start: position
-    of its first token. barred: what that token must not be. told_to: end of the part that was sent;
-    None before. left: positions at which other lines leave it."""
-
-    name: int
-    parent: int
-    start: int
-    barred: int | None = None
-    told_to: int | None = None
-    left: set[int] = field(default_factory=set)
+    name: int  # from 1 on
+    parent: int  # the line that it leaves; itself if it follows the text
+    start: int  # position of its first token
+    barred: int | None = None  # what that token must not be
+    told_to: int | None = None  # end of the part that was sent; None before
+    left: set[int] = field(default_factory=set)  # positions at which other lines leave it
 
 
 @dataclass(slots=True)
 class Session:
-    """Drafting of one request, or one of its lines.
-
-    num_sent: tokens of the draft under verification (0: a token will be added); None while an order
-    is awaited or unfinished. is_stuck: no further guess before the text changes. is_readable: every
-    token of the text is in the drafter's vocabulary. kv_key: names its KV. branches: the request's
-    other lines; num_lines: how many there ever were."""
+    """Drafting of one request, or one of its lines."""
 
     key: str
     text: list[int]
     sampling: SamplingParams
     guesses: list[Guess] = field(default_factory=list)
     order: SessionOrder | None = None
-    num_sent: int | None = 0
+    num_sent: int | None = 0  # tokens under verification; None while an order is due or open
     last_grant: int = _FIRST_GRANT
-    is_stuck: bool = False
-    is_readable: bool = True
-    kv_key: str = ""
+    is_stuck: bool = False  # no further guess before the text changes
+    is_readable: bool = True  # its vocabulary has every token of the text
+    kv_key: str = ""  # names its KV
     line: Line = field(default_factory=lambda: Line(1, 1, 0))
-    branches: list[Session] = field(default_factory=list)
-    num_lines: int = 1
+    branches: list[Session] = field(default_factory=list)  # the request's other lines
+    num_lines: int = 1  # how many there ever were
 
     def fork(self, at: int, name: int) -> Session:
         """Return a line that leaves this one instead of its guess `at`."""
@@ -110,16 +95,12 @@ class Session:
 
     @property
     def samples_next(self) -> bool:
-        """Whether the next guess is sampled from the drafter's distribution.
-
-        Otherwise it predicts the target's sample."""
+        """Whether the next guess is from the drafter's own distribution, not the target's noise."""
         return self.is_ratio and len(self.guesses) != self.num_sent
 
     @property
     def draft_start(self) -> int:
-        """Position of the first token of the draft that the next guess is for.
-
-        That is the present draft or, behind it and the bonus token, the next."""
+        """Position of the first token of the draft that the next guess is for."""
         if self.num_sent is None or len(self.guesses) < self.num_sent:
             return len(self.text)
         return len(self.text) + self.num_sent + 1
@@ -188,9 +169,7 @@ def inherit(session: Session, branch: Session, token_ids: Sequence[int]) -> None
 
 
 def prune(session: Session, known: int) -> list[Session]:
-    """Drop and return the lines that the text contradicts.
-
-    The text behind `known` is new."""
+    """Drop and return the lines that contradict the text, which is new behind `known`."""
     news = session.text[known:]
     end = len(session.text)
     kept: list[Session] = []

@@ -33,9 +33,7 @@ LEAST_CHANCE = 0.1
 
 
 class SessionDraft(NamedTuple):
-    """Draft of an order.
-
-    `sources` is empty unless the request is verified by `ratio`."""
+    """Draft of an order; `sources` is empty unless verification is by `ratio`."""
 
     key: str
     tag: Hashable
@@ -94,9 +92,7 @@ class Proposer(Protocol):
 
 
 class DraftingSessions:
-    """All sessions of one drafter.
-
-    max_draft_tokens: longest draft that is ever sent."""
+    """All sessions of one drafter; `max_draft_tokens` is the longest draft ever sent."""
 
     def __init__(self, proposer: Proposer, max_draft_tokens: int) -> None:
         self.proposer = proposer
@@ -115,9 +111,7 @@ class DraftingSessions:
         *,
         sends_lines: bool = False,
     ) -> None:
-        """Begin a request, replacing one with the same key.
-
-        sends_lines: send guesses made ahead, unless verification needs distributions."""
+        """Begin a request; `sends_lines`: send guesses made ahead, if not verified by `ratio`."""
         self.forget(key)
         session = Session(key, list(token_ids), sampling, kv_key=key)
         lines.begin_line(session)
@@ -163,9 +157,7 @@ class DraftingSessions:
         self._read(session, token_ids)
 
     def order(self, key: str, order: SessionOrder) -> None:
-        """Start an order for a request whose text must have the order's length.
-
-        It replaces an unfinished one."""
+        """Start an order behind a text of its length, replacing an unfinished one."""
         session = self._sessions.get(key)
         if session is not None and len(session.text) == order.prefix_len:
             self._next = None
@@ -326,9 +318,7 @@ class DraftingSessions:
     def _learn(
         self, session: Session, matched: int, token_ids: Sequence[int], num_accepted: int
     ) -> None:
-        """Learn acceptance from positions up to and including the first rejection.
-
-        Of all guesses if drafts are compared with the target's sample, else of those sent."""
+        """Learn acceptance from all compared guesses, or the decided tokens of the sent draft."""
         if session.is_ratio:
             # At the output's end no token follows the accepted ones.
             decided = min(num_accepted + 1, len(token_ids), session.num_sent or 0)

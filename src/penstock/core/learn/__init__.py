@@ -15,9 +15,7 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # batches at which the profile is sa
 
 
 class Estimators:
-    """All estimators that policies may consult.
-
-    profile: step times of the target known beforehand."""
+    """All estimators of policies. `profile`: step times of the target known beforehand."""
 
     def __init__(self, profile: StepProfile | None = None) -> None:
         self.acceptance = AcceptanceEstimator()

@@ -15,9 +15,7 @@ from penstock.core.types import Verdict
 
 @dataclass(slots=True)
 class Beta:
-    """Beta posterior of an acceptance probability around its prior's mean.
-
-    Counts fade each round, so that it follows drift and returns to the prior without evidence."""
+    """Beta posterior of an acceptance probability; counts fade towards the prior each round."""
 
     accepted: float = 0.0
     rejected: float = 0.0
@@ -77,9 +75,7 @@ class SurvivalShape:
             self._expected[position] *= _SHAPE_KEEP
 
     def survival(self, rate: float, num_positions: int) -> list[float]:
-        """Return G(1), …, G(num_positions): the probability that so many draft tokens are accepted.
-
-        rate: the request's overall acceptance."""
+        """Return the survival G(1), …, G(num_positions) of a draft at this overall acceptance."""
         odds = rate / (1 - rate)
         survival, product = [], 1.0
         for factor in self.factors[:num_positions]:
@@ -132,9 +128,7 @@ class _Rates:
     def mean(
         self, request_id: str, drafter: str, expected: tuple[float, float] | None = None
     ) -> float:
-        """Return the mean.
-
-        expected: a mean and its strength, replacing the drafter's overall one."""
+        """Return the mean; `expected` (mean, strength) replaces the drafter's overall one."""
         own = self._by_request.get(request_id, _NOTHING).get(drafter, _UNSEEN)
         if expected is not None:
             return own.mean(*expected)
@@ -146,18 +140,13 @@ class _Rates:
 
 
 def _faded(discount: float, num_rounds: float, trial: float) -> float:
-    """Return the discount of some rounds.
-
-    If a trial takes more than its share of a discount's memory, evidence fades over more rounds."""
+    """Return the discount of some rounds, weaker if a trial takes long."""
     pace = 1.0 if not trial else min(1.0, _TRIAL_SHARE / ((1 - discount) * trial))
     return float(discount ** (num_rounds * pace))
 
 
 class AcceptanceEstimator:
-    """Acceptance of a draft token, and probability of a draft, by request and drafter.
-
-    A request starts from the drafter's overall acceptance, worth `prior_strength` tokens, or from
-    `expect`."""
+    """Acceptance of a draft token, and probability of a draft, by request and drafter."""
 
     def __init__(self, discount: float = 0.97, prior_strength: float = 4.0) -> None:
         self._tokens = _Rates(discount, prior_strength, _PRIOR_MEAN)
@@ -183,9 +172,7 @@ class AcceptanceEstimator:
     def fade(
         self, request_id: str, drafter: str, num_rounds: float = 1, trial: float = 0.0
     ) -> None:
-        """Age a request's estimate by rounds in which it did not use the drafter.
-
-        An unused drafter is tried again in the end; the more a trial takes in rounds, the later."""
+        """Age a request's estimate by rounds without the drafter, slower for long trials."""
         for rates in (self._tokens, self._drafts):
             rates.fade(request_id, drafter, num_rounds, trial)
 

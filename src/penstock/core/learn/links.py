@@ -8,9 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class _Line:
-    """Line through (tokens, seconds) by discounted least squares.
-
-    It begins as a line through the origin, so that an unknown slope is not 0."""
+    """Line through (tokens, seconds) by discounted least squares, at first through the origin."""
 
     weight: float = 0.0
     tokens: float = 0.0
@@ -53,9 +51,7 @@ _LEAST_PATIENCE_S = 0.05
 
 
 class LinkTimes:
-    """Seconds from an order to its draft, measured here: a round trip, plus time per draft token.
-
-    Nothing that a server reports about itself is used."""
+    """Seconds from an order to its draft, measured here: a round trip, plus time per token."""
 
     def __init__(self) -> None:
         self._lines: defaultdict[str, _Line] = defaultdict(_Line)
@@ -65,9 +61,7 @@ class LinkTimes:
         self._lines[drafter].observe(num_tokens, seconds, _LINK_KEEP)
 
     def seconds(self, drafter: str, num_tokens: int) -> float:
-        """Return the expected seconds of a draft.
-
-        Without measurements, the mean of the other servers."""
+        """Return the expected seconds of a draft; while not measured, the other servers' mean."""
         own = self._lines.get(drafter)
         lines = list(self._lines.values()) if own is None else [own]
         num = max(1, len(lines))

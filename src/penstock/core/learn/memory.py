@@ -11,18 +11,16 @@ from penstock.core.learn import Estimators
 from penstock.core.state import RequestState
 from penstock.fluid.memory import poisson_kv_bound
 
-_MAX_STAGES = 256
-"""Output positions that are distinguished; longer outputs group several."""
+_MAX_STAGES = 256  # output positions that are distinguished; longer outputs group several
 
 _PACE_KEPT = 0.9  # memory of a look at running requests
 
 
 class FluidKV(NamedTuple):
-    """KV tokens of the target in a steady state of present traffic.
+    """KV tokens of the target in a steady state of present traffic, without sharing.
 
-    Requests arrive, end and make tokens as lately. mean: in the fluid model. bound: exceeded by
-    Poisson arrivals within an hour with probability 0.001 at most. Shared prefixes count in full,
-    and memory is unlimited."""
+    mean: in the fluid model. bound: exceeded within an hour with probability 0.001 at most
+    (Poisson)."""
 
     mean: float
     bound: float
@@ -49,9 +47,7 @@ class TokenPace:
 
 
 def fluid_kv(learn: Estimators, now: float, token_s: float) -> FluidKV | None:
-    """Return the memory of present traffic; None before a request has come and one has ended.
-
-    token_s: seconds of a token."""
+    """Return the memory of present traffic, at `token_s` seconds a token; None before any end."""
     traffic, survival = learn.traffic, learn.lengths.survival_of_ended()
     rate = traffic.prompt_tokens_per_s(now) / traffic.mean_prompt_len
     if not survival.size or rate <= 0 or token_s <= 0:

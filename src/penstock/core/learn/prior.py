@@ -24,15 +24,13 @@ _CORRELATION = 0.5
 _BIAS_VARIANCE = 1.0
 _WORDS_VARIANCE = 3.0
 """Variance of f's mean over all prompts, and between prompts without common words."""
-_MEMORY = 128
-"""Requests that f is fitted to; bounds the host's time."""
+_MEMORY = 128  # requests that f is fitted to; bounds the host's time
 _NUM_BUCKETS = 8192  # of hashed words
 _HASH = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio
 _NEWTON_STEPS = 3  # converges from the prior in three
 _LEAST_RATE = 0.01  # keeps precisions finite
 _LEAST_PRECISION = 1e-3  # least that counts as a measurement
-_EM_WEIGHT = 12.0
-"""Requests that the first covariance counts for."""
+_EM_WEIGHT = 12.0  # requests that the first covariance counts for
 _MOST_LOGIT = 6.0
 # bound of Newton's steps
 
@@ -79,9 +77,7 @@ class Belief:
 
 
 class AcceptancePrior:
-    """Learns over requests.
-
-    The caller numbers the drafters as columns 0 to J - 1, and words as integers in any order."""
+    """Learns over requests; drafters are columns 0 to J - 1, and words are integers."""
 
     def __init__(self) -> None:
         self._prompts = _Prompts()
@@ -101,9 +97,7 @@ class AcceptancePrior:
         self._regressions.grow(num_drafters)
 
     def belief(self, words: IntArray) -> tuple[Belief, FloatArray]:
-        """Return the belief of a request with these words, and its mean's standard deviation [J].
-
-        More requests would lower that deviation."""
+        """Return the belief of a request with these words, and its mean's deviation [J]."""
         return self._belief(_buckets(words))
 
     def _belief(self, buckets: IntArray) -> tuple[Belief, FloatArray]:
@@ -194,9 +188,7 @@ class _Regressions:
         )
 
     def predict(self, likeness: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Return the mean [J] for a prompt of this likeness, and its reducible variance.
-
-        That is the error that more prompts would lower. Words unlike all others are part of S."""
+        """Return the mean [J] at this likeness, and the variance that more prompts would lower."""
         kernel = _BIAS_VARIANCE + _WORDS_VARIANCE * likeness
         shares = self._reach(kernel)
         mean = _MEAN + (self._weights * kernel).sum(axis=1)
@@ -207,9 +199,7 @@ class _Regressions:
     def replace(
         self, slot: int, likeness: FloatArray, measured: FloatArray, noise: FloatArray
     ) -> None:
-        """Replace the prompt in a slot.
-
-        It was measured [J] with a variance of noise, infinite for no measurement."""
+        """Replace the prompt in a slot; infinite noise [J] is no measurement."""
         kernel = _BIAS_VARIANCE + _WORDS_VARIANCE * likeness
         self._forget(slot)
         reach = self._reach(kernel)

@@ -14,22 +14,19 @@ BoolArray = npt.NDArray[np.bool_]
 
 _MEMORY = 1000.0  # steps after which a measurement counts for a third
 _STALL = 4.0  # most that a measurement counts, over its size's earlier mean
-_RIDGE = 1e-9
-"""Ridge towards no cost: divides what steps cannot distinguish."""
+_RIDGE = 1e-9  # ridge towards no cost: divides what steps cannot distinguish
 _CELL = 1.08  # sizes in a cell differ by less than this factor
 _NUM_CELLS = 160  # cells beyond the largest steps
-_CLEAR = 3.0
-"""Standard errors from which on a size is off the line."""
+_CLEAR = 3.0  # standard errors from which on a size is off the line
 _FAR = 1 << 16  # more positions than a step has
 _NUM_TERMS = 5
 _SECONDS, _COUNT = _NUM_TERMS, _NUM_TERMS + 1
 
 
 class LearnedProfile:
-    """Profile by non-negative least squares of relative errors over all terms of `StepWork`.
+    """Profile by non-negative least squares of relative errors over terms of `StepWork`.
 
-    Old steps fade. A table has the sizes that clearly take more or less than the line: noise must
-    not make stairs, at which prompts would be cut."""
+    Old steps fade. A table has sizes clearly off the line: noisy stairs would cut prompts."""
 
     def __init__(self) -> None:
         # By cell of sizes: sums of products of the terms, the seconds and 1, each divided by the
@@ -131,10 +128,7 @@ def cell_of(size: float) -> int:
 
 
 def clear_stairs(means: FloatArray, squares: FloatArray, nums: FloatArray) -> BoolArray:
-    """Return the cells [cells] that are off the line by three standard errors.
-
-    means, squares: of the steps' relative deviations from the line; nums: steps. All cells are
-    taken to scatter alike."""
+    """Return the cells off the line by three standard errors, by moments of the deviations."""
     noise = float((nums * np.maximum(squares - means**2, 0.0)).sum() / nums.sum())
     found: BoolArray = np.abs(means) > _CLEAR * np.sqrt(noise / nums)
     return found

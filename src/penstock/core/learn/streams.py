@@ -18,15 +18,12 @@ _MAX_ACCEPTANCE = 0.99  # keeps expected lengths finite
 
 
 class Evidence(NamedTuple):
-    """Evidence of one verification.
-
-    Of `num_proposed` draft tokens the first `num_decided` were decided, with `successes` among them
-    (accepted ones, or Σ min(target, draft)). `successes_all`: among all proposed, on any prefix."""
+    """Evidence of one verification."""
 
     num_proposed: int
-    num_decided: int
-    successes: float
-    successes_all: float = 0.0
+    num_decided: int  # the first ones, decided on the target's prefix
+    successes: float  # of these: accepted ones, or Σ min(target, draft)
+    successes_all: float = 0.0  # among all proposed, on any prefix
 
     @classmethod
     def of(cls, verdict: Verdict) -> Evidence:
@@ -156,14 +153,11 @@ _UNKNOWN_ROUNDS = 20.0  # rounds that the uniform distribution of levels counts 
 _VISITED_DECAY = 0.998  # memory of visited levels a round; chosen by hand
 
 _SPREAD = 0.002  # share of the weight, every round; chosen by hand
-_OPTIMISM = 0.5
-"""Standard deviations between estimators, added to their mean. Chosen by hand."""
+_OPTIMISM = 0.5  # standard deviations between estimators, added to their mean; chosen by hand
 
 
 class Bank(StreamModel):
-    """Several estimators, weighted by how well each predicted so far.
-
-    A share of the weight is spread evenly every round (fixed share; Herbster and Warmuth, 1998)."""
+    """Several estimators, weighted by predictions (fixed share; Herbster and Warmuth, 1998)."""
 
     def __init__(self, experts: Sequence[StreamModel]) -> None:
         self._experts = tuple(experts)

@@ -20,8 +20,7 @@ from penstock.fluid.step_profile import DrafterProfile, StepProfile, StepTimeCur
 Seconds = TypeVar("Seconds", float, npt.NDArray[np.float64])
 
 _CATCH_UP_WEIGHT = 0.1  # weight of a measured catch-up; weights are chosen by hand
-_MIN_CATCH_UP_TOKENS = 16
-"""Tokens a request from which on a catch-up measures reading."""
+_MIN_CATCH_UP_TOKENS = 16  # tokens a request from which on a catch-up measures reading
 _STEPS_WEIGHT = 0.02  # weight of a step in the steps per token
 _MOST_READING = 0.3  # share of a drafter's time up to which its reading is subtracted
 _USUALLY_UNREAD = 2  # tokens a request after a round
@@ -87,9 +86,7 @@ class Times:
         return max(1e-6, self.profile.seconds(work) + self.shift)
 
     def draft_seconds(self, drafter: str, batch: int, num_tokens: int) -> float:
-        """Return the seconds of drafts for a batch.
-
-        Steps of a drafter of this machine, or the measured time of a draft server."""
+        """Return the seconds of drafts for a batch, of this machine or a draft server."""
         curve = self._by_drafter.get(drafter)
         if curve is not None and not curve.is_empty:
             return num_tokens * curve(batch)
@@ -142,9 +139,7 @@ class Times:
     # --- learning -------------------------------------------------------------------------------
 
     def observe(self, result: StepResult, *, may_wait: bool) -> None:
-        """Take in an ended step of the target, and the host's part before it.
-
-        may_wait: it may have waited for drafts, which cannot be told from the host's part."""
+        """Take in an ended step and the host's part before it, unless it `may_wait` for drafts."""
         if result.lane == TARGET:
             self._may_wait = may_wait
             gap = self._gap = result.started_at - self._last_end
@@ -267,10 +262,7 @@ def _drafted(result: StepResult) -> Iterator[tuple[str, int]]:
 
 
 def step_work(plan: StepPlan, verdicts: Sequence[Verdict] | None = None) -> StepWork:
-    """Return the work of a plan's first step.
-
-    One known token behind a context is a decoding request, all else is prefill. Drafts count by
-    `verdicts`, or as granted: look-up often finds less."""
+    """Return the work of a plan's first step, with drafts by `verdicts` or as granted."""
     proposed = {} if verdicts is None else {v.request_id: v.num_drafted for v in verdicts}
     run = plan.decodes
     if run is not None and not plan.items:
@@ -302,8 +294,5 @@ def drafter_profiles(
 def round_seconds(
     verify: Seconds, *, inside: float = 0.0, beside: Seconds | float = 0.0, host: float = 0.0
 ) -> Seconds:
-    """Return the seconds of a round.
-
-    The wait for drafts beside the target, then the host's part, the drafts inside the step, one
-    drafter after the other, and verification."""
+    """Return the seconds of a round: drafts beside, host, drafts inside, verification."""
     return beside + host + inside + verify

@@ -11,9 +11,7 @@ from penstock.core.types import Request
 
 
 class Traffic:
-    """Mean prompt length, and prompt tokens a second.
-
-    They fade exponentially, by requests and by seconds."""
+    """Mean prompt length, and prompt tokens a second, both exponentially faded."""
 
     def __init__(self, memory: float = 500.0, seconds: float = 30.0) -> None:
         self._keep = 1 - 1 / memory
@@ -51,16 +49,13 @@ FloatArray = npt.NDArray[np.float64]
 _MAX_LEN = 1 << 14  # output tokens that are distinguished
 _PRIOR_MEAN = 200.0  # output tokens before any end; chosen by hand
 _PRIOR_WEIGHT = 2.0  # ends that this counts for; chosen by hand
-_STEPS_WEIGHT = 0.002
-"""Weight of a request's step in the mean of all: some hundred are remembered."""
+_STEPS_WEIGHT = 0.002  # weight of a request's step in the mean of all: some hundred are remembered
 
 
 class OutputLengths:
     """Discounted Kaplan-Meier estimate of P(output longer than n tokens).
 
-    Ended outputs alone would underestimate long ones; running requests count for the lengths that
-    they have reached. Older ends fade, to follow changes of traffic. Before any end lengths are
-    geometric."""
+    Running requests count for their lengths so far: ended ones alone underestimate long outputs."""
 
     def __init__(self, memory: float = 2000.0) -> None:
         self._growth = 1 + 1 / memory

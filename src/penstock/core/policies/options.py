@@ -58,12 +58,10 @@ MaxDraftTokens = Annotated[int, Range(at_least=0, at_most=LONGEST_DRAFT)]
 
 
 def checked(value: Any, wanted: Any) -> Any:
-    """Return a value converted to an option of a declared type.
+    """Return a value as an option of a type, or raise ValueError or OverflowError.
 
     A list, as in YAML and JSON, becomes a tuple, a whole number may be a float, a bool is no
-    number.
-
-    Raises: ValueError if it does not fit; OverflowError for a whole number beyond all floats."""
+    number."""
     origin, parts = typing.get_origin(wanted), typing.get_args(wanted)
     if origin in (types.UnionType, typing.Union):
         return _first_that_fits(value, parts)

@@ -49,16 +49,12 @@ def policies(kind: str) -> dict[str, type[Any]]:
 
 
 def register(kind: str, policy: type[Any], name: str | None = None) -> None:
-    """Register a policy under its name, or another.
-
-    Raises: PolicyError if it is incomplete."""
+    """Register a policy under its name, or another; raise PolicyError if it is incomplete."""
     policies(kind)[name or policy.name] = _complete(kind, policy)
 
 
 def _complete(kind: str, policy: Any) -> type[Any]:
-    """Return the policy if it has all that its kind needs.
-
-    Raises: PolicyError."""
+    """Return the policy, or raise PolicyError if it lacks what its kind needs."""
     base = getattr(importlib.import_module(f"penstock.core.policies.{kind}"), _BASES[kind])
     label = f"{kind} policy {getattr(policy, 'name', policy)!r}"
     if not (inspect.isclass(policy) and issubclass(policy, base)):
@@ -71,9 +67,7 @@ def _complete(kind: str, policy: Any) -> type[Any]:
 
 
 def policy_class(kind: str, name: str) -> type[Any]:
-    """Return a policy's class by its name, or from its file.
-
-    Raises: PolicyError."""
+    """Return a policy's class by its name or file, or raise PolicyError."""
     known = policies(kind)
     if name in known:
         return known[name]
@@ -97,16 +91,12 @@ def _from_file(kind: str, path: Path) -> type[Any]:
 
 
 def option_types(kind: str, name: str) -> dict[str, Any]:
-    """Return the types of a policy's options by name (`core/policies/options.py`).
-
-    Raises: PolicyError."""
+    """Return the types of a policy's options by name, or raise PolicyError."""
     return typing.get_type_hints(policy_class(kind, name).Options, include_extras=True)
 
 
 def make_policy(kind: str, name: str, options: dict[str, Any] | None = None) -> Any:
-    """Build a policy from its name and options, which may come from YAML or JSON.
-
-    Raises: PolicyError with the cause and the allowed values."""
+    """Build a policy from its name and options (YAML or JSON), or raise PolicyError."""
     allowed = option_types(kind, name)
     fitting: dict[str, Any] = {}
     for option, value in (options or {}).items():
@@ -128,9 +118,7 @@ def make_policy(kind: str, name: str, options: dict[str, Any] | None = None) -> 
 
 
 def make_pipeline(text: str) -> Any:
-    """Build a pipeline from its name, its file, or a number of micro-batches; `off` is 1.
-
-    Raises: PolicyError."""
+    """Build a pipeline from its name, file, or number of micro-batches, or raise PolicyError."""
     counts = typing.get_args(option_types("pipeline", "micro_batches")["num"])[1]
     num = "1" if text == "off" else text
     if num.isascii() and num.isdecimal() and int(num) in counts:

@@ -22,10 +22,7 @@ UNITS = 1e12
 
 
 class Prices(NamedTuple):
-    """Prices of service in units.
-
-    For each position of a step, prompt token and decoding request, and for what attention reads, in
-    token pairs and tokens."""
+    """Prices in units: of positions, prompt tokens, decodes, and attention's reading."""
 
     position: int
     prefill: int
@@ -35,9 +32,7 @@ class Prices(NamedTuple):
 
     @classmethod
     def of(cls, profile: StepProfile) -> Prices:
-        """Return the prices of a profile.
-
-        Without times: one for a prompt's token and two for a decoded one (as in the paper)."""
+        """Return a profile's prices, or the paper's: 1 a prompt token, 2 a decoded token."""
         most = profile.token_counts[-1]
         position = profile.linear(most) / most if most else 0.0
         prefill, decode = position + profile.per_prefill_token, position + profile.per_decode
@@ -62,17 +57,14 @@ class Prices(NamedTuple):
 
 
 class Account:
-    """Service of a tenant, and its demand.
-
-    most_at_work: requests that may run at once; under 1 the share of the steps in which one may.
-    turn: the sum of those shares since."""
+    """Service of a tenant, and its demand."""
 
     def __init__(self, tenant: Tenant) -> None:
         self.tenant = tenant
         self.num_waiting = 0
         self.num_running = 0
-        self.most_at_work = math.inf
-        self.turn = 0.0
+        self.most_at_work = math.inf  # under 1: the share of steps with one request
+        self.turn = 0.0  # sum of these shares since the last turn
         self._start = 0.0
         self._served = 0
 
@@ -195,10 +187,7 @@ class Accounts:
         self.of(state).charge(units)
 
     def rank(self, state: RequestState, num_units: int = 0) -> tuple[float, float, int]:
-        """Return the order of a request, with `num_units` more charged; smaller is earlier.
-
-        Of equals the tenant with less at work comes first, so that a returning one is not behind.
-        Without fairness by arrival."""
+        """Return a request's order with `num_units` more charged; ties by work, then arrival."""
         if not self.is_fair:
             return (0.0, 0.0, state.order)
         account = self.of(state)

@@ -52,18 +52,14 @@ class Fairness:
             admission.compose(step)
 
     def is_steady(self, step: Step) -> bool:
-        """Return whether the next step would be composed alike.
-
-        Not while requests wait beside others, whose service changes the order."""
+        """Return whether the next step would be composed alike."""
         is_contested = step.waiting and len(self._accounts.present) > 1
         return not (self._is_growing or self._taking_turns or is_contested)
 
     # --- memory and places ----------------------------------------------------------------------
 
     def victim(self, step: Step) -> RequestState | None:
-        """Return the request to preempt when memory runs out.
-
-        The newest paused one, else of the tenant that holds most for its weight."""
+        """Return the request to preempt: the newest paused, or of the tenant furthest over."""
         if len(self._accounts.present) < 2:
             return newest(step)
         held = self._held(step)
@@ -179,10 +175,7 @@ class Fairness:
                 paused.discard(state.request.id)
 
     def _level(self, accounts: list[Account], step: Step) -> float:
-        """Return the requests at work for a weight of 1.
-
-        As many as slow no tenant below its share by more than allowed, but at least the smallest
-        tenant's number."""
+        """Return the requests at work for a weight of 1 that slow no tenant beyond its share."""
         if len(accounts) < 2:
             return math.inf
         weights = [a.tenant.weight for a in accounts]
@@ -212,9 +205,7 @@ class Fairness:
         return low
 
     def _seconds(self, num_requests: float, step: Step) -> float:
-        """Return the seconds of a step that decodes ordinary requests, at most what memory holds.
-
-        As measured, else as in the profile."""
+        """Return the seconds of a step that decodes ordinary requests, up to full memory."""
         lengths, traffic = self._learn.lengths, self._learn.traffic
         context = traffic.mean_prompt_len + 0.5 * lengths.mean
         num = math.ceil(min(num_requests, max(1.0, step.pool.capacity_tokens / context)))

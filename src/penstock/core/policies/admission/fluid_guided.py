@@ -23,21 +23,15 @@ from penstock.core.types import Status
 from penstock.fluid.step_profile import StepProfile, StepWork
 
 # Chosen by hand; `lab.bench.admission` measures what they come to.
-_CONFIDENCE = 4.0
-"""Standard deviations kept free for less memory being released than expected."""
-_HORIZON = 10.0
-"""Steps within which waiting prompts should be prefilled."""
-_TOLERANCE = 0.03
-"""Share by which a step may be less efficient than the best one, to be shorter."""
-_URGENT_SHARE = 0.25
-"""Share of the TTFT target after which a waiting request is urgent."""
-_MAX_WAITING_CONSIDERED = 256
-"""Most waiting requests considered in a step: bounds the host's time."""
+_CONFIDENCE = 4.0  # standard deviations kept free for less memory being released than expected
+_HORIZON = 10.0  # steps within which waiting prompts should be prefilled
+_TOLERANCE = 0.03  # share by which a step may be less efficient than the best one, to be shorter
+_URGENT_SHARE = 0.25  # share of the TTFT target after which a waiting request is urgent
+_MAX_WAITING_CONSIDERED = 256  # most waiting requests considered in a step: bounds the host's time
 _SPARE_LOAD = 0.7
 """Load, as a share of capacity, up to which decoding may pause for a prompt that is on time anyway:
 a step without decodes costs throughput."""
-_MAX_LONGER_SHARE = 0.1
-"""Share by which a step may get longer per prompt that it then finishes."""
+_MAX_LONGER_SHARE = 0.1  # share by which a step may get longer per prompt that it then finishes
 _LEAST_PROMPT_SHARE = 0.25
 """Share of the best step that prompts get even if clients ask for less latency."""
 _FIRST_TOKEN_WEIGHT = 6.0
@@ -153,9 +147,7 @@ class FluidGuided(AdmissionPolicy):
         return [s for s in in_order if s.status is Status.RUNNING or id(s) in admissible]
 
     def _admissible(self, step: Step, waiting: Iterable[RequestState]) -> list[RequestState]:
-        """Return the first waiting requests that memory should hold and that are due.
-
-        Only as many are returned as could be prefilled within `_HORIZON` steps."""
+        """Return the first waiting requests that memory should hold and that are due."""
         waiting = iter(waiting)
         first = next(waiting, None)
         if first is None or self._blocked == (first.request.id, len(step.running)):
@@ -250,10 +242,7 @@ class FluidGuided(AdmissionPolicy):
         return best
 
     def _soonest(self, step: Step, num_decodes: int, missing: int) -> int:
-        """Return the tokens a step that finish a prompt soonest.
-
-        That is all of it, or a more efficient size if this gains more than decoding more often
-        costs."""
+        """Return the tokens a step that finish a prompt soonest."""
         profile = step.learn.times.profile
         decoding = self._decode_seconds(step, num_decodes) if num_decodes else 0.0
 
@@ -275,9 +264,7 @@ class FluidGuided(AdmissionPolicy):
     def _most_in_time(
         self, step: Step, num_decodes: int, prompts: list[RequestState], most: int
     ) -> int:
-        """Return at most `most` prompt tokens, so that next tokens of running requests are in time.
-
-        The operator's target can hold back all prompt tokens, clients' targets all but a share."""
+        """Return at most `most` prompt tokens, so that running requests' tokens are in time."""
         if not num_decodes or most <= 0:
             return most
         profile, decoding = step.learn.times.profile, self._decode_seconds(step, num_decodes)
@@ -336,10 +323,7 @@ class FluidGuided(AdmissionPolicy):
         return max(min(slope, self._best_step(step)[1]), prompt_value / ends_per_s)
 
     def _values(self, step: Step) -> tuple[float, float]:
-        """Return the share of a request's end that a prompt token and a decoded token bring.
-
-        A decoded token is one of those left; a prompt token counts by its share of the request's
-        work."""
+        """Return the shares of a request's end that a prompt token and a decoded token bring."""
         lengths = step.learn.lengths
         prompt, decode = self._work(step)
         work = step.learn.traffic.mean_prompt_len * prompt + lengths.mean * decode
@@ -368,10 +352,7 @@ class FluidGuided(AdmissionPolicy):
         return profile.linear(num_decodes) + self._decode_seconds(step, num_decodes)
 
     def _best_step(self, step: Step) -> tuple[int, float]:
-        """Return the positions of the best step, and its seconds per position.
-
-        It is the smallest step that is nearly as efficient as any; larger ones only delay
-        requests."""
+        """Return positions of the smallest nearly best step, and its seconds per position."""
         model = step.learn.times
         constant = model.profile.decode_fixed + max(model.shift, 0.0)
         if self._best[0] is not model.profile or abs(constant - self._best[1]) > 1e-4:

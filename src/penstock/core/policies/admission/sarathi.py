@@ -11,9 +11,7 @@ from penstock.core.queues import OrderName
 
 
 class Sarathi(TokenBudget):
-    """Chunked prefill that never stalls decoding.
-
-    A request is admitted only if memory holds its whole prompt."""
+    """Chunked prefill that never stalls decoding; memory must hold the whole prompt."""
 
     name: ClassVar[str] = "sarathi"
 

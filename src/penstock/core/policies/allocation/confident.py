@@ -22,28 +22,23 @@ from penstock.core.state import Outcome
 from penstock.core.view import DraftCandidate, View
 
 _IDLE_ROUNDS = 8  # as in `throughput`
-_TRIALS = 0.005
-"""Share of the time for drafts that are not expected to gain."""
+_TRIALS = 0.005  # share of the time for drafts that are not expected to gain
 _LEAST_OVERHEAD_S = 1e-6  # as in `throughput`
 _RECORD_KEEP = 0.998
 """Memory of expectations and their outcomes a step: noise averages to a tenth over fifty steps."""
 _PRIOR_TOKENS, _PRIOR_S = 50.0, 0.1
-_LONGEST_STEP = 2.0
-"""Most that a step may count, over its expected seconds."""
+_LONGEST_STEP = 2.0  # most that a step may count, over its expected seconds
 
 
 class _Offer(NamedTuple):
-    """A request that could draft.
+    """A request that could draft."""
 
-    candidate: its index; reading: seconds until its drafter has read the text; rounds: its
-    remaining rounds."""
-
-    candidate: int
+    candidate: int  # its index
     request_id: str
     drafter: str
     expected: DraftYield
-    reading: float
-    rounds: float
+    reading: float  # seconds until its drafter has read the text
+    rounds: float  # remaining rounds
 
 
 class _Ordered(NamedTuple):
@@ -78,10 +73,7 @@ class _Round:
 
     @property
     def seconds(self) -> float:
-        """Seconds without prefill.
-
-        By tokens per second with prefill, drafts would always seem to pay, at the cost of later
-        steps."""
+        """Seconds without prefill, with which drafts would always seem to pay."""
         times = self.view.learn.times
         inside = beside = 0.0
         for name, num in self.counts.items():
@@ -104,9 +96,7 @@ class _Round:
 
 
 class _Record:
-    """Outcomes of expected steps, with and without drafts.
-
-    The best of many estimates is mostly too high."""
+    """Outcomes of expected steps: the best of many estimates is mostly too high."""
 
     def __init__(self) -> None:
         self._now: float | None = None
@@ -134,9 +124,7 @@ class _Record:
 
     @property
     def realised(self) -> float:
-        """Share of the expected tokens a second that drafts bring.
-
-        Relative to steps without drafts, for errors that both have."""
+        """Share of the expected gain in tokens a second that drafts bring."""
         expected, real, seconds, taken = self._sums[True]
         _, _, plain_seconds, plain_taken = self._sums[False]
         return real / expected * seconds / taken * plain_taken / plain_seconds
@@ -211,9 +199,7 @@ class Confident(Throughput):
         return max(0.0, verify + drafting) / num * rate
 
     def _members(self, candidates: Sequence[DraftCandidate], view: View) -> list[_Offer]:
-        """Return the requests with which the step gains most, and perhaps one for trial.
-
-        None where a position costs more than a token."""
+        """Return the requests with which the step gains most, and perhaps one for trial."""
         if self._min_survival >= 1:
             self._gain = 1.0
             return []
@@ -255,9 +241,7 @@ class Confident(Throughput):
         return step
 
     def _num_steps(self, drafter: str, num_drafts: int) -> float:
-        """Return the steps of the longest of some drafts.
-
-        A draft that ends by itself samples one token more than it proposes."""
+        """Return the steps of the longest draft: one that ends by itself samples one more."""
         longest = self._yields[drafter].longest(self._min_survival, num_drafts)
         return min(longest + 1, self.options.k_max)
 

@@ -115,9 +115,7 @@ def _verify_seconds(view: View, budget: int) -> FloatArray:
 def _best_lengths(
     tokens: _Tokens, num_candidates: int, charge: float, verify: FloatArray
 ) -> list[int]:
-    """Return the best lengths.
-
-    verify: seconds by number of draft tokens."""
+    """Return the best lengths; `verify` has the seconds by number of draft tokens."""
     order = np.argsort(-tokens.gains, kind="stable")
     owners, gains, ready = tokens.owners[order], tokens.gains[order], tokens.ready[order]
     deadlines = np.unique(ready)

@@ -39,8 +39,7 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 _LEAST_SECONDS = 1e-6  # keeps rates finite
-_NUM_TOTALS = 16
-"""Numbers of draft tokens compared, and again between the best one's neighbours."""
+_NUM_TOTALS = 16  # numbers of draft tokens compared, and again between the best one's neighbours
 _STEP_WEIGHT = 0.03  # weight of a step in the mean; chosen by hand
 _UNSTEADY = 0.3
 """Relative deviation of the mean step over a request's rest from the present one. Chosen by
@@ -123,24 +122,18 @@ class OnTime(AllocationPolicy):
 
 
 class _Worth(NamedTuple):
-    """Worth of token rates.
+    """Worth of token rates."""
 
-    tokens: [requests, lengths] expected in a round, by draft length; limits: longest draft.
-    utility: U' by request; rate: needed to be in time, 0 without a target or hope; left: tokens to
-    which that applies. value: v. others: U' of all requests that do not draft."""
-
-    tokens: FloatArray
-    limits: IntArray
-    utility: FloatArray
-    rate: FloatArray
-    left: FloatArray
-    value: float
-    others: float
+    tokens: FloatArray  # [requests, lengths] expected in a round, by draft length
+    limits: IntArray  # longest draft
+    utility: FloatArray  # U' by request
+    rate: FloatArray  # needed to be in time; 0 without a target or hope
+    left: FloatArray  # tokens to which that applies
+    value: float  # v
+    others: float  # U' of all requests that do not draft
 
     def of(self, plans: IntArray, steps: FloatArray) -> FloatArray:
-        """Return the worth [plans] of draft lengths [plans, requests].
-
-        steps: seconds of each plan's step."""
+        """Return the worth [plans] of draft lengths [plans, requests] at their steps' seconds."""
         rates = self.tokens[np.arange(len(self.limits)), plans] / steps[:, None]
         total = rates @ self.utility
         rows = np.flatnonzero(self.rate)
@@ -158,10 +151,7 @@ class _Worth(NamedTuple):
         return np.asarray(self.value * needed * ndtr(surplus))
 
     def slopes(self, step: float) -> FloatArray:
-        """Return slopes [requests, lengths] of the concave majorant of worth over draft length.
-
-        The majorant is needed: one token alone may be worth nothing, three of them a request in
-        time."""
+        """Return slopes [requests, lengths] of the concave majorant of worth over draft length."""
         rates = self.tokens / step
         rows = np.flatnonzero(self.rate)
         if len(rows):
@@ -179,10 +169,7 @@ class _Worth(NamedTuple):
 
 
 def _best(slopes: FloatArray, budget: int, value: Callable[[IntArray], FloatArray]) -> IntArray:
-    """Return the best lengths, [requests], among those that take the steepest slopes first.
-
-    Several totals are tried and, because all wait for the longest draft, several longest
-    lengths."""
+    """Return the best lengths [requests], by steepest slopes for several totals and caps."""
     num, longest = slopes.shape
     order = np.argsort(-slopes, axis=None, kind="stable")
     order = order[slopes.ravel()[order] > 0]
@@ -254,9 +241,7 @@ class _Load:
 
 @dataclass(frozen=True, slots=True)
 class _TypicalStep:
-    """A step to be composed, costed like a mean one.
-
-    base: its seconds without drafts; typical: those of the mean step."""
+    """Mean step with its drafts; `base`: seconds of this one without drafts."""
 
     worth: _Worth
     load: _Load
@@ -286,9 +271,7 @@ class _MeanStep:
     def planned(
         self, now: float, drafting: float, candidates: Sequence[DraftCandidate], lengths: IntArray
     ) -> None:
-        """Note a step that begins now.
-
-        drafting: seconds that its drafts take."""
+        """Note a step that begins now, with `drafting` seconds for its drafts."""
         self._planned = (now, drafting)
         ids = (c.state.request.id for c in candidates)
         self._lengths = dict(zip(ids, lengths.tolist(), strict=True))

@@ -25,14 +25,11 @@ _LEAST_OVERHEAD_S = 1e-6  # keeps rates finite before anything is measured
 _IDLE_ROUNDS = 8
 """Steps of the same requests until drafts are reconsidered where none paid: estimates hardly
 move."""
-_FEW = 0.125
-"""Share of those requests that may change meanwhile."""
-_MANY = 12
-"""Requests from which on it is faster to rule out drafts for all than one by one."""
+_FEW = 0.125  # share of those requests that may change meanwhile
+_MANY = 12  # requests from which on it is faster to rule out drafts for all than one by one
 _FIRST_GAP, _LONGEST_GAP = 4, 64
 """Steps with doubtful drafts until one without is made: first, and after doubling each time."""
-_SAME_PRICE = 0.05
-"""Relative difference below which two prices of a second count as equal."""
+_SAME_PRICE = 0.05  # relative difference below which two prices of a second count as equal
 _TRIAL_TOKENS = 4  # draft tokens of a trial
 
 Purchase = tuple[float, int, int]
@@ -100,9 +97,7 @@ class Throughput(AllocationPolicy):
         return len(drafting - self._idle) <= most and len(self._idle - drafting) <= most
 
     def _purchases(self, candidates: Sequence[DraftCandidate], step: _Step) -> list[Purchase]:
-        """Return what the budget can buy, likeliest first: (-survival, candidate, draft length).
-
-        Survival falls along a draft, so token s + 1 is never bought before token s."""
+        """Return what the budget can buy, likeliest first: (-survival, candidate, draft length)."""
         longest = [min(c.limit, self.options.k_max) for c in candidates]
         purchases: list[Purchase] = []
         for group, budget in step.view.budgets(candidates, longest):
@@ -146,9 +141,7 @@ class Throughput(AllocationPolicy):
     def _likeliest(
         purchases: Sequence[Purchase], step: _Step, rate: float
     ) -> tuple[Sequence[Purchase], float]:
-        """Return the first purchases that make the most tokens per second, and that rate.
-
-        None where no number of them exceeds `rate`."""
+        """Return the first purchases with the most tokens per second above `rate`, and that."""
         step.begin()
         # Upper bound of the tokens: as costs only rise, it tells when to stop.
         most = step.tokens - sum(p[0] for p in purchases)
@@ -163,9 +156,7 @@ class Throughput(AllocationPolicy):
 
 
 class _Step:
-    """The step as drafts are bought for it: expected tokens, and seconds without its prefill.
-
-    is_chained: by candidate; a chained drafter weighs its reading itself, too."""
+    """The step as drafts are bought for it: expected tokens, and seconds without its prefill."""
 
     def __init__(self, candidates: Sequence[DraftCandidate], view: View) -> None:
         learn, room = view.learn, view.room
@@ -203,9 +194,7 @@ class _Step:
         return len(self._candidates)
 
     def worthwhile_lengths(self, purchases: Sequence[Purchase], price: float) -> list[int]:
-        """Return by candidate the drafter steps that pay at `price` tokens a second.
-
-        As if target rows were free and every draft token were bought."""
+        """Return by candidate the drafter steps that pay at `price`, if target rows were free."""
         longest = max([p[2] for p in purchases], default=0)
         gained = [[0.0] * longest for _ in self._draft.together]
         own = [gained[self._draft.place_of(c.drafter)] for c in self._candidates]
@@ -219,9 +208,7 @@ class _Step:
         return [most[self._draft.place_of(c.drafter)] for c in self._candidates]
 
     def could_pay(self, k_max: int, margin: float) -> bool:
-        """Return whether any drafts could pay, as an upper bound.
-
-        All tokens are as likely as the likeliest one, made in one step of the fastest drafter."""
+        """Return whether drafts could pay if all were the likeliest, by the fastest drafter."""
         most = min(self.view.room.budget, k_max * len(self._candidates))
         acceptance, best = self.view.learn.acceptance, 0.0
         for candidate, rate in zip(self._candidates, self._rates, strict=True):
@@ -254,9 +241,7 @@ class _Step:
 
     @property
     def most_without_drafts(self) -> float:
-        """Tokens per second of a step without drafts at no host time and least cost of rows.
-
-        Infinite if drafts are made beside the target only: they cost such a step nothing."""
+        """Tokens per second of a step without drafts, at best; infinite if all draft beside it."""
         if all(c.drafter in self.view.beside for c in self._candidates):
             return 0.0
         num_sampled = self.view.room.num_sampled
@@ -282,10 +267,7 @@ def _is_chained(candidate: DraftCandidate, view: View) -> bool:
 
 
 class _DraftSeconds:
-    """Seconds of drafting as drafts grow.
-
-    Every drafter takes a step for each token of its longest draft, by its number of requests.
-    Drafters inside the step work one after the other, those beside it at the same time."""
+    """Seconds of drafting as drafts grow, inside the step and beside it."""
 
     def __init__(self, candidates: Sequence[DraftCandidate], view: View) -> None:
         curve_of = view.learn.times.curve_of

@@ -13,8 +13,7 @@ from penstock.core.state import DraftStage, RequestState
 from penstock.core.view import View
 from penstock.fluid.step_profile import StepWork
 
-_OVERDUE = 0.25
-"""Remaining share of the elapsed time of an overdue draft. Chosen by hand."""
+_OVERDUE = 0.25  # remaining share of the elapsed time of an overdue draft; chosen by hand
 
 
 class Asynchronous(Pipeline):

@@ -22,8 +22,7 @@ from penstock.core.types import StepResult
 from penstock.core.view import View
 
 # Chosen by hand.
-_MIN_GAIN = 0.005
-"""Predicted gain from which on the setting is changed."""
+_MIN_GAIN = 0.005  # predicted gain from which on the setting is changed
 _MIN_CHANGED_SHARE = 0.1
 """Share of the batch that must have come, gone or changed drafters for a new decision."""
 _LENGTH_DECAY = 0.9  # weight of the past in the mean draft length
@@ -32,16 +31,12 @@ _MOST_PACE = 4.0  # most that a step may count over its prediction
 _TOLERATED = 1.1  # a pipeline slower than predicted by less is not corrected
 _FADING = 2e-4  # share a step by which bad experience with a pipeline fades
 _HOST_WEIGHT = 0.1  # weight of a step in the host's mean time
-_MOST_HOST_S = 2e-3
-"""A longer gap between two steps is not the host's work."""
+_MOST_HOST_S = 2e-3  # A longer gap between two steps is not the host's work
 _DECIDE_EVERY_STEPS = 64  # steps to the next decision if nothing changed
 
 
 class Auto(Pipeline):
-    """Uses the setting with the best throughput by step times, possibly no pipeline.
-
-    It is chosen again when the batch or draft lengths change much, and every 64 steps because
-    measured times drift."""
+    """Uses the best setting by step times, possibly no pipeline; decides again on changes."""
 
     name: ClassVar[str] = "auto"
 
@@ -95,9 +90,7 @@ class Auto(Pipeline):
             self._set(self._choose(work))
 
     def _learn_pace(self, result: StepResult) -> None:
-        """Learn how far steps exceed their prediction, with and without a pipeline.
-
-        The untried mode counts as the other one; bad experience with a pipeline fades."""
+        """Learn how far steps exceed their prediction; bad experience with a pipeline fades."""
         since, num = result.finished_at - self._last_end, len(result.verdicts)
         beside = self.setting.num > 0
         has_prefill = not all(v.num_proposed for v in result.verdicts)
@@ -133,9 +126,7 @@ class Auto(Pipeline):
         self._last_end = math.inf if is_idle else result.finished_at
 
     def _has_changed(self, positions: Mapping[str, float]) -> bool:
-        """Return whether to decide again.
-
-        positions: by drafter, of its batch in a verification."""
+        """Return whether drafters' `positions` in a verification have changed enough to decide."""
         before = self._decided
         moved = sum(abs(positions.get(n, 0) - before.get(n, 0)) for n in {*positions, *before})
         return (

@@ -30,9 +30,7 @@ class MicroBatches(Pipeline):
         num: Annotated[int, Range(at_least=1, at_most=64)] = 2
 
     def __init__(self, options: Options, share: float | None = None) -> None:
-        """Create the groups.
-
-        share: batch share of the first of two groups, if uneven."""
+        """Create the groups; `share` is the batch share of the first of two uneven ones."""
         super().__init__(options)
         self.num = options.num
         self._shares = PipelineSetting(options.num, share).shares

@@ -42,8 +42,7 @@ _NOTHING = Belief(np.empty(0), np.empty((0, 0)))
 _DECAY = 0.98  # memory of evidence a round
 _DEMAND_WEIGHT = 0.05  # weight of a request in the demand for drafters
 _MIN_REPLAYED_TOKENS = 24  # output tokens from which on a replay says enough
-_EARLY_REQUESTS = 64.0
-"""Ended requests up to which the share for replays is nearly constant."""
+_EARLY_REQUESTS = 64.0  # ended requests up to which the share for replays is nearly constant
 _MIN_PRIOR_STD = 0.6
 """Least standard deviation of a prior's mean for a replay for the sake of later requests."""
 _LEAST_STRENGTH = 2.0  # least tokens that it may count for
@@ -55,32 +54,25 @@ evidence of a replay fades."""
 _MARGIN = 0.04  # share of the time that a change must save over staying
 _LONGER = 2.0 ** np.arange(5)
 """Factors of the gap after which a review may be due that does not pay at once."""
-_LITTLE = 0.005
-"""Largest share of a step that a review may use without a cost check."""
-_CHOICE = 2.0
-"""Cost of a first choice, and learning at the request's end, in reviews."""
+_LITTLE = 0.005  # largest share of a step that a review may use without a cost check
+_CHOICE = 2.0  # cost of a first choice, and learning at the request's end, in reviews
 _IDLE_GAP = 16  # rounds until drafters are reconsidered if none pays
 
 
 @dataclass(slots=True)
 class _Known:
-    """State of one running request.
-
-    prior: before any evidence; doubt: [J] standard deviation of its mean. counts: [2, J] accepted
-    and rejected tokens, faded by rounds; totals: not faded. next_round: of the next decision, `gap`
-    rounds after the last. evaluated: drafters inside a step that were asked for a replay. has_news:
-    a replay has answered since. posterior: of the last decision."""
+    """State of one running request."""
 
     words: IntArray
-    prior: Belief
-    doubt: FloatArray
-    counts: FloatArray
-    totals: FloatArray
-    gap: int
-    next_round: int
-    evaluated: set[str] = field(default_factory=set)
-    has_news: bool = False
-    posterior: Belief | None = None
+    prior: Belief  # before any evidence
+    doubt: FloatArray  # [J] standard deviation of its mean
+    counts: FloatArray  # [2, J] accepted and rejected tokens, faded by rounds
+    totals: FloatArray  # not faded
+    gap: int  # rounds between decisions
+    next_round: int  # of the next decision
+    evaluated: set[str] = field(default_factory=set)  # drafters asked for a replay inside a step
+    has_news: bool = False  # a replay has answered since
+    posterior: Belief | None = None  # of the last decision
 
     def note(self, column: int, accepted: float, rejected: float) -> None:
         """Count decided draft tokens, drafted or replayed."""
@@ -229,10 +221,7 @@ class Adaptive(SelectionPolicy):
         return known.posterior.rates()
 
     def _want(self, names: Collection[str], gained: FloatArray) -> None:
-        """Note the drafter each request would have if all shared its time.
-
-        The first request on an unused drafter would bear its whole step alone. gained: [S, J]
-        seconds saved per token."""
+        """Note the drafter each request would have if all shared it; `gained` [S, J] per token."""
         best = np.where(gained.max(axis=1) > 0, gained.argmax(axis=1), -1)
         for favourite in best.tolist():
             self._num_wanted += 1
@@ -337,10 +326,7 @@ class Adaptive(SelectionPolicy):
         savings: Savings,
         values: FloatArray,
     ) -> None:
-        """Propose replays of the reviewed requests.
-
-        Drafters beside the target replay whenever idle, look-up where reviews are free, others if
-        it pays."""
+        """Propose replays: free ones always, others if they pay."""
         asking = [i for i, s in enumerate(savings.states) if reviewed[i] and s.num_output_tokens]
         if not asking or not self.options.explore:
             return
@@ -389,9 +375,7 @@ class Adaptive(SelectionPolicy):
         return means, np.stack([b.variance for b in beliefs])[:, columns]
 
     def _postpone(self, known: Sequence[_Known], savings: Savings, values: FloatArray) -> None:
-        """Postpone reviews until a change is expected to save more than the review takes.
-
-        By then a request's own drafts will have told more of its best drafter."""
+        """Postpone reviews until a change is expected to save more than the review takes."""
         belief = self._beliefs(known, savings.drafters)
         if belief is None:
             return
@@ -427,9 +411,7 @@ class Adaptive(SelectionPolicy):
         )
 
     def _exploration_s(self) -> float:
-        """Return the seconds that replays may have taken by now.
-
-        A share of all decoding that falls with the number of ended requests."""
+        """Return the seconds allowed for replays by now: a share that falls with ended requests."""
         ended = self._num_ended / _EARLY_REQUESTS
         share = math.log1p(ended) / ended if ended else 1.0
         return self.options.explore * share * self._pace.total_s

@@ -18,11 +18,7 @@ class Single(SelectionPolicy):
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        """A drafter's name, or a model that several drafters run.
-
-        None: the first, or of several draft servers the one with the fewest requests."""
-
-        drafter: str | None = None
+        drafter: str | None = None  # name or model; None: the first, or least loaded server
 
     def select(self, states: Sequence[RequestState], view: View) -> dict[str, str | None]:
         wanted = self.options.drafter

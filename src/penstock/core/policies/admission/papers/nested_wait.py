@@ -15,8 +15,7 @@ from penstock.core.policies.options import PositiveFloat, PositiveInt
 from penstock.core.state import RequestState
 from penstock.core.step import Step
 
-_SLACK = 1.5
-"""Factor of its threshold that a segment may hold, gated. Chosen by hand."""
+_SLACK = 1.5  # factor of its threshold that a segment may hold, gated; chosen by hand
 
 
 class NestedWait(AdmissionPolicy):

@@ -100,10 +100,7 @@ class Wait(AdmissionPolicy):
 def check_thresholds(
     output_lens: tuple[int, ...], thresholds: tuple[float, ...], gated: bool
 ) -> None:
-    """Check the options.
-
-    Raises: ValueError unless both have one length, lengths rise, and thresholds are whole if not
-    gated."""
+    """Raise ValueError unless lengths rise, counts agree, and thresholds fit `gated`."""
     if not output_lens or any(a >= b for a, b in itertools.pairwise(output_lens)):
         raise ValueError(f"the lengths must rise, not {output_lens}")
     if len(thresholds) != len(output_lens):

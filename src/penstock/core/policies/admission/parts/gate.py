@@ -8,20 +8,16 @@ from penstock.core.queues import ArrivalQueue
 from penstock.core.state import RequestState
 from penstock.core.step import Step
 
-_MAX_WAIT_S = 0.5
-"""A prompt that has waited this long is admitted without its wave. Chosen by hand."""
+_MAX_WAIT_S = 0.5  # A prompt that has waited this long is admitted without its wave; chosen by hand
 
 
 class Gate:
-    """Admits one queue's prompts in waves of `threshold` an iteration.
+    """Admits one queue's prompts in waves of `threshold` an iteration, or a fraction.
 
-    A fraction admits one prompt every few iterations. Unused waves do not accumulate. A request is
-    admitted only if memory holds what it and the running ones are expected to grow to."""
+    A request is admitted only if memory holds what it and the running ones should grow to."""
 
     def __init__(self, threshold: float, expected: Callable[[RequestState], int]) -> None:
-        """Create a gate.
-
-        expected: tokens that a request is expected to hold in the end."""
+        """Create a gate; `expected` returns the tokens that a request holds in the end."""
         self._threshold = threshold
         self._expected = expected
         self.credit = 0.0

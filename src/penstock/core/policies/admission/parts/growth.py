@@ -66,9 +66,7 @@ def num_that_fit(step: Step, waiting: Sequence[RequestState], confidence: float)
 
 
 def _freed(lengths: IntArray, survival: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Return mean and variance of the freed tokens, [requests, steps ahead].
-
-    lengths: [requests, 2] known and output tokens."""
+    """Return mean and variance of the freed tokens, [requests, steps ahead], by `lengths`."""
     ages = lengths[:, 1]
     now = np.maximum(survival.take(ages, mode="clip"), 1e-12)
     whole = lengths[:, :1] + _AHEAD

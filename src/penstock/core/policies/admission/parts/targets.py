@@ -23,19 +23,14 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 # Chosen by hand.
-_LATE_AFTER_TARGETS = 20.0
-"""TTFT targets after which a late request may come before all others."""
+_LATE_AFTER_TARGETS = 20.0  # TTFT targets after which a late request may come before all others
 _LATE_EVERY_TARGETS = 2.0
 """TTFT targets between two late requests that come first, so that not all become late."""
-_TARGET_MARGIN = 0.95
-"""Share of the TPOT target aimed at, because steps differ from predictions."""
+_TARGET_MARGIN = 0.95  # share of the TPOT target aimed at, because steps differ from predictions
 
 
 def time_left_of_own(step: Step, decoding: float) -> float:
-    """Return the seconds that the step may take for running requests with their own targets.
-
-    decoding: seconds of a step that only decodes; requests that would be late even in such steps
-    are ignored."""
+    """Return the seconds that the step may take for requests with their own targets."""
     latest = math.inf
     for state in step.ungrouped():
         if not state.num_output_tokens or state.request.latency == NO_TARGET:
@@ -55,9 +50,7 @@ def time_left_of_own(step: Step, decoding: float) -> float:
 
 
 class Order(NamedTuple):
-    """Prompts in order of service.
-
-    num_late: prompts that cannot be on time; seconds: until all others are computed."""
+    """Prompts in order of service; `seconds` until all but the late ones are computed."""
 
     prompts: list[RequestState]
     num_late: int
@@ -118,10 +111,7 @@ class Targets:
         return oldest[:1]
 
     def time_left(self, step: Step, decoding: float) -> float:
-        """Return the seconds until the first deadline that can be met or made up for.
-
-        decoding: seconds of a step that only decodes. Requests that should not catch up are
-        ignored."""
+        """Return the seconds until the first deadline that can be met or made up for."""
         if self.tpot_p99 is None:
             return math.inf
         ahead, _ = self._ahead(step)
@@ -131,9 +121,7 @@ class Targets:
         return float(ahead.min()) if len(ahead) else math.inf
 
     def num_lost(self, step: Step, seconds: float, decoding: float) -> float:
-        """Return the expected number of requests that a pause makes miss the target.
-
-        They would end before they have made up for `seconds` without a token."""
+        """Return the expected number of requests that `seconds` without a token make late."""
         assert self.tpot_p99 is not None
         # Each step gains on as many deadlines as it makes tokens.
         gained = _TARGET_MARGIN * self.tpot_p99 - decoding / step.learn.lengths.per_step

@@ -12,9 +12,7 @@ from penstock.core.step import Step
 
 
 def check_budget(**limits: int) -> None:
-    """Check that the first limit, of positions, covers the second, of requests.
-
-    All requests may decode at once. Raises: ValueError."""
+    """Raise ValueError if the first limit, of positions, is below the second, of requests."""
     (budget, most), (requests, num) = limits.items()
     if most < num:
         raise ValueError(f"{budget} must be at least {requests}, not {most} against {num}")

@@ -6,14 +6,11 @@ from collections.abc import Sequence
 
 from penstock.core.view import DraftCandidate, View
 
-_STEP_TOKENS = 2
-"""Tokens that a drafter has not read after a round: part of its first step."""
+_STEP_TOKENS = 2  # tokens that a drafter has not read after a round: part of its first step
 
 
 def reading_seconds(candidate: DraftCandidate, view: View) -> float:
-    """Return the seconds for the candidate's drafter to read the request's text.
-
-    Only what is beyond usual drafting; 0 while not measured."""
+    """Return a drafter's seconds to read the text, beyond usual drafting; 0 while unknown."""
     state, drafter = candidate.state, candidate.drafter
     per_token = view.learn.times.catch_up_of(drafter)
     if not per_token:
@@ -28,9 +25,7 @@ def fade_unused(
     num_rounds: int = 1,
     trials: Sequence[float] | None = None,
 ) -> None:
-    """Age estimates of requests without a draft, and of unused drafters, by some rounds.
-
-    trials: rounds that a trial of each would take; the more, the slower they age."""
+    """Age estimates without drafts by some rounds, slower the longer their `trials` take."""
     acceptance = view.learn.acceptance
     longest: dict[str, int] = {}
     least: dict[str, float] = {}

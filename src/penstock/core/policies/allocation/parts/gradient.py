@@ -14,8 +14,7 @@ from penstock.core.view import DraftCandidate, View
 from penstock.fluid.step_profile import StepWork
 
 IDLE_STEPS = 10  # steps until an idle tenant starts anew
-_KEEP = 1 - 1 / 1000
-"""Memory of goodput: an average over a thousand steps."""
+_KEEP = 1 - 1 / 1000  # memory of goodput: an average over a thousand steps
 _MAX_STEP_STRETCH = 1.5  # longest step with drafts over one without; chosen by hand
 _START_STEPS = 4.0  # steps that a new tenant's start counts for; chosen by hand
 _LEAST_WEIGHT = 1e-6  # for a tenant of weight 0
@@ -26,9 +25,7 @@ Fairness = Annotated[float, Range(at_least=0, at_most=16)]
 
 
 def draft_budget(total: int | None, view: View) -> int:
-    """Return the draft tokens of the round (C), within the step's room.
-
-    If not given: as many as make the step half as long again by the profile."""
+    """Return the draft tokens of the round (C), by default for a step half as long again."""
     if total is not None:
         return min(total, view.room.budget)
     times, num = view.learn.times, view.room.num_sampled
@@ -71,9 +68,7 @@ class GoodputAverages:
         self._weights: dict[str, float] = {}
 
     def meet(self, weights: Mapping[str, float], step: float = 1.0, first: float = 1.0) -> None:
-        """Set the tenants that compete in this step, with their weights.
-
-        step: its seconds; first: tokens expected of each a step while none is known."""
+        """Set the competing tenants' weights; `first`: tokens expected of each a step at first."""
         known = [n for n in weights if n in self._tokens]
         start = first / step
         if known:

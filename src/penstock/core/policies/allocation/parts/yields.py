@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-_MEMORY = 500
-"""Drafts of all requests that a drafter's mean covers."""
+_MEMORY = 500  # drafts of all requests that a drafter's mean covers
 _OWN_KEEP = 0.97  # memory of a request's own drafts a draft; chosen by hand
 _STRENGTH = 4.0
 """Drafts that the mean over requests counts for in one request's estimate: drafts vary about twice
@@ -25,10 +24,7 @@ class DraftYield(NamedTuple):
 
 
 class _AllDrafts:
-    """Drafts of all requests under one price.
-
-    At first a draft is equally likely of any length up to one that falls with the price, and half
-    of the rest to 1 of a price is accepted."""
+    """Drafts of all requests under one price; at first even up to a length by the price."""
 
     def __init__(self, longest: int, price: float) -> None:
         likely = 1 + round(longest * (1 - price))
@@ -97,9 +93,7 @@ class DraftYields:
         return self._at(price).mean
 
     def of(self, request_id: str, mean: DraftYield) -> DraftYield:
-        """Return the expected yield of a request's next draft.
-
-        mean: over requests."""
+        """Return the expected yield of a request's next draft, from the `mean` over requests."""
         own = self._by_request.get(request_id)
         if own is None:
             return mean
@@ -114,9 +108,7 @@ class DraftYields:
         return self._at(price).longest(num_drafts)
 
     def information(self, request_id: str) -> float:
-        """Return by how much one more draft lowers the variance of a request's estimate.
-
-        In variances of a single draft."""
+        """Return the fall in variance of a request's estimate by one more draft."""
         own = self._by_request.get(request_id)
         num = _STRENGTH + (own.num if own is not None else 0.0)
         return 1 / (num * (num + 1))

@@ -49,9 +49,7 @@ class Division:
     def _move(
         self, drafter: str, surplus: Callable[[int], float], *, keeps_own: bool = False
     ) -> bool:
-        """Move one of a drafter's requests from the fullest to the emptiest group, by `surplus`.
-
-        keeps_own: only if the drafter's own requests are then divided no worse."""
+        """Move one request from the fullest to the emptiest group, unless `keeps_own` forbids."""
         order = sorted(range(len(self._shares)), key=surplus)
         to = order[0]
         for source in reversed(order):

@@ -24,29 +24,22 @@ _WARM_CYCLES, _CYCLES = 4, 4
 
 @dataclass(frozen=True)
 class Lane:
-    """One drafter's part of a round.
+    """One drafter's part of a round."""
 
-    batch: requests that it drafts for. seconds: of the whole draft for a batch, alone on the
-    machine. slowdown: its time beside a working target over its time alone; `target_slowdown`: the
-    target's beside it. beside: it always works beside the target, as a draft server does."""
-
-    batch: int
-    seconds: Callable[[int], float]
-    slowdown: float = 1.0
-    target_slowdown: float = 1.0
-    beside: bool = False
+    batch: int  # requests that it drafts for
+    seconds: Callable[[int], float]  # of the whole draft for a batch, alone
+    slowdown: float = 1.0  # factor of its time beside a working target
+    target_slowdown: float = 1.0  # factor of the target's time beside it
+    beside: bool = False  # always works beside the target (a draft server)
 
 
 @dataclass(frozen=True)
 class Round:
-    """One round of all requests.
-
-    verify: seconds of a target step by the batch of each lane, alone on the machine. host: seconds
-    of the engine itself for every plan."""
+    """One round of all requests."""
 
     lanes: tuple[Lane, ...]
-    verify: Callable[[tuple[int, ...]], float]
-    host: float = 0.0
+    verify: Callable[[tuple[int, ...]], float]  # seconds alone, by each lane's batch
+    host: float = 0.0  # seconds of the engine itself for every plan
 
     @property
     def batch(self) -> int:
@@ -73,9 +66,7 @@ class PipelineSetting:
 
 
 def split(batches: Sequence[int], shares: Sequence[float]) -> list[tuple[int, ...]]:
-    """Return the requests of each lane in each micro-batch (Spin, section V-B).
-
-    The remainder goes to the groups with the fewest requests for their share."""
+    """Split each lane's batch evenly between micro-batches (Spin, section V-B)."""
     groups = [[0] * len(batches) for _ in shares]
     total = sum(batches)
     for lane, batch in enumerate(batches):
@@ -134,9 +125,7 @@ def _batches(work: Round) -> tuple[int, ...]:
 
 
 def _in_turn(drafts: Sequence[Sequence[float]], verifications: Sequence[float]) -> float:
-    """Return the seconds of a cycle that takes the groups in turn, all at full speed.
-
-    drafts: by group and lane."""
+    """Return the seconds of a cycle that takes the groups in turn; `drafts` by group and lane."""
     lane_free = [0.0] * len(drafts[0])
     verified = [0.0] * len(drafts)
     ends = []
@@ -150,9 +139,7 @@ def _in_turn(drafts: Sequence[Sequence[float]], verifications: Sequence[float]) 
 
 
 def _drafting(lanes: Sequence[Lane], drafts: Sequence[float]) -> float:
-    """Return the seconds of all lanes at the same time.
-
-    drafts: seconds of each lane alone."""
+    """Return the seconds of all lanes at the same time, by those of each alone."""
     longest = max(range(len(lanes)), key=drafts.__getitem__)
     return drafts[longest] + sum(
         d * min(1.0, max(0.0, lane.slowdown - 1))
@@ -180,9 +167,7 @@ def settings(most: int) -> list[PipelineSetting]:
 def best_setting(
     seconds: Callable[[PipelineSetting], float], most: int, gain: float = 0.0
 ) -> PipelineSetting:
-    """Return the setting with the shortest cycle.
-
-    A later one must be shorter by the share `gain`."""
+    """Return the setting with the shortest cycle; a later one must gain the share `gain`."""
     best, shortest = PipelineSetting(), seconds(PipelineSetting())
     for setting in settings(most):
         found = seconds(setting)
@@ -198,9 +183,7 @@ def round_of(
     lengths: Mapping[str, float],
     host: float,
 ) -> Round:
-    """Return the costs of one round of decoding requests, from the profile where it has them.
-
-    lengths: draft tokens a request, by drafter; host: as in `Round`."""
+    """Return the costs of one round, by draft `lengths` of each drafter."""
     by_drafter: dict[str, list[RequestState]] = {}
     for state in states:
         if state.drafter is not None and state.drafter in drafters:
@@ -228,9 +211,7 @@ def round_of(
 
 
 def _lane(drafter: Drafter, batch: int, length: float, estimators: Estimators) -> Lane:
-    """Return a drafter's lane, from its profile.
-
-    Without one it counts as sharing the target's core, so that a pipeline gains nothing."""
+    """Return a drafter's lane; without a profile it counts as sharing the target's core."""
     if drafter.remote:
         seconds = estimators.links.seconds(drafter.name, round(length))
         return Lane(batch, lambda n: seconds, beside=True)

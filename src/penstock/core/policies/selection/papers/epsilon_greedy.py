@@ -16,9 +16,7 @@ from penstock.core.view import View
 
 
 class EpsilonGreedy(SelectionPolicy):
-    """In every round each request explores a random drafter, or uses the best on average.
-
-    Requests' own acceptance and switching costs do not count, as in the paper's baseline."""
+    """Each request explores a random drafter in a round, or uses the best on average."""
 
     name: ClassVar[str] = "epsilon_greedy"
 

@@ -16,27 +16,18 @@ from penstock.core.policies.selection.parts.places import Places
 from penstock.core.state import Drafter, RequestState
 from penstock.core.view import View
 
-_MEMORY = 512
-"""Prompts whose lengths are divided: their quantiles are good to about 2%."""
+_MEMORY = 512  # prompts whose lengths are divided: their quantiles are good to about 2%
 
 
 class Greedy(SelectionPolicy):
-    """Each request keeps the drafter for its prompt's length.
-
-    If that is full or gone, the next larger one with room, else the next smaller."""
+    """Each request keeps the drafter for its prompt's length, or the next one with room."""
 
     name: ClassVar[str] = "greedy"
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        """Models and bounds.
-
-        order: models from the smallest on; empty: by measured time of a draft token. boundaries:
-        prompt lengths from which on the next model is used; empty: quantiles of the last 512
-        prompts."""
-
-        order: tuple[str, ...] = ()
-        boundaries: tuple[PositiveInt, ...] = ()
+        order: tuple[str, ...] = ()  # models from the smallest on; empty: by measured times
+        boundaries: tuple[PositiveInt, ...] = ()  # prompt lengths between models; empty: quantiles
 
         def __post_init__(self) -> None:
             if len(set(self.order)) < len(self.order):

@@ -23,16 +23,13 @@ from penstock.core.view import View
 
 @dataclass(slots=True)
 class _Course:
-    """Stage of a request.
+    """Stage of a request."""
 
-    `epoch` counts from 1 (k in the paper). Until round `until` it keeps its drafter, to explore or
-    to exploit; `chunks_left` of the exploration follow. `drawn`: for the next chunk."""
-
-    epoch: int = 0
+    epoch: int = 0  # k in the paper, from 1
     exploring: bool = False
-    chunks_left: int = 0
-    until: int = 0
-    drawn: str | None = None
+    chunks_left: int = 0  # of the exploration
+    until: int = 0  # round until which it keeps its drafter
+    drawn: str | None = None  # for the next chunk
 
 
 class Lbss(SelectionPolicy):
@@ -44,16 +41,10 @@ class Lbss(SelectionPolicy):
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        """Options.
-
-        alpha: rounds of an exploration; beta: rounds of its chunks. switching_weight: λ of eq. 6,
-        the price of tokens lost while a new drafter reads the text. fast_switch: drafters with
-        their own lane read it before the switch."""
-
-        alpha: PositiveInt = 6
-        beta: PositiveInt = 2
-        switching_weight: NonNegativeFloat = 1.0
-        fast_switch: bool = True
+        alpha: PositiveInt = 6  # rounds of an exploration
+        beta: PositiveInt = 2  # rounds of its chunks
+        switching_weight: NonNegativeFloat = 1.0  # λ of eq. 6, price of tokens lost while reading
+        fast_switch: bool = True  # drafters with own lanes read before the switch
         seed: Seed = 0
 
         def __post_init__(self) -> None:
@@ -92,9 +83,7 @@ class Lbss(SelectionPolicy):
         return chosen
 
     def _next_stage(self, course: _Course, now: int) -> None:
-        """Begin the next chunk, the exploitation after the last, or the next epoch.
-
-        Round 0 computes the prompt and drafts nothing."""
+        """Begin the next chunk, the exploitation after the last, or the next epoch."""
         first = max(now, 1)
         if course.chunks_left:
             course.chunks_left -= 1
@@ -109,9 +98,7 @@ class Lbss(SelectionPolicy):
         course.until = first + self.options.beta
 
     def _explore(self, state: RequestState, places: Places) -> str | None:
-        """Return a random drafter, or the next that has room.
-
-        Not another drafter with the present model: it would teach nothing."""
+        """Return a random drafter with room, not another one with the present model."""
         course = self._courses[state.request.id]
         drawn = course.drawn if course.drawn in places.drafters else self._draw(places)
         course.drawn = self._draw(places)
@@ -159,9 +146,7 @@ class Lbss(SelectionPolicy):
     # --- fast switch ----------------------------------------------------------------------------
 
     def replays(self, states: Sequence[RequestState], view: View) -> list[ReplayProposal]:
-        """Return replays by the next stage's drafter, in the last rounds of a stage.
-
-        Not inside a step, where early reading would cost what it saves."""
+        """Return replays by next drafters outside the step, in the last rounds of a stage."""
         beside = {n: d for n, d in usable(view.drafters).items() if view.is_beside(d)}
         if not beside or not self.options.fast_switch:
             return []

@@ -72,9 +72,7 @@ class RoundTimes:
         return 1 / seconds if seconds else 0.0
 
     def reading(self, state: RequestState, drafter: Drafter) -> float:
-        """Return the seconds of a switch (c in Spin's eq. 6), in which the drafter reads the text.
-
-        Inside a step all other requests wait for it."""
+        """Return the seconds in which a new drafter reads the text (c in Spin's eq. 6)."""
         unread = 0 if drafter.name == state.drafter else num_unread(state, drafter)
         seconds = unread * self._estimators.times.catch_up_of(drafter.name)
         return seconds if self._view.is_beside(drafter) else seconds * self._num_requests
@@ -102,10 +100,10 @@ class Mean:
 
 
 class ObservedGoodput:
-    """Observed tokens per second (r in the paper), by request and model, and by model.
+    """Discounted tokens per second (r in the paper), by request and model, and by model.
 
-    Every round discounts ALL estimates (a discounted bandit; Garivier and Moulines, 2008), so that
-    old means do not exclude a choice for ever; with `fades` False none."""
+    A discounted bandit (Garivier and Moulines, 2008): old means do not exclude a choice for
+    ever."""
 
     def __init__(self, fades: bool = True) -> None:
         self._fades = fades
@@ -113,10 +111,7 @@ class ObservedGoodput:
         self.by_model: dict[str, Mean] = {}
 
     def observe(self, outcomes: Sequence[Outcome], view: View) -> None:
-        """Take in a step.
-
-        A round counts for the request's drafter, with or without a draft; not if it only ends a
-        prompt, or has lost its drafter."""
+        """Take in a step's drafted or skipped rounds, for the request's drafter."""
         batches = Counter(o.state.drafter for o in outcomes if o.state.drafter is not None)
         times = RoundTimes(view, len(outcomes))
         decoding = [o for o in outcomes if o.state.num_output_tokens > len(o.verdict.token_ids)]
@@ -139,9 +134,7 @@ class ObservedGoodput:
             self._by_request[state.request.id].setdefault(model, Mean()).add(goodput)
 
     def estimate(self, request_id: str, model: str) -> float:
-        """Return g̃ of a request and a model, from its own rounds, else from all requests'.
-
-        0 if none are known."""
+        """Return g̃ of a request and a model: its own rounds', else all requests', else 0."""
         mean = self._by_request.get(request_id, {}).get(model) or self.by_model.get(model)
         return 0.0 if mean is None else mean.value
 

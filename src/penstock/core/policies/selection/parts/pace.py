@@ -18,9 +18,7 @@ _UNDRAFTED_WEIGHT = 0.1
 
 @dataclass(slots=True)
 class Pace:
-    """Mean of the target's decoding steps: faded rows and requests, and total seconds.
-
-    A step counts for at most twice what its rows and drafts take, and for little without drafts."""
+    """Mean target step; its seconds count at most twice what its rows and drafts take."""
 
     rows: float = 0.0
     requests: float = 0.0
@@ -65,11 +63,9 @@ class Pace:
         self.steps = _DECAY * self.steps + 1
 
 
-_FEWEST_PAUSES = 8
-"""Least pauses of either kind before a review's time is known."""
+_FEWEST_PAUSES = 8  # least pauses of either kind before a review's time is known
 _PAUSE_WEIGHT = 0.05  # weight of a pause in its mean; chosen by hand
-_REVIEWS_DECAY = 0.999
-"""Decay per pause without a review: half is left after 700."""
+_REVIEWS_DECAY = 0.999  # decay per pause without a review: half is left after 700
 _LONGEST_PAUSE = 4.0
 """Longest pause that counts, over the mean before: longer ones have other causes."""
 
@@ -87,10 +83,7 @@ class _Pauses:
 
 
 class ReviewTime:
-    """Seconds that all requests wait while one's drafter is reviewed.
-
-    It is how much longer the pause before a step is; 0 if the host takes no time, as in the
-    simulator."""
+    """Seconds that all requests wait for a review: the pause before a step is longer by it."""
 
     def __init__(self) -> None:
         self._plain = _Pauses()
@@ -132,10 +125,8 @@ class ReviewTime:
 
 _FAVOURITE_WEIGHT = 0.05  # weight of a request in the means; chosen by hand
 _FEWEST = 16  # requests before a favourite is known
-_ASKED = 8
-"""One request in so many is chosen for in any case, to notice changes."""
-_OTHER_LOAD = 1.5
-"""Factor of requests a step from which on earlier findings do not hold."""
+_ASKED = 8  # one request in so many is chosen for in any case, to notice changes
+_OTHER_LOAD = 1.5  # factor of requests a step from which on earlier findings do not hold
 
 
 class Favourite:
@@ -149,9 +140,7 @@ class Favourite:
         self._num_sharing = 1
 
     def observe(self, saved: Mapping[str, float], num_sharing: int) -> None:
-        """Take in the savings of a chosen request, in seconds per token by drafter.
-
-        As estimated beforehand. num_sharing: requests of a step."""
+        """Take in the expected savings of a chosen request, in seconds per token by drafter."""
         if not self._num or not self._is_like(num_sharing):
             self._saved, self._best, self._num, self._num_sharing = {}, 0.0, 0, num_sharing
         self._num += 1
@@ -162,9 +151,7 @@ class Favourite:
         self._best += weight * (max(0.0, *saved.values(), 0.0) - self._best)
 
     def gain(self, num_sharing: int) -> float | None:
-        """Return the seconds per token that a choice saves over the favourite.
-
-        None if unknown, or if the request should be chosen for anyway."""
+        """Return the seconds per token that a choice gains over the favourite, if known."""
         if self._num < _FEWEST or not self._is_like(num_sharing):
             return None
         self._num_unasked = (self._num_unasked + 1) % _ASKED

@@ -51,9 +51,7 @@ class Places:
         return next((n for n in names if self.take(n)), None)
 
     def by_preference(self, state: RequestState, models: Iterable[str]) -> str | None:
-        """Take a place with a drafter of the first model that has one.
-
-        The request's present drafter is preferred, then the one with the most room."""
+        """Take a place with the first model that has room, best the present drafter."""
         for model in models:
             instances = [d for d in self.drafters.values() if model_of(d) == model]
             instances.sort(key=lambda d: (d.name != state.drafter, -self._free(d)))

@@ -19,18 +19,14 @@ from penstock.core.view import View
 
 FloatArray = npt.NDArray[np.float64]
 
-_BEST_RATE = 0.9
-"""Acceptance of a draft token that hardly any drafter exceeds."""
+_BEST_RATE = 0.9  # acceptance of a draft token that hardly any drafter exceeds
 _NODES = np.array([-math.sqrt(3), 0.0, math.sqrt(3)])
 WEIGHTS = np.array([1 / 6, 2 / 3, 1 / 6])
 """Three-point Gauss-Hermite rule for a normal variable."""
 
 
 class Prices:
-    """Costs of a step without drafts, and with drafts of 1 to K tokens by drafter.
-
-    drafters: those that would pay if nearly all their tokens were accepted. base: seconds of a step
-    without drafts. margin: share of the time that a change must save over staying."""
+    """Costs of a step without drafts, and with drafts of 1 to K tokens by drafter."""
 
     def __init__(
         self,
@@ -41,9 +37,7 @@ class Prices:
         longest: int,
         margin: float,
     ) -> None:
-        """Compute the costs.
-
-        num_sharing: requests of a step. longest: K."""
+        """Compute the costs, for `num_sharing` requests a step and drafts up to `longest`."""
         times = view.learn.times
         self.view, self.margin = view, margin
         self.num_sharing = sharing = num_sharing
@@ -111,9 +105,7 @@ class Savings:
         """Seconds [S, J] that all requests of a drafter wait until it has read the text."""
 
     def share(self, demand: Mapping[str, float]) -> None:
-        """Divide the drafters' time; to be called before `at`.
-
-        demand: share of the requests that would have a drafter if all shared it."""
+        """Divide the drafters' time by `demand`, the share of requests that each would get."""
         drafters, prices = list(self.drafters.values()), self._prices
         stays = np.array([[s.drafter == d.name for d in drafters] for s in self.states])
         seconds = [
@@ -136,10 +128,10 @@ class Savings:
         return self._prices.base - self._prices.per_token(self._prices.alone, tokens, self._limits)
 
     def told(self, mean: FloatArray, variance: FloatArray, information: FloatArray) -> FloatArray:
-        """Return the seconds saved at three possible estimates of a drafter, [3, ..., S, J].
+        """Return the seconds saved at three possible later estimates, [3, ..., S, J].
 
-        Their probabilities are `WEIGHTS`. mean, variance: [S, J] of the log-odds; information:
-        [..., S, J] Fisher's, of the evidence to come."""
+        mean, variance: [S, J] of the log-odds; information: [..., S, J] Fisher's; weights:
+        `WEIGHTS`."""
         told = variance * variance * information / (1 + variance * information)
         spread = np.multiply.outer(_NODES, np.sqrt(told))
         return self.at(mean_rate(mean + spread, variance - told))
@@ -161,9 +153,7 @@ def num_unread(state: RequestState, drafter: Drafter) -> int:
 def _shares(
     drafter: Drafter, alone: float, prices: Prices, demand: Mapping[str, float]
 ) -> tuple[float, float]:
-    """Return the seconds of a draft token for a request that joins a drafter, and if it stays.
-
-    alone: seconds if all requests shared the drafter."""
+    """Return seconds of a draft token for a request that joins a drafter, and that stays."""
     load, sharing = prices.view.loads.get(drafter.name, 0), prices.num_sharing
     wanted = max(1, round(sharing * demand.get(drafter.name, 0.0)))
     # Inside a step all requests wait for a drafter; beside it only its own.
