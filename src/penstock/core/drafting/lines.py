@@ -95,7 +95,7 @@ class Session:
 
     @property
     def samples_next(self) -> bool:
-        """Whether the next guess is from the drafter's own distribution, not the target's noise."""
+        """True if the next guess is from the drafter's distribution, not the target's noise."""
         return self.is_ratio and len(self.guesses) != self.num_sent
 
     @property

@@ -71,7 +71,7 @@ class Proposer(Protocol):
 
     @property
     def has_runner_up(self) -> bool:
-        """Whether it can give a second choice of a token."""
+        """True if it can give a second choice of a token."""
         ...
 
     def fork(self, session: Session, branch: Session) -> None:

@@ -44,10 +44,10 @@ class _Line:
         return self.intercept + self.slope * tokens
 
 
-_ORIGIN_WEIGHT = 0.5
-_LINK_KEEP = 0.95
-_FIRST_PATIENCE_S = 2.0
-_LEAST_PATIENCE_S = 0.05
+_ORIGIN_WEIGHT = 0.5  # in drafts, of the line through the origin; chosen by hand, like these
+_LINK_KEEP = 0.95  # memory a draft
+_FIRST_PATIENCE_S = 2.0  # before the first draft
+_LEAST_PATIENCE_S = 0.05  # above the jitter of a fast network
 
 
 class LinkTimes:

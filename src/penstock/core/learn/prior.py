@@ -17,8 +17,8 @@ import numpy.typing as npt
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
-_MEAN = 0.8
-_VARIANCE = 1.5
+_MEAN = 0.8  # log-odds of a drafter before any request; chosen by hand, like these
+_VARIANCE = 1.5  # of these log-odds between requests
 _CORRELATION = 0.5
 """Log-odds of a drafter, and correlation between drafters, before any request. Chosen by hand."""
 _BIAS_VARIANCE = 1.0

@@ -26,7 +26,7 @@ _TRIALS = 0.005  # share of the time for drafts that are not expected to gain
 _LEAST_OVERHEAD_S = 1e-6  # as in `throughput`
 _RECORD_KEEP = 0.998
 """Memory of expectations and their outcomes a step: noise averages to a tenth over fifty steps."""
-_PRIOR_TOKENS, _PRIOR_S = 50.0, 0.1
+_PRIOR_TOKENS, _PRIOR_S = 50.0, 0.1  # expectations taken as met at first; chosen by hand
 _LONGEST_STEP = 2.0  # most that a step may count, over its expected seconds
 
 

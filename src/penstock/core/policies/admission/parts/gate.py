@@ -24,7 +24,7 @@ class Gate:
 
     @property
     def is_full(self) -> bool:
-        """Whether another iteration adds nothing to the credit."""
+        """True if another iteration adds nothing to the credit."""
         return self.credit >= max(self._threshold, 1.0)
 
     def earn(self) -> None:
