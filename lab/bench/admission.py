@@ -46,7 +46,6 @@ SHIPPED = {
     "vllm_v1": PolicyConfig.of("vllm_v1"),
     "vllm_v1 8192/1024": PolicyConfig.of("vllm_v1", max_num_batched_tokens=8192, max_num_seqs=1024),
     "sarathi": PolicyConfig.of("sarathi"),
-    "guaranteed_no_evict": PolicyConfig.of("guaranteed_no_evict"),
 }
 TUNED_A100 = PolicyConfig.of("sarathi", token_budget=376, max_num_seqs=320)
 BUDGETS = (256, 376, 384, 512, 768, 1024, 2048)
@@ -284,7 +283,7 @@ def long_prompts(seed: int, num: int) -> Workload:
 def part_order(bench: Bench) -> None:
     """What the order of the waiting requests is worth, and what the rest of a policy: each policy
     in both orders, at 0.8 and 0.95 of what fluid_guided carries in order of arrival."""
-    rivals = {n: SHIPPED[n] for n in ("sarathi", "vllm_v1", "vllm_v0", "guaranteed_no_evict")}
+    rivals = {n: SHIPPED[n] for n in ("sarathi", "vllm_v1", "vllm_v0")}
     policies = {"fluid_guided": OURS, "sarathi 376/320": TUNED_A100, **rivals}
     in_order = {
         f"{label}, {order}": PolicyConfig.of(policy.name, **{**policy.options, "order": order})
@@ -299,7 +298,7 @@ def part_order(bench: Bench) -> None:
         num = max(2000, int(full * bench.loads.scale))
         lengths = long_prompts(seed, num) if name == "long" else name
         workload = bench.loads.poisson(lengths, num, share * rate, seed)
-        for label, policy in (in_order | {"sjf": PolicyConfig.of("sjf")}).items():
+        for label, policy in in_order.items():
             batch[f"order/{name}/{share}/{label}/{seed}"] = partial(latency, policy, workload)
     bench.measure(batch)
 

@@ -9,14 +9,13 @@ from lab.common.cells import Cells
 from lab.common.results import Results, ResultTable, save, show
 from lab.common.statistics import plus_minus
 
-RIVALS = ("sarathi", "vllm_v1", "vllm_v1 8192/1024", "vllm_v0", "guaranteed_no_evict")
+RIVALS = ("sarathi", "vllm_v1", "vllm_v1 8192/1024", "vllm_v0")
 ORDERED = (
     "fluid_guided",
     "sarathi 376/320",
     "sarathi",
     "vllm_v1",
     "vllm_v0",
-    "guaranteed_no_evict",
 )
 NAMES = {
     "conversation": "Azure conversation",
@@ -154,7 +153,7 @@ def memory(cells: Cells) -> Iterator[ResultTable]:
 
 
 def order(cells: Cells) -> Iterator[ResultTable]:
-    policies = [f"{p}, {o}" for p in ORDERED for o in ("arrival", "size_aware")] + ["sjf"]
+    policies = [f"{p}, {o}" for p in ORDERED for o in ("arrival", "size_aware")]
     names = parts_of(cells, "order", 1)
     figures = {
         "Mean latency in s": "latency",

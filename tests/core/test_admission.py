@@ -60,7 +60,7 @@ def test_no_more_than_max_num_seqs_run() -> None:
     world.check_outputs()
 
 
-@pytest.mark.parametrize("policy", ["vllm_v1", "guaranteed_no_evict", "fluid_guided"])
+@pytest.mark.parametrize("policy", ["vllm_v1", "sarathi", "fluid_guided"])
 def test_no_policy_admits_more_than_the_executor_has_room_for(policy: str) -> None:
     pool = BlockPool(1000, 4)
     scheduler = Scheduler(

@@ -17,7 +17,6 @@ from penstock.core.queues import (
     ArrivalQueue,
     SizeAwareQueue,
     make_queue,
-    shortest_output_first,
 )
 from penstock.core.state import RequestState
 from penstock.core.types import Request, Status
@@ -61,13 +60,6 @@ def test_in_order_of_arrival() -> None:
     assert served(queue) == ["0", "1", "2"]
 
 
-def test_shortest_output_first_however_long_others_wait() -> None:
-    queue = shortest_output_first()
-    for i, tokens in enumerate((900, 3, 500, 3)):
-        queue.append(state(i, max_tokens=tokens))
-    assert served(queue) == ["1", "3", "2", "0"]
-
-
 def test_a_long_prompt_is_passed_by_a_quarter_of_its_work() -> None:
     queue = by_prompt()
     queue.append(state(0, 3900))
@@ -86,7 +78,7 @@ def test_what_passed_too_much_is_made_up_for() -> None:
     assert served(queue) == ["2", "0", "3", "1", "4", "5"]
 
 
-@pytest.mark.parametrize("new_queue", [ArrivalQueue, by_prompt, shortest_output_first])
+@pytest.mark.parametrize("new_queue", [ArrivalQueue, by_prompt])
 def test_preempted_requests_come_first(new_queue: Callable[[], ArrivalQueue]) -> None:
     queue = new_queue()
     states = [state(i, length) for i, length in enumerate((9, 3, 5, 900))]
@@ -101,9 +93,7 @@ def test_preempted_requests_come_first(new_queue: Callable[[], ArrivalQueue]) ->
     assert served(queue)[:2] == ["1", "3"]
 
 
-@pytest.mark.parametrize(
-    "new_queue", [ArrivalQueue, by_prompt, by_what_moves, shortest_output_first]
-)
+@pytest.mark.parametrize("new_queue", [ArrivalQueue, by_prompt, by_what_moves])
 def test_the_order_is_what_admitting_comes_to(new_queue: Callable[[], ArrivalQueue]) -> None:
     """Whatever happens: arrivals, admissions out of turn, preemptions, cancellations."""
     rng = random.Random(5)

@@ -8,7 +8,6 @@ import pytest
 
 from penstock.core.learn import Estimators
 from penstock.core.policies.pipeline.asynchronous import Asynchronous
-from penstock.core.policies.pipeline.barrier import Barrier
 from penstock.core.policies.registry import make_pipeline
 from penstock.core.state import DraftRound, DraftStage, RequestState
 from penstock.core.types import DraftOrder, Request
@@ -47,10 +46,10 @@ def hold(step_s: float, draft_s: float, ready: str, pending: dict[str, float]) -
     return pipeline.hold_until([held(n) for n in ready], on_their_way, view)
 
 
-def test_a_barrier_waits_for_everything() -> None:
-    view, barrier = View({}, estimators(0.03, 0.1)), Barrier(Barrier.Options())
-    assert barrier.hold_until([held("a")], [coming("b", 0.0)], view) == math.inf
-    assert barrier.hold_until([held("a")], [], view) is None
+def test_one_group_waits_for_all_its_drafts() -> None:
+    view, rounds = View({}, estimators(0.03, 0.1)), make_pipeline("off")
+    assert rounds.hold_until([held("a")], [coming("b", 0.0)], view) == math.inf
+    assert rounds.hold_until([held("a")], [], view) is None
 
 
 def test_a_cheap_step_goes_at_once_and_a_dear_one_waits() -> None:

@@ -99,7 +99,7 @@ def of_admission() -> Iterator[tuple[str, Scenario]]:
                 f"counted {admission}, tenants",
                 lambda s=fair, w=shared: counted(s, w),
             )
-    for admission in ("fluid_guided", "vllm_v1", "vllm_v0", "sarathi", "guaranteed_no_evict"):
+    for admission in ("fluid_guided", "vllm_v1", "vllm_v0", "sarathi"):
         by_size = Setup(PROFILE, PolicyConfig.of(admission, order="size_aware"), kv_tokens=4256)
         yield f"admission {admission}, by size", lambda s=by_size: simulated(s, long_prompts())
     told = Setup(PROFILE, PolicyConfig.of("fluid_guided", **TARGETS), kv_tokens=9000)

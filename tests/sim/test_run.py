@@ -56,10 +56,10 @@ def test_figures_by_hand() -> None:
 def test_slowdown_is_against_the_request_alone() -> None:
     """A request alone has about one; in a queue each has its latency over that of itself alone."""
     lengths = Workload("w", np.array([2000]), np.array([300]), np.zeros(1))
-    alone = run(Setup(PROFILE, PolicyConfig.of("guaranteed_no_evict")), lengths)
+    alone = run(Setup(PROFILE, PolicyConfig.of("vllm_v1")), lengths)
     assert alone.slowdown == pytest.approx([1.0])
     queue = make_workload(lengths, num_requests=200, rate=4.0, seed=1)
-    report = run(Setup(PROFILE, PolicyConfig.of("guaranteed_no_evict")), queue)
+    report = run(Setup(PROFILE, PolicyConfig.of("vllm_v1")), queue)
     assert report.slowdown == pytest.approx(report.latency / alone.latency)
     figures = report.figures()
     assert figures["slowdown"]["max"] == pytest.approx(report.slowdown.max())

@@ -1,4 +1,4 @@
-"""Drafts that a draft server sends before they are asked for, so that no round trip is waited for.
+"""Drafts that a draft server sends before they are ordered, to save the round trip.
 
 A *line* is a likely continuation of a request's text. The first follows the text; another one
 leaves a line where that may turn out wrong, with the runner-up:
@@ -7,9 +7,8 @@ leaves a line where that may turn out wrong, with the runner-up:
                     |
                     +---- e --- f      line 2, leaves line 1 instead of b's successor
 
-The draft server grows its lines in idle time where the text is likely to come along (`spots_of`).
-The verification server keeps them (`LinesAhead`) and drops what its verified text contradicts; the
-next draft is what goes on from there. Their tokens are drafts like any others."""
+The draft server extends its lines in idle time (`spots_of`). The verification server keeps them
+(`LinesAhead`) and drops what its verified text contradicts; the rest is the next draft."""
 
 from __future__ import annotations
 
@@ -18,40 +17,38 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 LEAST_CHANCE = 0.05
-"""No token is drafted ahead that is less likely than this to be right."""
+"""Least probability that a token drafted ahead is right. Chosen by hand."""
 
 MAX_ROWS = 8
-"""Most lines that grow in one step: an order that comes meanwhile waits for its end."""
+"""Most lines extended in one step, whose end a new order waits for."""
 
 ROW_COST = 0.5
-"""Time of a drafting step for each line beside the first, in steps of one: measured for the bundled
-drafters on one core at 5d79ef34. Larger models pay less."""
+"""Time of a drafting step per line beside the first, in steps of one: measured for the bundled
+drafters on one core at 5d79ef34. Larger models take less."""
 
 MAX_LINES = 32
 """Most lines of one request that are kept."""
 
 MAX_AHEAD_TOKENS = 64
-"""Most tokens of one request that are kept beyond its text, and that one message brings."""
+"""Most tokens of one request kept beyond its text, and of one message."""
 
 
 class LinePiece(NamedTuple):
-    """Tokens of line `line` from position `start` of the text on. `parent`: only with a line's
-    first tokens: the line that it leaves there, or itself where it follows the text."""
+    """Consecutive tokens of a line."""
 
     line: int
-    start: int
+    start: int  # position of the first in the text
     token_ids: tuple[int, ...]
-    parent: int | None = None
+    parent: int | None = None  # with a line's first tokens: the line left, or itself
 
 
 @dataclass(slots=True)
 class _KeptLine:
-    """parent: the line on whose tokens before `start` it stands; None once those are verified.
-    token_ids: from `start` on; of what is verified none is kept."""
+    """A kept line."""
 
-    parent: int | None
+    parent: int | None  # line with the tokens before `start`; None once verified
     start: int
-    token_ids: list[int]
+    token_ids: list[int]  # unverified, from `start` on
 
     @property
     def end(self) -> int:
@@ -59,7 +56,7 @@ class _KeptLine:
 
 
 class Text(NamedTuple):
-    """The end of a verified text: the tokens from position `first` on."""
+    """End of a verified text: the tokens from position `first` on."""
 
     first: int
     token_ids: Sequence[int]
@@ -70,7 +67,7 @@ class Text(NamedTuple):
 
 
 class LinesAhead:
-    """What one draft server has sent ahead for one request."""
+    """Lines of one request that a draft server has sent."""
 
     def __init__(self, drafter: str) -> None:
         self.drafter = drafter
@@ -78,12 +75,10 @@ class LinesAhead:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are kept."""
         return sum(len(line.token_ids) for line in self._lines.values())
 
     def take(self, pieces: Iterable[LinePiece], text: Text) -> int:
-        """Add what has come, and follow the text; returns how many tokens were added. Pieces of
-        unknown lines, repeated ones, and what is beyond the bounds are left out."""
+        """Add new pieces of known lines, follow the text, and return how many tokens are new."""
         added = 0
         for piece in pieces:
             before = self.num_tokens
@@ -115,7 +110,7 @@ class LinesAhead:
         self._lines[piece.line] = _KeptLine(parent, piece.start, list(piece.token_ids))
 
     def follow(self, text: Text) -> None:
-        """Drop what the text has contradicted, and what it has passed."""
+        """Drop what the text has contradicted or passed."""
         wrong: dict[int, int] = {}
         for name, line in self._lines.items():
             if line.parent is not None and not self._hangs(name, line, text, wrong):
@@ -135,8 +130,7 @@ class LinesAhead:
                 line.start += passed
 
     def _hangs(self, name: int, line: _KeptLine, text: Text, wrong: dict[int, int]) -> bool:
-        """Whether the tokens of a line can be compared with the text by now: its parent's before
-        them are verified. Where they are not right it is noted as wrong."""
+        """Return whether a line can be compared with the text; note wrong tokens in `wrong`."""
         assert line.parent is not None
         known = line.parent in self._lines
         if not known or wrong.get(line.parent, line.start) < line.start:
@@ -148,8 +142,7 @@ class LinesAhead:
         return True
 
     def path(self, length: int) -> tuple[int, ...]:
-        """The likeliest tokens behind a text of `length` that has been followed; older lines are
-        likelier than those that leave them."""
+        """Return the likeliest tokens behind a followed text of `length`."""
         for line in self._lines.values():
             if line.parent is None and line.start <= length < line.end:
                 return tuple(line.token_ids[length - line.start :])
@@ -160,19 +153,16 @@ class LinesAhead:
 
 
 class Odds(NamedTuple):
-    """Of one line, as its drafter sees it. reached: probability that the text comes to its
-    beginning; accepted: of each of its tokens, behind all before it; left: of which tokens another
-    line has left already; can_grow: one more token can be drafted."""
+    """Odds of one line, by its drafter."""
 
-    reached: float
-    accepted: Sequence[float]
-    left: frozenset[int]
-    can_grow: bool
+    reached: float  # probability that the text reaches its start
+    accepted: Sequence[float]  # of each token, behind all before it
+    left: frozenset[int]  # tokens that other lines have left
+    can_grow: bool  # one more token can be drafted
 
 
 class DraftSpot(NamedTuple):
-    """Where the next token could be drafted, and how likely it would be right: behind the end of a
-    line, or (`at`) instead of one of its tokens."""
+    """Spot for a next token, with its probability: a line's end, or `at`, instead of a token."""
 
     chance: float
     line: int
@@ -180,15 +170,14 @@ class DraftSpot(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """first: probability that a drafter's first choice is right; runner_up: that the second one is,
-    where the first is not."""
+    """Accuracy of a drafter's choices."""
 
-    first: float
-    runner_up: float
+    first: float  # probability that the first choice is right
+    runner_up: float  # that the second is, if the first is not
 
 
 def spots_of(lines: Sequence[Odds], choices: Choices, least: float) -> list[DraftSpot]:
-    """All spots that are not less likely than `least`."""
+    """Return all spots with a probability of at least `least`."""
     spots = []
     for index, (reached, accepted, left, can_grow) in enumerate(lines):
         for at, chance in enumerate(accepted):
@@ -201,8 +190,7 @@ def spots_of(lines: Sequence[Odds], choices: Choices, least: float) -> list[Draf
 
 
 def num_worth(chances: Sequence[float]) -> int:
-    """Of spots with these chances, the likeliest first, how many to draft in one step: as many as
-    make the most right tokens a second."""
+    """Return how many of these spots, the likeliest first, give the most right tokens a second."""
     total = 0.0
     for num, chance in enumerate(chances[:MAX_ROWS]):
         if chance * (1 + ROW_COST * (num - 1)) < ROW_COST * total:

@@ -1,6 +1,7 @@
-"""Decoding requests of which only lengths are known, advanced together: a group counts steps for
-all its members at once, so that a step costs the same for three requests as for three hundred. The
-decisions are those that the same requests get one by one, which the tests compare."""
+"""Decoding requests with only their lengths known, advanced together.
+
+A group counts steps for all members at once, at constant cost. Decisions equal those for single
+requests, which tests compare."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from penstock.core.types import TARGET, DecodeRun, Request
 
 
 class CountedKV(SequenceKV):
-    """KV of which only the number of blocks is known."""
+    """KV with only its number of blocks known."""
 
     __slots__ = ("_num_blocks",)
 
@@ -48,7 +49,7 @@ class CountedKV(SequenceKV):
 
 
 class CountedState(RequestState):
-    """A request that may join a group. While it is a member its counters are the group's."""
+    """A request that may join a group, whose counters then replace its own."""
 
     __slots__ = ("_joined_at", "_num_output", "decode_group", "leaves_at", "num_announced", "until")
 
@@ -61,7 +62,7 @@ class CountedState(RequestState):
         self.num_announced = 0
         """Output tokens announced so far."""
         self.until: int | None = None
-        """Leave the group with so many output tokens, if the request goes on so long."""
+        """Output tokens at which it leaves the group."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -91,8 +92,7 @@ class CountedState(RequestState):
         )
 
     def append_counted(self, num_tokens: int) -> int:
-        """Add verified output of which only the number is known. Returns how many tokens nobody was
-        told of yet: those too that it had made in a group before it was preempted."""
+        """Add verified tokens by number; return how many of all tokens were not announced."""
         self._num_output += num_tokens
         num_new = self._num_output - self.num_announced
         self.num_announced += num_new
@@ -116,8 +116,7 @@ class CountedState(RequestState):
 
 @dataclass(slots=True)
 class _Decoded:
-    """What a group's members of one tenant have decoded. `kv_tokens` is their context at tick
-    `tick`; `num_rows` tokens, behind `num_kv_tokens` of context, are not accounted for yet."""
+    """A tenant's uncharged tokens in a group, and its members' context at tick `tick`."""
 
     tick: int
     num: int = 0
@@ -137,7 +136,7 @@ class _Decoded:
 
 
 class DecodeGroup:
-    """Requests that decode one token each in every step that the group is in."""
+    """Requests that decode one token each in every step of the group."""
 
     def __init__(self, key: Hashable, block_size: int, *, keeps_accounts: bool = False) -> None:
         self.key = key
@@ -147,10 +146,10 @@ class DecodeGroup:
         """Positions whose KV the target holds for the members."""
         self.members: dict[str, CountedState] = {}
         self.plan_id: int | None = None
-        # Known and output tokens of each member when its group was at tick 0.
+        # Known and output tokens of each member, extrapolated to tick 0.
         self._origins: dict[str, tuple[int, int]] = {}
         self._block_size = block_size
-        # Members by when they begin a block: a tick needs as many blocks as one entry says.
+        # Members by the tick phase at which they begin a block.
         self._phases = [0] * block_size
         self._leaving: list[tuple[int, int, CountedState]] = []
         self._by_tenant: dict[str, _Decoded] = {}
@@ -160,11 +159,11 @@ class DecodeGroup:
 
     @property
     def num_known_tokens(self) -> int:
-        """Prompts and outputs so far, of all members."""
+        """Prompt and output tokens of all members."""
         return self.num_kv_tokens + len(self.members)
 
     def join(self, state: CountedState) -> None:
-        """Take in a decoding request that is in no plan."""
+        """Add a decoding request that is in no plan."""
         computed = state.kv.pop(TARGET).num_computed_tokens
         self.num_kv_tokens += computed
         self._phases[(computed - self.ticks) % self._block_size] += 1
@@ -182,8 +181,7 @@ class DecodeGroup:
         heapq.heappush(self._leaving, (state.leaves_at, state.order, state))
 
     def leave(self, state: CountedState) -> None:
-        """Give a member its own counters and blocks back, one more if its next token is being
-        computed now."""
+        """Return a member's counters and blocks, one more if a token is in flight."""
         request_id = state.request.id
         del self.members[request_id]
         known, num_output = self._origins.pop(request_id)
@@ -200,7 +198,7 @@ class DecodeGroup:
         state.kv[TARGET] = CountedKV(computed, -(-held // self._block_size))
 
     def _count(self, tenant: str, num: int, kv_tokens: int) -> None:
-        """So many members of a tenant more, and tokens of their context."""
+        """Add members of a tenant, and tokens of their context."""
         decoded = self._by_tenant.get(tenant)
         if decoded is None:
             decoded = self._by_tenant[tenant] = _Decoded(self.ticks)
@@ -209,7 +207,7 @@ class DecodeGroup:
         decoded.kv_tokens += kv_tokens
 
     def take_decoded(self) -> list[tuple[str, int, int]]:
-        """By tenant: tokens decoded since the last call, and the sum of their contexts."""
+        """Return by tenant the tokens decoded since the last call, and their contexts' sum."""
         taken = []
         for tenant, decoded in list(self._by_tenant.items()):
             decoded.advance(self.ticks)
@@ -221,22 +219,22 @@ class DecodeGroup:
         return taken
 
     def kv_tokens_by_tenant(self) -> dict[str, int]:
-        """Context of each tenant's members."""
+        """Return the context of each tenant's members."""
         for decoded in self._by_tenant.values():
             decoded.advance(self.ticks)
         return {tenant: d.kv_tokens for tenant, d in self._by_tenant.items()}
 
     def lengths(self) -> npt.NDArray[np.int64]:
-        """[members, 2]: known and output tokens of each."""
+        """Return known and output tokens, [members, 2]."""
         origins = chain.from_iterable(self._origins.values())
         return np.fromiter(origins, np.int64).reshape(-1, 2) + self.ticks
 
     def first_token_times(self) -> npt.NDArray[np.float64]:
-        """[members]: when each had its first token, in the order of `lengths`."""
+        """Return each member's time of its first token, [members], in the order of `lengths`."""
         return np.fromiter((s.first_token_at for s in self.members.values()), np.float64)
 
     def num_new_blocks(self, ticks: int = 1) -> int:
-        """Blocks that the next `ticks` tokens of every member need."""
+        """Return the blocks that the next `ticks` tokens of every member need."""
         if ticks == 1:
             return self._phases[-self.ticks % self._block_size]
         whole, rest = divmod(ticks, self._block_size)
@@ -249,7 +247,6 @@ class DecodeGroup:
 
     @property
     def ticks_left(self) -> int:
-        """Steps until the next member leaves."""
         leaving = self._leaving
         while leaving:
             leaves_at, _, state = leaving[0]
@@ -259,8 +256,7 @@ class DecodeGroup:
         return 0
 
     def advance(self, ticks: int) -> list[CountedState]:
-        """Give every member `ticks` tokens, no more than `ticks_left`. Members whose time has come
-        leave, and are returned in the order of their arrival."""
+        """Give members at most `ticks_left` tokens; return those that leave, by arrival."""
         self.ticks += ticks
         self.num_kv_tokens += ticks * len(self.members)
         left: list[CountedState] = []
@@ -280,8 +276,7 @@ def decode_run(
     repeatable: bool,
     until: float | None,
 ) -> DecodeRun:
-    """What groups do in a plan, and how often they may do it again, if `repeatable`, before a
-    member leaves or memory runs out."""
+    """Return the groups' part of a plan, and how often it may repeat, if `repeatable`."""
     num_requests, num_kv_tokens = 0, 0
     for group in groups:
         group.plan_id = plan_id
@@ -292,7 +287,7 @@ def decode_run(
         # The first tick has its blocks already.
         most = 1 + pool.num_free_blocks * pool.block_size // num_requests
         repeats = max(1, min(most, *[group.ticks_left for group in groups]))
-        # Nobody needs more than a block a step.
+        # Each needs at most one block a step.
         if not pool.can_allocate((repeats - 1) * num_requests):
             while repeats > 1 and not pool.can_allocate(num_later_blocks(groups, repeats)):
                 repeats -= 1
@@ -301,7 +296,7 @@ def decode_run(
 
 
 def num_later_blocks(groups: Sequence[DecodeGroup], ticks: int) -> int:
-    """Blocks that `ticks` steps need beyond those of the first."""
+    """Return the blocks that `ticks` steps need beyond those of the first."""
     num = 0
     for group in groups:
         num += group.num_new_blocks(ticks) - group.num_new_blocks()

@@ -20,7 +20,7 @@ from penstock.core.learn import Estimators
 from penstock.core.policies.admission import AdmissionPolicy
 from penstock.core.policies.allocation import AllocationPolicy
 from penstock.core.policies.pipeline import Pipeline
-from penstock.core.policies.pipeline.barrier import Barrier
+from penstock.core.policies.pipeline.micro_batches import MicroBatches
 from penstock.core.policies.selection import SelectionPolicy
 from penstock.core.queues import WaitingRequests
 from penstock.core.speculate import select
@@ -102,7 +102,7 @@ class Scheduler:
             admission,
             selection,
             allocation,
-            pipeline or Barrier(Barrier.Options()),
+            pipeline or MicroBatches(MicroBatches.Options(1)),
             Trials(learn.times),
             Fairness(accounts, learn) if is_fair else None,
             max_model_len,

@@ -1,8 +1,7 @@
-"""Takes over how requests stand from a host that keeps them by itself, as vLLM does.
+"""Takes over request states from a host that keeps its own, as vLLM does.
 
-The scheduler advances requests by the results of its own plans. A host that may do otherwise than
-planned tells it before each plan what is true.
-"""
+The scheduler advances requests by the results of its own plans. A host that may deviate from them
+reports the truth before each plan."""
 
 from __future__ import annotations
 
@@ -16,21 +15,17 @@ from penstock.core.types import TARGET, Status
 
 
 class HostRequest(NamedTuple):
-    """A running request as its host counts it, as if steps in flight had ended.
-
-    num_output_tokens: made so far. num_computed_tokens: positions whose KV is computed, in
-    `num_blocks` blocks. in_flight: it can be scheduled only when a step in flight has ended.
-    """
+    """A running request as its host counts it, as if steps in flight had ended."""
 
     request_id: str
-    num_output_tokens: int
-    num_computed_tokens: int
+    num_output_tokens: int  # made so far
+    num_computed_tokens: int  # positions with computed KV
     num_blocks: int
-    in_flight: bool = False
+    in_flight: bool = False  # cannot be scheduled before a step in flight ends
 
 
 def sync(table: Table, running: Iterable[HostRequest], preempted: Iterable[str]) -> None:
-    """Set requests to what their host says; see `Scheduler.sync`."""
+    """Set requests to their host's states; see `Scheduler.sync`."""
     for told in running:
         state = table.requests.get(told.request_id)
         if state is None:
@@ -46,7 +41,7 @@ def sync(table: Table, running: Iterable[HostRequest], preempted: Iterable[str])
 
 
 def _set(table: Table, state: RequestState, told: HostRequest) -> None:
-    """A member of a decode group stays in it if the group counts the same, and is in no plan."""
+    """Set one request; it stays in its decode group if counts agree and no plan has it."""
     if isinstance(state, CountedState) and state.decode_group is not None:
         counted = (state.num_output_tokens, state.num_computed_tokens)
         is_same = counted == (told.num_output_tokens, told.num_computed_tokens)

@@ -1,9 +1,9 @@
-"""Trials: draft rounds with a drafter that is not used, so that its times stay known (ADR 18).
+"""Trials: draft rounds with an unused drafter, so that its times stay known (ADR 18).
 
-A policy that weighs time does not use a drafter that does not pay by the times it knows, which may
-be wrong. So a request drafts a few tokens with it now and then. Trials take a small share of the
-target's time, and a larger one while there is more doubt: at the start, and when the target's own
-steps have become faster or slower since."""
+A policy that weighs time does not use a drafter that does not pay by its known times, which may be
+wrong. So a request drafts a few tokens with it now and then. Trials take a small share of the
+target's time, and a larger one in doubt: at the start, and when the pace of the target's steps has
+changed since."""
 
 from __future__ import annotations
 
@@ -17,40 +17,29 @@ from penstock.core.state import RequestState
 from penstock.core.types import TARGET, StepResult
 from penstock.core.view import DraftCandidate, View
 
-_SHARE = 0.005
-"""Largest share of the target's time for trials."""
-_DOUBTFUL_SHARE = 0.02
-"""The same while there is doubt."""
-_MOST_DOUBTFUL = 3
-"""Trials after which there is no doubt any more."""
-_FIRST_STEPS = 16
-"""Steps of the target without a drafter before its first trial."""
-_OTHER_PACE = 1.25
-"""Factor of the target's step time from which on the machine counts as another."""
-_NUM_ROUNDS = 2
-"""Measured rounds of a trial: the first one mostly reads."""
-_MOST_STEPS = 8
-"""Steps of the target after which a trial ends in any case."""
-_NUM_TOKENS = 4
-"""Draft tokens of each round."""
+_SHARE = 0.005  # largest share of the target's time for trials (ADR 18)
+_DOUBTFUL_SHARE = 0.02  # the same while there is doubt
+_MOST_DOUBTFUL = 3  # trials after which there is no doubt
+_FIRST_STEPS = 16  # target steps without a drafter before its first trial
+_OTHER_PACE = 1.25  # factor of the target's step time that raises doubt
+_NUM_ROUNDS = 2  # measured rounds of a trial; the first one mostly reads
+_MOST_STEPS = 8  # target steps after which a trial ends in any case
+_NUM_TOKENS = 4  # draft tokens of each round
 
 
 @dataclass(slots=True)
 class _Watch:
-    """One drafter. since: when it was measured last, in seconds of the target; pace: seconds of a
-    target's step then. cost: of its last trial, in seconds beyond what its tokens were worth.
-    num_trials: in a row, without use."""
+    """State of one drafter."""
 
-    since: float
-    pace: float
-    cost: float
-    num_trials: int = 0
+    since: float  # last measurement, in seconds of the target
+    pace: float  # seconds of a target step then
+    cost: float  # of its last trial: seconds beyond its tokens' worth
+    num_trials: int = 0  # in a row, without use
 
 
 @dataclass(slots=True)
 class _Trial:
-    """A request that drafts with a drafter in its coming rounds. chosen: what the selection policy
-    has chosen for it."""
+    """A request that drafts with a drafter for some rounds, instead of the `chosen` one."""
 
     state: RequestState
     drafter: str
@@ -74,7 +63,7 @@ class Trials:
         self._trial: _Trial | None = None
 
     def covers(self, state: RequestState, drafter: str) -> bool:
-        """True if a trial has this request draft with this drafter, whatever that costs."""
+        """Return whether a trial has this request draft with this drafter at any cost."""
         trial = self._trial
         return (
             trial is not None
@@ -86,7 +75,7 @@ class Trials:
     # --- selection ------------------------------------------------------------------------------
 
     def before_choice(self, state: RequestState) -> None:
-        """Give a request whose next round begins the drafter that was chosen for it."""
+        """Restore the chosen drafter of a request whose next round begins."""
         trial = self._trial
         if trial is not None and trial.state is state:
             state.drafter = trial.chosen
@@ -94,8 +83,7 @@ class Trials:
                 self._trial = None
 
     def after_choice(self, states: Sequence[RequestState], view: View) -> None:
-        """Let a request of a trial use its drafter, or begin the trial of one that the policy has
-        chosen for no request."""
+        """Let a trial's request use its drafter, or begin a trial of an unused drafter."""
         open_to = usable(view.drafters)
         if self._trial is None:
             used = {s.drafter for s in states} | {n for n, num in view.loads.items() if num}
@@ -116,7 +104,7 @@ class Trials:
     def grant(
         self, candidates: Sequence[DraftCandidate], grants: list[Grant], view: View
     ) -> list[Grant]:
-        """Add the draft of a trial to what the policy has granted."""
+        """Add the draft of a trial to the policy's grants."""
         if self._trial is None:
             self._begin_unused(candidates, grants, view)
         for i, (state, drafter, limit, _) in enumerate(candidates):
@@ -131,8 +119,7 @@ class Trials:
     def _begin_unused(
         self, candidates: Sequence[DraftCandidate], grants: Sequence[Grant], view: View
     ) -> None:
-        """The trial of a drafter with which all requests could draft, and none does. Whether the
-        model of a chain is asked cannot be told from what is granted."""
+        """Begin the trial of a drafter that all requests could use, and none does."""
         used = {
             c.drafter
             for c, grant in zip(candidates, grants, strict=True)
@@ -166,7 +153,7 @@ class Trials:
     # --- what became of it ----------------------------------------------------------------------
 
     def observe(self, result: StepResult) -> None:
-        """Take in a step that has ended, after its times."""
+        """Take in an ended step, after its times."""
         trial = self._trial
         if result.lane == TARGET and result.verdicts:
             seconds = result.finished_at - result.started_at
@@ -183,7 +170,7 @@ class Trials:
                 self.measured(timed.drafter)
 
     def measured(self, drafter: str) -> None:
-        """A drafter has drafted, in a trial or not."""
+        """Note that a drafter has drafted, in a trial or not."""
         watch, pace = self._watches.get(drafter), self._times.target(1)
         trial = self._trial
         if trial is not None and trial.drafter == drafter and not trial.is_over:
@@ -200,7 +187,6 @@ class Trials:
         watch.num_trials += 1
 
     def forget(self, state: RequestState) -> None:
-        """A request has ended."""
         trial = self._trial
         if trial is not None and trial.state is state:
             if not trial.is_over:

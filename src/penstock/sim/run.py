@@ -324,7 +324,7 @@ def make_scheduler(setup: Setup) -> Scheduler:
 
 
 def requests_of(workload: Workload, setup: Setup) -> Iterator[Request]:
-    """Yield the requests of a workload. Their expected output (`wait`, `sjf`) is the true one."""
+    """Yield the requests of a workload. Their expected output (for `wait`) is the true one."""
     arrived_at = workload.arrival_time
     assert arrived_at is not None
     tenants = workload.tenants

@@ -37,8 +37,6 @@ NUM_REQUESTS = 24
 POLICIES = (
     "vllm_v1",
     "sarathi",
-    "sjf",
-    "guaranteed_no_evict",
     "wait",
     "nested_wait",
     "fluid_guided",

@@ -13,8 +13,6 @@ pytest.importorskip("vllm")
 POLICIES = (
     "vllm_v1",
     "sarathi",
-    "sjf",
-    "guaranteed_no_evict",
     "wait",
     "nested_wait",
     "fluid_guided",

@@ -1,1 +1,1 @@
-"""Drafting for requests that are verified elsewhere, whatever the drafter."""
+"""Drafting for requests that are verified on another machine, for any drafter."""

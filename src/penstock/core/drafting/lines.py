@@ -1,9 +1,8 @@
-"""One request's drafting session, and its lines (`core.ahead`): what it drafts before it is asked.
+"""One request's drafting session and its lines (`core.ahead`), drafted before the order.
 
 A session's own guesses are the line that follows its text. Every other line is a session, too, of a
-text that ends where the line leaves the one above it; its first guess is the runner-up to the token
-that it stands in for. All lines of a request share the KV of what their texts have in common.
-"""
+text that ends where it leaves its parent line; its first guess is the runner-up to the token that
+it replaces. All lines of a request share the KV of their common texts."""
 
 from __future__ import annotations
 
@@ -15,79 +14,65 @@ from typing import NamedTuple
 from penstock.core.ahead import MAX_AHEAD_TOKENS, MAX_LINES, MAX_ROWS, LinePiece, Odds
 from penstock.core.types import SamplingParams
 
-_FIRST_GRANT = 4
-"""How far to draft ahead before the first order says what is usual."""
+_FIRST_GRANT = 4  # draft-ahead length before the first order shows the usual one
 
 
 class TopWeights(NamedTuple):
-    """A truncated distribution: token ids, and integer weights of a fixed sum."""
+    """Truncated distribution: token ids, and integer weights of a fixed sum."""
 
     token_ids: tuple[int, ...]
     weights: tuple[int, ...]
 
 
 class Guess(NamedTuple):
-    """A token, and how sure of it the drafter is (0 to 1). `source`: what a token of a `ratio`
-    draft was sampled from; None otherwise."""
+    """A token, and the drafter's confidence (0 to 1)."""
 
     token_id: int
     confidence: float
-    source: TopWeights | None = None
+    source: TopWeights | None = None  # distribution of a sampled `ratio` token
 
 
 class SessionOrder(NamedTuple):
-    """Draft up to `num_draft_tokens` tokens behind a text of `prefix_len`; stop before the first
-    one with which the draft's predicted survival falls under `min_survival`. `tag` comes back with
-    the draft."""
+    """Order for a draft of one request."""
 
-    tag: Hashable
-    prefix_len: int
-    num_draft_tokens: int
-    min_survival: float = 0.0
+    tag: Hashable  # comes back with the draft
+    prefix_len: int  # of the text behind which to draft
+    num_draft_tokens: int  # at most
+    min_survival: float = 0.0  # least predicted survival of a token
 
 
 @dataclass(slots=True)
 class Line:
-    """name: from 1 on, by request. parent: the line that it leaves; itself where it follows the
-    text. start: position of its first token. barred: what that token must not be. told_to: up to
-    where it was sent; None before. left: positions at which other lines leave it."""
+    """A line of a request."""
 
-    name: int
-    parent: int
-    start: int
-    barred: int | None = None
-    told_to: int | None = None
-    left: set[int] = field(default_factory=set)
+    name: int  # from 1 on
+    parent: int  # the line that it leaves; itself if it follows the text
+    start: int  # position of its first token
+    barred: int | None = None  # what that token must not be
+    told_to: int | None = None  # end of the part that was sent; None before
+    left: set[int] = field(default_factory=set)  # positions at which other lines leave it
 
 
 @dataclass(slots=True)
 class Session:
-    """One request, or one line of it.
-
-    num_sent:    tokens of the draft that verification is about to decide on (0: it will add a token
-                 of its own); None while an order is awaited or under way
-    is_stuck:    no further guess can be had until the text changes
-    is_readable: every token of the text is in the drafter's vocabulary
-    kv_key:      names its KV
-    branches:    the request's other lines; num_lines: how many there ever were
-    """
+    """Drafting of one request, or one of its lines."""
 
     key: str
     text: list[int]
     sampling: SamplingParams
     guesses: list[Guess] = field(default_factory=list)
     order: SessionOrder | None = None
-    num_sent: int | None = 0
+    num_sent: int | None = 0  # tokens under verification; None while an order is due or open
     last_grant: int = _FIRST_GRANT
-    is_stuck: bool = False
-    is_readable: bool = True
-    kv_key: str = ""
+    is_stuck: bool = False  # no further guess before the text changes
+    is_readable: bool = True  # its vocabulary has every token of the text
+    kv_key: str = ""  # names its KV
     line: Line = field(default_factory=lambda: Line(1, 1, 0))
-    branches: list[Session] = field(default_factory=list)
-    num_lines: int = 1
+    branches: list[Session] = field(default_factory=list)  # the request's other lines
+    num_lines: int = 1  # how many there ever were
 
     def fork(self, at: int, name: int) -> Session:
-        """A line that leaves this one instead of its guess `at`."""
+        """Return a line that leaves this one instead of its guess `at`."""
         start = len(self.text) + at
         self.line.left.add(start)
         line = Line(name, self.line.name, start, barred=self.guesses[at].token_id)
@@ -96,7 +81,7 @@ class Session:
 
     @property
     def barred(self) -> int | None:
-        """What the next guess must not be."""
+        """Token that the next guess must not be."""
         return self.line.barred if self.length == self.line.start else None
 
     @property
@@ -110,20 +95,18 @@ class Session:
 
     @property
     def samples_next(self) -> bool:
-        """Whether the next guess is sampled from the drafter's own distribution; otherwise it
-        foresees the target's sample."""
+        """True if the next guess is from the drafter's distribution, not the target's noise."""
         return self.is_ratio and len(self.guesses) != self.num_sent
 
     @property
     def draft_start(self) -> int:
-        """Position of the first token of the draft that the next guess is for: the one at hand, or
-        behind it and the bonus token the next."""
+        """Position of the first token of the draft that the next guess is for."""
         if self.num_sent is None or len(self.guesses) < self.num_sent:
             return len(self.text)
         return len(self.text) + self.num_sent + 1
 
     def tokens(self, start: int, end: int) -> list[int]:
-        """Token ids of text and guesses."""
+        """Return token ids of text and guesses."""
         known = len(self.text)
         head = self.text[start:end]
         if end <= known:
@@ -135,13 +118,13 @@ Acceptance = Callable[[Session, Guess], float]
 
 
 def lines_of(session: Session) -> Iterator[Session]:
-    """The session itself, and then what leaves it: whatever is left comes before."""
+    """Yield the session, then its other lines, parents first."""
     yield session
     yield from session.branches
 
 
 def begin_line(session: Session) -> None:
-    """What the session guesses behind its text is a new line, for whoever it is sent to."""
+    """Start a new line with the session's guesses behind its text."""
     session.num_lines += 1
     leaving = [b.line for b in session.branches if b.line.parent == session.line.name]
     for line in leaving:
@@ -151,7 +134,7 @@ def begin_line(session: Session) -> None:
 
 
 def fork(session: Session, line: Session, at: int) -> Session:
-    """A new line of a session that leaves another one at its guess `at`."""
+    """Return a new line of a session that leaves another at its guess `at`."""
     session.num_lines += 1
     branch = line.fork(at, session.num_lines)
     session.branches.append(branch)
@@ -159,7 +142,7 @@ def fork(session: Session, line: Session, at: int) -> Session:
 
 
 def heir(session: Session, token_ids: Sequence[int]) -> Session | None:
-    """The line on which the text has gone on with these tokens, if it was not the session's own."""
+    """Return the line that these tokens confirm, if it is not the session's own."""
     known = len(session.text)
     end = known + len(token_ids)
     for branch in session.branches:
@@ -170,7 +153,7 @@ def heir(session: Session, token_ids: Sequence[int]) -> Session | None:
 
 
 def inherit(session: Session, branch: Session, token_ids: Sequence[int]) -> None:
-    """A branch that the text has gone on with takes the session's place."""
+    """Replace the session by a branch that the text has followed."""
     text = session.text + list(token_ids)
     del branch.guesses[: len(text) - len(branch.text)]
     branch.text = text
@@ -186,8 +169,7 @@ def inherit(session: Session, branch: Session, token_ids: Sequence[int]) -> None
 
 
 def prune(session: Session, known: int) -> list[Session]:
-    """Drop the lines that leave another text than the session's, of which what is behind `known` is
-    new; returns them."""
+    """Drop and return the lines that contradict the text, which is new behind `known`."""
     news = session.text[known:]
     end = len(session.text)
     kept: list[Session] = []
@@ -201,10 +183,10 @@ def prune(session: Session, known: int) -> list[Session]:
 
 
 def pieces(session: Session) -> list[LinePiece]:
-    """What of the session's lines was not sent before; now it was."""
+    """Return the parts of the session's lines that were not sent, and mark them as sent."""
     found = []
     if session.line.told_to is not None and session.line.told_to < len(session.text):
-        # Between what was sent and what is guessed there is text by now.
+        # By now there is text between what was sent and the guesses.
         begin_line(session)
     for line in lines_of(session):
         begin = line.line.told_to
@@ -218,7 +200,7 @@ def pieces(session: Session) -> list[LinePiece]:
 
 
 def has_room(session: Session) -> bool:
-    """Whether another step's tokens may be drafted ahead for a request."""
+    """Return whether another step's tokens may be drafted ahead."""
     num_tokens = sum(len(s.guesses) for s in lines_of(session))
     has_tokens = num_tokens <= MAX_AHEAD_TOKENS - MAX_ROWS
     return has_tokens and len(session.branches) < MAX_LINES - MAX_ROWS
@@ -227,14 +209,14 @@ def has_room(session: Session) -> bool:
 def odds(
     session: Session, acceptance: Acceptance, can_grow: Callable[[Session], bool]
 ) -> list[Odds]:
-    """Of the session's lines, in their order."""
+    """Return the odds of the session's lines, in their order."""
     found: dict[int, tuple[Session, Odds]] = {}
     for line in lines_of(session):
         accepted = [acceptance(line, guess) for guess in line.guesses]
         left = {at - len(line.text) for at in line.line.left}
         reached = 1.0
         if line is not session:
-            # Its own first token stands in for another one, and nothing for it.
+            # A line's own first token replaces another; no token replaces it.
             left.add(0)
             above, known = found[line.line.parent]
             at = line.line.start - len(above.text)

@@ -4,19 +4,17 @@
  |---------------------------------|--- sent draft ---|-- bonus --|---- draft-ahead ----|
  0                                 ^ prefix_len       ^ num_sent
 
-While a draft is under way its session goes on guessing: the token that verification will add, and
-then the next draft. What the verdict confirms is kept, the rest is thrown away. Where drafts are
-compared with the target's sample, sessions guess at other outcomes as well, and what they guess is
-sent before it is asked for (`lines`).
+During verification its session goes on guessing: the token that verification will add, and then the
+next draft. What the verdict confirms is kept, the rest is dropped. Where drafts are compared with
+the target's sample, sessions also guess other outcomes, and send guesses before they are ordered
+(`lines`).
 
-A guess is a function of (text before it, seed, position, purpose) and in `ratio` mode of where its
-draft begins, because all noise is. So a draft that was made ahead is the one that would have been
-made after the verdict, and keeping or dropping it changes no distribution: the condition of
-`engine.sampling.ratio` holds. Three things must be seen to in `ratio` mode: the bonus token is
-guessed under the target's noise, and is never sent as part of a draft, which must be sampled under
-the drafter's own; what was guessed for another beginning is not kept; and whether to stop before a
-token is read off its distribution, not off its value.
-"""
+A guess is a function of (text before it, seed, position, purpose) and in `ratio` mode of its
+draft's start, because all noise is. So a draft made ahead equals the one made after the verdict,
+and keeping or dropping it changes no distribution: the condition of `engine.sampling.ratio` holds.
+In `ratio` mode the bonus token is guessed under the target's noise and never sent as part of a
+draft, which must be sampled under the drafter's own; guesses for another start are dropped; and
+stopping before a token depends on its distribution, not on its value."""
 
 from __future__ import annotations
 
@@ -31,11 +29,11 @@ from penstock.core.learn.confidence import Calibration, Calibrations
 from penstock.core.types import SamplingParams
 
 LEAST_CHANCE = 0.1
-"""Nothing is drafted ahead that is less likely than this to be of use."""
+"""Least probability of use of a token drafted ahead. Chosen by hand."""
 
 
 class SessionDraft(NamedTuple):
-    """What an order came to. `sources` is empty unless the request is verified by `ratio`."""
+    """Draft of an order; `sources` is empty unless verification is by `ratio`."""
 
     key: str
     tag: Hashable
@@ -45,18 +43,18 @@ class SessionDraft(NamedTuple):
 
 
 class SessionLines(NamedTuple):
-    """What was guessed ahead for a request, and not sent before."""
+    """Guesses of a request made ahead and not sent before."""
 
     key: str
     pieces: tuple[LinePiece, ...]
 
 
 class Proposer(Protocol):
-    """A drafter, as sessions see it. Everything is for one thread at a time."""
+    """Interface of a drafter for sessions; used by one thread at a time."""
 
     @property
     def max_length(self) -> int:
-        """Longest text that it can guess the next token of."""
+        """Longest text whose next token it can guess."""
         ...
 
     @property
@@ -68,37 +66,33 @@ class Proposer(Protocol):
         ...
 
     def limit_vocab(self, size: int) -> None:
-        """Guess no token id of `size` or above, which the target does not have."""
+        """Exclude token ids of `size` or above, which the target does not have."""
         ...
 
     @property
     def has_runner_up(self) -> bool:
-        """Whether it can say what else a token could be."""
+        """True if it can give a second choice of a token."""
         ...
 
     def fork(self, session: Session, branch: Session) -> None:
-        """A new line begins with what is known of another one."""
+        """Begin a new line with the KV of another."""
         ...
 
     def propose(self, sessions: Sequence[Session], *, ahead: bool) -> None:
-        """Go on with these sessions, the first ones before the others: append a guess to each, or
-        get nearer to it, or mark it as stuck. What is done `ahead` takes nothing from anybody."""
+        """Advance the sessions, the first ones first.
+
+        Each gets a guess, comes nearer to one, or is marked as stuck. `ahead` displaces nothing."""
         ...
 
     def cut(self, session: Session, length: int) -> None:
-        """What it knows of the session beyond `length` tokens is void."""
+        """Drop what is known of the session beyond `length` tokens."""
         ...
 
-    def forget(self, session: Session) -> None:
-        """The session is over."""
-        ...
+    def forget(self, session: Session) -> None: ...
 
 
 class DraftingSessions:
-    """All sessions of one drafter.
-
-    max_draft_tokens: longest draft that is ever sent
-    """
+    """All sessions of one drafter; `max_draft_tokens` is the longest draft ever sent."""
 
     def __init__(self, proposer: Proposer, max_draft_tokens: int) -> None:
         self.proposer = proposer
@@ -108,7 +102,6 @@ class DraftingSessions:
         self._lined: set[str] = set()
         self._next: list[tuple[Session, Session, DraftSpot]] | None = None
         self.num_ahead = 0
-        """Tokens that were sent ahead."""
 
     def begin(
         self,
@@ -118,8 +111,7 @@ class DraftingSessions:
         *,
         sends_lines: bool = False,
     ) -> None:
-        """A new request; one with the same key is forgotten. sends_lines: what is guessed ahead is
-        sent, unless verification needs distributions."""
+        """Begin a request; `sends_lines`: send guesses made ahead, if not verified by `ratio`."""
         self.forget(key)
         session = Session(key, list(token_ids), sampling, kv_key=key)
         lines.begin_line(session)
@@ -129,7 +121,7 @@ class DraftingSessions:
         self._read(session, session.text)
 
     def extend(self, key: str, token_ids: Sequence[int], num_accepted: int) -> None:
-        """Verified tokens follow the text; of the draft that was sent, `num_accepted` were kept."""
+        """Append verified tokens; `num_accepted` tokens of the sent draft were kept."""
         session = self._sessions.get(key)
         if session is None or not token_ids:
             return
@@ -165,8 +157,7 @@ class DraftingSessions:
         self._read(session, token_ids)
 
     def order(self, key: str, order: SessionOrder) -> None:
-        """Draft for a request, whose text must have the order's length. An order before it that is
-        not finished is dropped."""
+        """Start an order behind a text of its length, replacing an unfinished one."""
         session = self._sessions.get(key)
         if session is not None and len(session.text) == order.prefix_len:
             self._next = None
@@ -184,7 +175,7 @@ class DraftingSessions:
                 self.proposer.forget(line)
 
     def begin_stream(self) -> None:
-        """What was sent ahead is lost."""
+        """Mark all that was sent ahead as lost."""
         self._next = None
         for session in self._sessions.values():
             for branch in session.branches:
@@ -194,14 +185,12 @@ class DraftingSessions:
 
     @property
     def is_busy(self) -> bool:
-        """Whether `step` has anything to do."""
         if any(s.order is not None or self._looks_ahead(s) for s in self._sessions.values()):
             return True
         return bool(self._spots())
 
     def step(self) -> list[SessionDraft]:
-        """One more guess for every request that is due, or if none is, ahead for the others; the
-        drafts that are finished."""
+        """Make one guess for every due request, or else ahead; return finished drafts."""
         due = [s for s in self._sessions.values() if s.order is not None]
         drafts = [d for s in due if (d := self._finish(s)) is not None]
         if drafts:
@@ -215,7 +204,7 @@ class DraftingSessions:
     # --- ahead ----------------------------------------------------------------------------------
 
     def take_lines(self) -> list[SessionLines]:
-        """What was guessed ahead since the last call, to be sent."""
+        """Return the guesses made ahead since the last call, to be sent."""
         found = []
         for session in self._sending():
             pieces = lines.pieces(session)
@@ -228,7 +217,7 @@ class DraftingSessions:
         return [s for key, s in self._sessions.items() if key in self._lined]
 
     def _growing(self) -> list[Session]:
-        """Whatever goes on in idle time. New lines begin here."""
+        """Return the sessions to advance in idle time; new lines begin here."""
         growing = [s for s in self._sessions.values() if self._looks_ahead(s)]
         for session, line, spot in self._spots():
             if spot.at is None:
@@ -240,7 +229,7 @@ class DraftingSessions:
         return growing
 
     def _spots(self) -> list[tuple[Session, Session, DraftSpot]]:
-        """Where to guess next, of all requests that send lines: session, line, and where."""
+        """Return session, line and spot of the next guesses of all requests that send lines."""
         if self._next is None:
             found = []
             for session in filter(lines.has_room, self._sending()):
@@ -275,7 +264,7 @@ class DraftingSessions:
         )
 
     def _draft_size(self, session: Session, order: SessionOrder) -> int | None:
-        """Tokens of the finished draft; None if it is not finished."""
+        """Return the tokens of the finished draft; None if unfinished."""
         limit = min(order.num_draft_tokens, self._max_draft_tokens)
         survival = 1.0
         for size, guess in enumerate(session.guesses[:limit]):
@@ -290,7 +279,7 @@ class DraftingSessions:
         return None
 
     def _looks_ahead(self, session: Session) -> bool:
-        """Whether to go on with a session that sends no lines."""
+        """Return whether to advance a session that sends no lines."""
         if session.key in self._lined:
             return False
         wanted = min(session.last_grant, self._max_draft_tokens)
@@ -329,10 +318,9 @@ class DraftingSessions:
     def _learn(
         self, session: Session, matched: int, token_ids: Sequence[int], num_accepted: int
     ) -> None:
-        """Positions up to and including the first rejection say something. Where drafts are
-        compared with the target's sample every guess does, otherwise those that were sent."""
+        """Learn acceptance from all compared guesses, or the decided tokens of the sent draft."""
         if session.is_ratio:
-            # At the output's end there is no token behind those that were accepted.
+            # At the output's end no token follows the accepted ones.
             decided = min(num_accepted + 1, len(token_ids), session.num_sent or 0)
             successes = num_accepted
         else:
@@ -343,7 +331,7 @@ class DraftingSessions:
             confidences = [guess.confidence for guess in guesses]
             self._calibration(session, guesses[0]).observe(confidences, successes)
         for branch in session.branches:
-            # The first choice was wrong there: was the second one right?
+            # The first choice was wrong: learn whether the second was right.
             at = branch.line.start - len(session.text)
             if at == matched < decided and branch.guesses:
                 second = branch.guesses[0]

@@ -1,4 +1,4 @@
-"""What is learned while it runs."""
+"""Estimators that learn while the engine runs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from penstock.core.learn.traffic import OutputLengths, Traffic
 from penstock.core.state import Drafter
 from penstock.fluid.step_profile import UNKNOWN, StepProfile
 
-_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # batches at which the profile is sampled
 
 
 class Estimators:
-    """Everything that policies may consult. `profile`: what is known of the target's step times
-    beforehand."""
+    """All estimators of policies. `profile`: step times of the target known beforehand."""
 
     def __init__(self, profile: StepProfile | None = None) -> None:
         self.acceptance = AcceptanceEstimator()
@@ -29,8 +28,7 @@ class Estimators:
 def seed_estimators(
     estimators: Estimators, profile: StepProfile, drafters: Iterable[Drafter] = ()
 ) -> None:
-    """Fill in the times of the target, and of the drafters that the profile knows: a guess, until
-    steps of this machine have been seen."""
+    """Seed step times from a profile, as guesses until steps of this machine are measured."""
     times = estimators.times
     times.profile = profile
     for rows in _ROWS:

@@ -1,5 +1,7 @@
-"""How likely draft tokens are accepted, by request and drafter. Only positions up to and including
-the first rejection count: later drafts stand on a prefix that the target did not choose."""
+"""Acceptance probability of draft tokens, by request and drafter.
+
+Only positions up to and including the first rejection count: later ones stand on a prefix that the
+target did not choose."""
 
 from __future__ import annotations
 
@@ -13,8 +15,7 @@ from penstock.core.types import Verdict
 
 @dataclass(slots=True)
 class Beta:
-    """A Beta posterior of one acceptance probability, beside its prior's mean. Counts fade each
-    round, so that the estimate follows drift and falls back on the prior when nothing is seen."""
+    """Beta posterior of an acceptance probability; counts fade towards the prior each round."""
 
     accepted: float = 0.0
     rejected: float = 0.0
@@ -32,17 +33,17 @@ class Beta:
         return (self.accepted + prior_mean * prior_strength) / total
 
 
-_DRAFTER_DISCOUNT = 0.995
-_PRIOR_MEAN = 0.7
-_PRIOR_STRENGTH = 2.0
-_TRIAL_SHARE = 0.015
-"""Of the time, for trials of what was put aside."""
+_DRAFTER_DISCOUNT = 0.995  # memory a draft of a drafter's mean; chosen by hand, like the next ones
+_PRIOR_MEAN = 0.7  # acceptance before any evidence
+_PRIOR_STRENGTH = 2.0  # tokens that this counts for
+_TRIAL_SHARE = 0.015  # of the time, for trials of unused drafters
 
 
 class SurvivalShape:
-    """How one drafter's acceptance changes along a draft: at each position, the odds of acceptance
-    over what its rate on the whole would give. What has been right so far mostly goes on being
-    right, look-up above all; a first token follows a mistake, and is the hardest."""
+    """Change of one drafter's acceptance along a draft.
+
+    At each position, the odds of acceptance over what the overall rate would give. First tokens
+    follow a mistake and are the hardest."""
 
     def __init__(self) -> None:
         self._decided = [0.0] * MOST_POSITIONS
@@ -52,7 +53,7 @@ class SurvivalShape:
         self._num_since = 0
 
     def observe(self, num_accepted: int, num_decided: int, rate: float) -> None:
-        """A draft of which the first positions were decided; `rate` was expected of each."""
+        """Take in a draft whose first positions were decided; `rate` was expected of each."""
         for position in range(min(num_decided, MOST_POSITIONS)):
             self._decided[position] += 1
             self._expected[position] += rate
@@ -74,8 +75,7 @@ class SurvivalShape:
             self._expected[position] *= _SHAPE_KEEP
 
     def survival(self, rate: float, num_positions: int) -> list[float]:
-        """G(1), …, G(num_positions): the probability that so many draft tokens are accepted, for a
-        request whose tokens are accepted at this rate on the whole."""
+        """Return the survival G(1), …, G(num_positions) of a draft at this overall acceptance."""
         odds = rate / (1 - rate)
         survival, product = [], 1.0
         for factor in self.factors[:num_positions]:
@@ -85,19 +85,17 @@ class SurvivalShape:
         return survival
 
 
-MOST_POSITIONS = 16
-"""Longest draft that survival is estimated for."""
-_SHAPE_EVERY = 32
-_SHAPE_KEEP = 0.99
-_SHAPE_PRIOR = 10.0
+MOST_POSITIONS = 16  # longest draft that survival is estimated for
+_SHAPE_EVERY = 32  # drafts between two updates of the survival table
+_SHAPE_KEEP = 0.99  # memory of a position's odds a draft
+_SHAPE_PRIOR = 10.0  # expected tokens that the flat shape counts for
 _FLAT = SurvivalShape()
 _UNSEEN = Beta()
 _NOTHING: Mapping[str, Any] = {}
 
 
 class _Rates:
-    """Posteriors of one probability by request and drafter, and by drafter over all requests, from
-    which those of a request start."""
+    """Posteriors by request and drafter, starting from the drafter's overall one."""
 
     def __init__(self, discount: float, strength: float, prior_mean: float) -> None:
         self._discount = discount
@@ -107,9 +105,9 @@ class _Rates:
         self._by_drafter: defaultdict[str, Beta] = defaultdict(Beta)
 
     def observe(self, request_id: str, drafter: str, num_right: float, num_wrong: float) -> None:
-        everybody = self._by_drafter[drafter]
-        everybody.fade(_DRAFTER_DISCOUNT)
-        everybody.observe(num_right, num_wrong)
+        overall = self._by_drafter[drafter]
+        overall.fade(_DRAFTER_DISCOUNT)
+        overall.observe(num_right, num_wrong)
         own = self._by_request[request_id][drafter]
         own.fade(self._discount)
         own.observe(num_right, num_wrong)
@@ -120,9 +118,9 @@ class _Rates:
             own.fade(_faded(self._discount, num_rounds, trial))
 
     def fade_drafter(self, drafter: str, num_rounds: float, trial: float) -> None:
-        everybody = self._by_drafter.get(drafter)
-        if everybody is not None:
-            everybody.fade(_faded(_DRAFTER_DISCOUNT, num_rounds, trial))
+        overall = self._by_drafter.get(drafter)
+        if overall is not None:
+            overall.fade(_faded(_DRAFTER_DISCOUNT, num_rounds, trial))
 
     def knows(self, drafter: str) -> bool:
         return drafter in self._by_drafter
@@ -130,28 +128,25 @@ class _Rates:
     def mean(
         self, request_id: str, drafter: str, expected: tuple[float, float] | None = None
     ) -> float:
-        """expected: a mean and its strength, in the place of what all requests have shown."""
+        """Return the mean; `expected` (mean, strength) replaces the drafter's overall one."""
         own = self._by_request.get(request_id, _NOTHING).get(drafter, _UNSEEN)
         if expected is not None:
             return own.mean(*expected)
-        everybody = self._by_drafter.get(drafter, _UNSEEN).mean(self._prior_mean, _PRIOR_STRENGTH)
-        return own.mean(everybody, self._strength)
+        overall = self._by_drafter.get(drafter, _UNSEEN).mean(self._prior_mean, _PRIOR_STRENGTH)
+        return own.mean(overall, self._strength)
 
     def forget(self, request_id: str) -> None:
         self._by_request.pop(request_id, None)
 
 
 def _faded(discount: float, num_rounds: float, trial: float) -> float:
-    """What is left after so many rounds. Most is forgotten, and tried again, in the rounds that a
-    discount remembers: where a trial takes more than its share of those, in as many more."""
+    """Return the discount of some rounds, weaker if a trial takes long."""
     pace = 1.0 if not trial else min(1.0, _TRIAL_SHARE / ((1 - discount) * trial))
     return float(discount ** (num_rounds * pace))
 
 
 class AcceptanceEstimator:
-    """Acceptance of a draft token by request and drafter, and how likely a drafter has a draft. A
-    request starts from what the drafter has shown on all requests, worth `prior_strength` tokens,
-    unless more is known of it (`expect`)."""
+    """Acceptance of a draft token, and probability of a draft, by request and drafter."""
 
     def __init__(self, discount: float = 0.97, prior_strength: float = 4.0) -> None:
         self._tokens = _Rates(discount, prior_strength, _PRIOR_MEAN)
@@ -160,7 +155,6 @@ class AcceptanceEstimator:
         self._shapes: defaultdict[str, SurvivalShape] = defaultdict(SurvivalShape)
 
     def observe(self, verdict: Verdict) -> None:
-        """Take in the evidence of one verification."""
         if verdict.drafter is None or not verdict.num_decided:
             return
         request_id, drafter = verdict.request_id, verdict.drafter
@@ -172,49 +166,44 @@ class AcceptanceEstimator:
             self._drafts.observe(request_id, drafter, 1, 0)
 
     def observe_empty(self, request_id: str, drafter: str) -> None:
-        """A draft was asked for, and there is none."""
+        """Note that an ordered draft was empty."""
         self._drafts.observe(request_id, drafter, 0, 1)
 
     def fade(
         self, request_id: str, drafter: str, num_rounds: float = 1, trial: float = 0.0
     ) -> None:
-        """Age a request's estimate by rounds in which it did not use the drafter: what was put
-        aside is tried again in the end, the more rarely the more a trial takes, in rounds."""
+        """Age a request's estimate by rounds without the drafter, slower for long trials."""
         for rates in (self._tokens, self._drafts):
             rates.fade(request_id, drafter, num_rounds, trial)
 
     def fade_drafter(self, drafter: str, num_rounds: float = 1, trial: float = 0.0) -> None:
-        """Age what all requests have shown by rounds in which none of them used the drafter."""
+        """Age a drafter's overall estimate by rounds in which no request used it."""
         for rates in (self._tokens, self._drafts):
             rates.fade_drafter(drafter, num_rounds, trial)
 
     def expect(self, request_id: str, drafter: str, mean: float, strength: float) -> None:
-        """What is known of a request and a drafter from elsewhere: a mean worth `strength` tokens,
-        in the place of what the drafter has shown on all requests."""
+        """Replace a request's prior by a mean worth `strength` tokens."""
         self._expected[request_id][drafter] = mean, strength
 
     def mean(self, request_id: str, drafter: str) -> float:
-        """Estimated acceptance probability, over all positions of a draft alike, in (0, 1)."""
+        """Return the estimated acceptance over all positions of a draft, in (0, 1)."""
         expected = self._expected.get(request_id, _NOTHING).get(drafter)
         return self._tokens.mean(request_id, drafter, expected)
 
     def expected_tokens(self, request_id: str, drafter: str, num_draft_tokens: int) -> float:
-        """Mean tokens that a verification of so long a draft yields: accepted + 1."""
+        """Return the expected tokens of a verification of such a draft: accepted + 1."""
         rate = self.mean(request_id, drafter)
         return (1 - rate ** (num_draft_tokens + 1)) / (1 - rate)
 
     def found(self, request_id: str, drafter: str) -> float:
-        """Estimated probability that there is a draft if one is asked for; 1 until one is empty,
-        from when on they are counted."""
+        """Return the estimated probability that an ordered draft is not empty; 1 until one is."""
         return self._drafts.mean(request_id, drafter) if self._drafts.knows(drafter) else 1.0
 
     def survival(self, request_id: str, drafter: str, num_positions: int) -> list[float]:
-        """Estimated G(1), …, G(num_positions): that so many draft tokens are accepted, where there
-        is a draft; at most `MOST_POSITIONS`."""
+        """Return the estimated G(1), …, G(num_positions) of a draft; at most `MOST_POSITIONS`."""
         return self.shape_of(drafter).survival(self.mean(request_id, drafter), num_positions)
 
     def shape_of(self, drafter: str) -> SurvivalShape:
-        """How its acceptance goes along a draft."""
         return self._shapes.get(drafter, _FLAT)
 
     def forget(self, request_id: str) -> None:

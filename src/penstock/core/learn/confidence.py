@@ -15,12 +15,12 @@ Floats = npt.NDArray[np.float32]
 _Indices = npt.NDArray[np.int64]
 
 EDGES = (1 / (1 + np.exp(-np.arange(-3.0, 6.0)))).astype(np.float32)
-"""Bounds of the bins of a confidence: log-odds of -3 to 5, to resolve high probabilities, which
-decide the length of long drafts."""
+"""Bin edges of a confidence: log-odds of -3 to 5, fine at the high probabilities that decide the
+length of long drafts."""
 
 _EDGES = EDGES.tolist()
 _MIDDLES = 1 / (1 + np.exp(-np.arange(-3.5, 6.0)))
-# Weight of the prior in tokens, and forgetting per token (a memory of 200): choices.
+# Weight of the prior in tokens, and forgetting per token (a memory of 200): chosen by hand.
 _PRIOR_STRENGTH = 4.0
 _PRIOR = (1 + _MIDDLES) / 2 * _PRIOR_STRENGTH
 _DISCOUNT = 0.995

@@ -1,4 +1,4 @@
-"""How long draft servers take."""
+"""Round trips and drafting times of draft servers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class _Line:
-    """A line through (tokens, seconds), by discounted least squares; it begins as one through the
-    origin, so that an unknown slope is not taken for zero."""
+    """Line through (tokens, seconds) by discounted least squares, at first through the origin."""
 
     weight: float = 0.0
     tokens: float = 0.0
@@ -45,26 +44,24 @@ class _Line:
         return self.intercept + self.slope * tokens
 
 
-_ORIGIN_WEIGHT = 0.5
-_LINK_KEEP = 0.95
-_FIRST_PATIENCE_S = 2.0
-_LEAST_PATIENCE_S = 0.05
+_ORIGIN_WEIGHT = 0.5  # in drafts, of the line through the origin; chosen by hand, like these
+_LINK_KEEP = 0.95  # memory a draft
+_FIRST_PATIENCE_S = 2.0  # before the first draft
+_LEAST_PATIENCE_S = 0.05  # above the jitter of a fast network
 
 
 class LinkTimes:
-    """How long draft servers take from an order to its draft, measured here: a round trip, and so
-    much for each draft token. Nothing that a server reports about itself is used."""
+    """Seconds from an order to its draft, measured here: a round trip, plus time per token."""
 
     def __init__(self) -> None:
         self._lines: defaultdict[str, _Line] = defaultdict(_Line)
 
     def observe(self, drafter: str, num_tokens: int, seconds: float) -> None:
-        """A draft has come, `seconds` after it was ordered."""
+        """Take in a draft that came `seconds` after its order."""
         self._lines[drafter].observe(num_tokens, seconds, _LINK_KEEP)
 
     def seconds(self, drafter: str, num_tokens: int) -> float:
-        """Expected seconds until a draft of so many tokens is here: the mean of the other servers
-        where nothing was measured."""
+        """Return the expected seconds of a draft; while not measured, the other servers' mean."""
         own = self._lines.get(drafter)
         lines = list(self._lines.values()) if own is None else [own]
         num = max(1, len(lines))
@@ -72,12 +69,11 @@ class LinkTimes:
         return sum(line.intercept for line in lines) / num + each * num_tokens
 
     def patience(self, drafter: str, num_tokens: int) -> float:
-        """Seconds after which a draft is given up: well beyond what is usual."""
+        """Return the seconds after which a draft is given up, well beyond the usual ones."""
         line = self._lines.get(drafter)
         if line is None:
             return _FIRST_PATIENCE_S
         return _LEAST_PATIENCE_S + 2 * line.at(num_tokens) + 4 * line.error
 
     def forget(self, drafter: str) -> None:
-        """The server has disconnected."""
         self._lines.pop(drafter, None)

@@ -1,5 +1,4 @@
-"""KV memory that the traffic seen so far takes in the fluid, for operators to hold against what
-there is."""
+"""KV memory that present traffic would take in the fluid model, for operators."""
 
 from __future__ import annotations
 
@@ -12,25 +11,23 @@ from penstock.core.learn import Estimators
 from penstock.core.state import RequestState
 from penstock.fluid.memory import poisson_kv_bound
 
-_MAX_STAGES = 256
-"""Output positions that are told apart; of longer outputs several count as one."""
+_MAX_STAGES = 256  # output positions that are distinguished; longer outputs group several
 
-_PACE_KEPT = 0.9
+_PACE_KEPT = 0.9  # memory of a look at running requests
 
 
 class FluidKV(NamedTuple):
-    """KV tokens of the target that requests would hold which arrive, and end, as they did lately,
-    and make tokens as fast as those that run. mean: in the fluid. bound: that Poisson arrivals
-    exceed within an hour with probability 0.001 at most. Prompts that share a prefix count in full,
-    and memory is taken to be without end."""
+    """KV tokens of the target in a steady state of present traffic, without sharing.
+
+    mean: in the fluid model. bound: exceeded within an hour with probability 0.001 at most
+    (Poisson)."""
 
     mean: float
     bound: float
 
 
 class TokenPace:
-    """Seconds of a token after the first, of requests that are looked at now and then while they
-    run. Earlier looks fade."""
+    """Seconds per token after the first, sampled from running requests; older samples fade."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -46,12 +43,11 @@ class TokenPace:
 
     @property
     def seconds(self) -> float | None:
-        """None before any was seen."""
         return self._seconds / self._tokens if self._tokens else None
 
 
 def fluid_kv(learn: Estimators, now: float, token_s: float) -> FluidKV | None:
-    """None before a request has come and another has ended. token_s: seconds of a token."""
+    """Return the memory of present traffic, at `token_s` seconds a token; None before any end."""
     traffic, survival = learn.traffic, learn.lengths.survival_of_ended()
     rate = traffic.prompt_tokens_per_s(now) / traffic.mean_prompt_len
     if not survival.size or rate <= 0 or token_s <= 0:

@@ -1,11 +1,11 @@
-"""What a request's acceptance by every drafter is expected to be, learned over requests.
+"""Prior of a request's acceptance by every drafter, learned over requests.
 
     theta_i = f(words_i) + e_i        e_i ~ N(0, S)        accepted_ij | theta_ij ~ binomial
 
-theta are log-odds, correlated between drafters by S. f is a Gaussian process, one a drafter, in
-which prompts are alike as the cosine of their words (Rasmussen and Williams, 2006, ch. 2), on the
-requests that ended last. A request in progress has a posterior for ALL drafters. When it ends it
-becomes a measurement of f, and one step of online EM for S."""
+theta are log-odds, correlated between drafters by S. f is a Gaussian process per drafter, whose
+kernel is the cosine of the prompts' words (Rasmussen and Williams, 2006, ch. 2), on the requests
+that ended last. A request in progress has a posterior for ALL drafters. At its end it becomes a
+measurement of f, and one step of online EM for S."""
 
 from __future__ import annotations
 
@@ -17,27 +17,26 @@ import numpy.typing as npt
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
-_MEAN = 0.8
-_VARIANCE = 1.5
+_MEAN = 0.8  # log-odds of a drafter before any request; chosen by hand, like these
+_VARIANCE = 1.5  # of these log-odds between requests
 _CORRELATION = 0.5
-"""Before anything is learned: log-odds of a drafter, and between drafters."""
+"""Log-odds of a drafter, and correlation between drafters, before any request. Chosen by hand."""
 _BIAS_VARIANCE = 1.0
 _WORDS_VARIANCE = 3.0
-"""Of f: of its mean over all prompts, and between prompts that share no word."""
-_MEMORY = 128
-"""Requests that f stands on."""
-_NUM_BUCKETS = 8192
-_HASH = np.uint64(0x9E3779B97F4A7C15)
-_NEWTON_STEPS = 3
-_LEAST_RATE = 0.01
-_LEAST_PRECISION = 1e-3
-_EM_WEIGHT = 12.0
-"""Requests that the first covariance counts for."""
+"""Variance of f's mean over all prompts, and between prompts without common words."""
+_MEMORY = 128  # requests that f is fitted to; bounds the host's time
+_NUM_BUCKETS = 8192  # of hashed words
+_HASH = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio
+_NEWTON_STEPS = 3  # converges from the prior in three
+_LEAST_RATE = 0.01  # keeps precisions finite
+_LEAST_PRECISION = 1e-3  # least that counts as a measurement
+_EM_WEIGHT = 12.0  # requests that the first covariance counts for
 _MOST_LOGIT = 6.0
+# bound of Newton's steps
 
 
 class Belief:
-    """Log-odds of one request's acceptance, normal: mean [J], covariance [J, J]."""
+    """Normal log-odds of one request's acceptance: mean [J], covariance [J, J]."""
 
     __slots__ = ("covariance", "mean")
 
@@ -47,16 +46,14 @@ class Belief:
 
     @property
     def variance(self) -> FloatArray:
-        """[J]"""
         return self.covariance.diagonal()
 
     def rates(self) -> FloatArray:
-        """[J] expected acceptance probability."""
+        """Return the expected acceptance probability [J]."""
         return mean_rate(self.mean, self.variance)
 
     def after(self, accepted: FloatArray, rejected: FloatArray) -> Belief:
-        """With so many accepted and rejected tokens of every drafter [J]: Laplace's
-        approximation."""
+        """Return the posterior after accepted and rejected tokens [J] (Laplace)."""
         total = accepted + rejected
         seen = total.nonzero()[0]
         if not len(seen):
@@ -64,14 +61,14 @@ class Belief:
         cross = self.covariance[:, seen]
         among = cross[seen]
         before, hits, total = self.mean[seen], accepted[seen], total[seen]
-        # From what was seen: from a mean that it contradicts Newton's steps may swing ever wider.
+        # Start at the evidence: from a contradicting mean Newton's steps may diverge.
         theta = np.log((hits + 0.5) / (total - hits + 0.5))
         for _ in range(_NEWTON_STEPS):
             rate = _logistic(theta)
             information = np.maximum(total * rate * (1 - rate), 1e-3)
             inner = among.copy()
             inner.flat[:: len(seen) + 1] += 1 / information
-            # The covariance is positive definite, and small: an inverse is as good as a solution.
+            # The covariance is positive definite and small: an inverse is as good as a solution.
             inverse = np.linalg.inv(inner) if len(seen) > 1 else 1 / inner
             weights = inverse @ (theta + (hits - total * rate) / information - before)
             theta = (before + among @ weights).clip(-_MOST_LOGIT, _MOST_LOGIT)
@@ -80,8 +77,7 @@ class Belief:
 
 
 class AcceptancePrior:
-    """Learns over requests. The caller numbers the drafters: columns 0 to J - 1. Words are whole
-    numbers, those of a prompt in any order."""
+    """Learns over requests; drafters are columns 0 to J - 1, and words are integers."""
 
     def __init__(self) -> None:
         self._prompts = _Prompts()
@@ -90,7 +86,7 @@ class AcceptancePrior:
         self._num_learned = 0
 
     def grow(self, num_drafters: int) -> None:
-        """Know so many drafters from now on."""
+        """Extend to `num_drafters` columns."""
         old = len(self._covariance)
         if num_drafters <= old:
             return
@@ -101,8 +97,7 @@ class AcceptancePrior:
         self._regressions.grow(num_drafters)
 
     def belief(self, words: IntArray) -> tuple[Belief, FloatArray]:
-        """Of a request with these words; and [J] the standard deviation of its mean, which more
-        requests would lower."""
+        """Return the belief of a request with these words, and its mean's deviation [J]."""
         return self._belief(_buckets(words))
 
     def _belief(self, buckets: IntArray) -> tuple[Belief, FloatArray]:
@@ -111,13 +106,13 @@ class AcceptancePrior:
         return Belief(mean, self._covariance + _together(doubt)), doubt
 
     def learn(self, words: IntArray, accepted: FloatArray, rejected: FloatArray) -> None:
-        """A request with these words has ended; its tokens by drafter [J]."""
+        """Take in an ended request: its words, and its tokens by drafter [J]."""
         buckets = _buckets(words)
         belief, _ = self._belief(buckets)
         posterior = belief.after(accepted, rejected)
         slot = self._prompts.add(buckets)
         left, before = np.maximum(posterior.variance, 1e-6), belief.variance
-        # What the posterior says beyond the prior, as one measurement.
+        # The posterior's evidence beyond the prior, as one measurement.
         precision = 1 / left - 1 / before
         tells = precision > _LEAST_PRECISION
         variance = 1 / np.where(tells, precision, 1.0)
@@ -127,8 +122,7 @@ class AcceptancePrior:
         self._learn_covariance(belief, posterior)
 
     def _learn_covariance(self, belief: Belief, posterior: Belief) -> None:
-        """What a request differs by from others with its words: of its distance from the mean the
-        part that is not the mean's own error."""
+        """Update S by a request's distance from its mean, without the mean's own error."""
         rate = max(_LEAST_RATE, 1 / (_EM_WEIGHT + self._num_learned))
         own = self._covariance
         part = own @ np.linalg.inv(belief.covariance)
@@ -149,7 +143,7 @@ class _Prompts:
         self._next = 0
 
     def likeness(self, buckets: IntArray) -> FloatArray:
-        """[_MEMORY] cosine with every prompt; words that none of them has do not count."""
+        """Return the cosine with every prompt, [_MEMORY]; unknown words do not count."""
         buckets = buckets[self._num_with[buckets] > 0]
         if not len(buckets):
             return np.zeros(_MEMORY)
@@ -158,7 +152,7 @@ class _Prompts:
         return cosine
 
     def add(self, buckets: IntArray) -> int:
-        """Remember a prompt in the place of the oldest; returns the place."""
+        """Remember a prompt in place of the oldest; return its slot."""
         slot = self._next
         old = self._buckets[slot]
         self._num_with[old] -= 1
@@ -172,10 +166,12 @@ class _Prompts:
 
 
 class _Regressions:
-    """f of every drafter. inverse: of the measurements' covariance, [J, _MEMORY, _MEMORY], with
-    zeros for a prompt of which nothing was measured; measured, noise: [J, _MEMORY] log-odds less
-    their first mean, and the variance around f; weights: what each adds to the mean. Products go
-    without BLAS, whose threads would spin on cores that the models need."""
+    """f of every drafter.
+
+    inverse: of the measurements' covariance, [J, _MEMORY, _MEMORY], zeros for an unmeasured prompt;
+    measured, noise: [J, _MEMORY] log-odds less their first mean, and the variance around f;
+    weights: what each adds to the mean. Products avoid BLAS, whose threads would take the models'
+    cores."""
 
     def __init__(self) -> None:
         self._inverse = np.zeros((0, _MEMORY, _MEMORY))
@@ -185,7 +181,6 @@ class _Regressions:
         self._outer = np.empty((_MEMORY, _MEMORY))
 
     def grow(self, num_drafters: int) -> None:
-        """Know so many drafters from now on."""
         new = num_drafters - len(self._inverse)
         self._inverse = np.pad(self._inverse, ((0, new), (0, 0), (0, 0)))
         self._measured, self._noise, self._weights = (
@@ -193,9 +188,7 @@ class _Regressions:
         )
 
     def predict(self, likeness: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """[J] mean for a prompt that is so like the others, and the variance of its error as far as
-        more of them would lower it: what they measured falsely, and what is still the first mean's.
-        In how far its own words are like nobody's is part of S."""
+        """Return the mean [J] at this likeness, and the variance that more prompts would lower."""
         kernel = _BIAS_VARIANCE + _WORDS_VARIANCE * likeness
         shares = self._reach(kernel)
         mean = _MEAN + (self._weights * kernel).sum(axis=1)
@@ -206,8 +199,7 @@ class _Regressions:
     def replace(
         self, slot: int, likeness: FloatArray, measured: FloatArray, noise: FloatArray
     ) -> None:
-        """A prompt takes the place of the one that is in the slot. It is so like the others, and
-        was measured [J] with a variance of noise; infinite: nothing was."""
+        """Replace the prompt in a slot; infinite noise [J] is no measurement."""
         kernel = _BIAS_VARIANCE + _WORDS_VARIANCE * likeness
         self._forget(slot)
         reach = self._reach(kernel)
@@ -222,7 +214,6 @@ class _Regressions:
             self._inverse[j] += self._outer
 
     def _forget(self, slot: int) -> None:
-        """That prompt's measurements, if there are any."""
         for inverse, weights in zip(self._inverse, self._weights, strict=True):
             across = inverse[slot].copy()
             own = across[slot]
@@ -230,7 +221,7 @@ class _Regressions:
                 weights -= across * (weights[slot] / own)
                 np.multiply(across[:, None], across / own, out=self._outer)
                 inverse -= self._outer
-                # Not only nearly nothing.
+                # Exactly nothing, not nearly.
                 inverse[slot] = inverse[:, slot] = weights[slot] = 0.0
         self._noise[:, slot] = 0.0
 
@@ -240,13 +231,13 @@ class _Regressions:
 
 
 def mean_rate(mean: FloatArray, variance: FloatArray) -> FloatArray:
-    """Expected acceptance probability of normal log-odds."""
+    """Return the expected acceptance probability of normal log-odds."""
     rate: FloatArray = _logistic(mean / np.sqrt(1 + np.pi / 8 * variance))
     return rate
 
 
 def _together(doubt: FloatArray) -> FloatArray:
-    """[J, J] what is not known of the mean, which drafters partly share."""
+    """Return the uncertainty of the mean, [J, J], which drafters partly share."""
     covariance = _CORRELATION * np.outer(doubt, doubt)
     np.fill_diagonal(covariance, doubt**2)
     return covariance

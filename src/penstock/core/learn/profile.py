@@ -1,4 +1,4 @@
-"""A step-time profile learned from the steps that requests make anyway."""
+"""Step-time profile learned from the steps of served requests."""
 
 from __future__ import annotations
 
@@ -12,39 +12,33 @@ from penstock.fluid.step_profile import StepProfile, StepWork
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
-_MEMORY = 1000.0
-"""Steps after which a measurement counts for a third."""
-_STALL = 4.0
-"""A measurement counts for at most so many times what its size took before."""
-_RIDGE = 1e-9
-"""In favour of no cost at all: it shares out what steps cannot tell apart."""
-_CELL = 1.08
-"""Sizes in a cell differ by less than this factor."""
-_NUM_CELLS = 160
-_CLEAR = 3.0
-"""A size is off the line where its mean is, by so many standard errors."""
-_FAR = 1 << 16
-"""More positions than a step has."""
+_MEMORY = 1000.0  # steps after which a measurement counts for a third
+_STALL = 4.0  # most that a measurement counts, over its size's earlier mean
+_RIDGE = 1e-9  # ridge towards no cost: divides what steps cannot distinguish
+_CELL = 1.08  # sizes in a cell differ by less than this factor
+_NUM_CELLS = 160  # cells beyond the largest steps
+_CLEAR = 3.0  # standard errors from which on a size is off the line
+_FAR = 1 << 16  # more positions than a step has
 _NUM_TERMS = 5
 _SECONDS, _COUNT = _NUM_TERMS, _NUM_TERMS + 1
 
 
 class LearnedProfile:
-    """Non-negative least squares of relative errors over all that `StepWork` says, old steps
-    fading, and a table of the sizes that clearly take more or less than the line: noise must not
-    make stairs, at which prompts are then cut."""
+    """Profile by non-negative least squares of relative errors over terms of `StepWork`.
+
+    Old steps fade. A table has sizes clearly off the line: noisy stairs would cut prompts."""
 
     def __init__(self) -> None:
-        # Of each cell of sizes: sums of products of the terms, the seconds and 1, each divided by
-        # the seconds that were expected.
+        # By cell of sizes: sums of products of the terms, the seconds and 1, each divided by the
+        # expected seconds.
         self._sums = np.zeros((_NUM_CELLS, _COUNT + 1, _COUNT + 1))
         self._weight = 1.0
         self._costs = np.zeros(_NUM_TERMS)
         self._new: list[tuple[float, ...]] = []
-        """Steps since the last drawing: adding one at a time would take as long as planning it."""
+        """Steps since the last fit: adding each at once would take as long as planning it."""
 
     def observe(self, work: StepWork, seconds: float) -> None:
-        """Note a step, for the next drawing."""
+        """Note a step for the next fit."""
         if work.num_positions and seconds > 0:
             self._new.append((*_terms(work), seconds))
 
@@ -67,15 +61,15 @@ class LearnedProfile:
             self._weight = 1.0
 
     def drawn(self, before: StepProfile) -> StepProfile:
-        """The profile; memory and drafters are those of the one before."""
+        """Return the profile, with memory and drafters of the one before."""
         self._add_new()
         self._costs = self._fitted()
         constant, per_position, per_decode, per_kv_token, per_context = self._costs.tolist()
         counts, deviations = self._stairs()
         line = constant + per_position * counts
         table = {round(n): float(s) for n, s in zip(counts, line * (1 + deviations), strict=True)}
-        # No steeper than the mean time of a position: larger steps than were seen are to be tried,
-        # and then known.
+        # At most as steep as the mean time of a position: larger steps should be tried, and then
+        # known.
         slope = min([per_position, *(s / n for n, s in table.items())])
         table.setdefault(1, constant + per_position)
         table[_FAR] = max(*table.values(), constant + slope * _FAR)
@@ -92,8 +86,8 @@ class LearnedProfile:
         )
 
     def _fitted(self) -> FloatArray:
-        """[_NUM_TERMS] seconds of each term."""
-        # A third of a second of imports: most engines know their profile and never come here.
+        """Return the seconds of each term, [_NUM_TERMS]."""
+        # Importing SciPy takes 0.3 s, and most engines know their profile.
         from scipy.optimize import nnls
 
         sums = self._sums.sum(axis=0)
@@ -107,14 +101,14 @@ class LearnedProfile:
         return costs
 
     def _stairs(self) -> tuple[FloatArray, FloatArray]:
-        """Sizes that are clearly off the line, with their neighbours, and by which share."""
+        """Return the sizes that are clearly off the line, with neighbours, and by which share."""
         sums = self._sums[self._sums[:, _COUNT, _COUNT] > 0]
         off = np.array([*-self._costs, 1.0])
         weights = sums[:, _COUNT, _COUNT]
         means = sums[:, :_COUNT, _COUNT] @ off / weights
         squares = np.einsum("i,cij,j->c", off, sums[:, :_COUNT, :_COUNT], off) / weights
         is_stair = clear_stairs(means, squares, weights / self._weight)
-        # Of the table's part of the seconds.
+        # Share of the table's part of the seconds.
         counts = sums[:, 1, _COUNT] / sums[:, 0, _COUNT]
         line = self._costs[0] + self._costs[1] * counts
         expected = weights / sums[:, 0, _COUNT]
@@ -128,23 +122,20 @@ def _terms(work: StepWork) -> tuple[float, ...]:
 
 
 def cell_of(size: float) -> int:
-    """Single sizes while they are small, then geometric."""
+    """Return the cell of a size: single sizes while small, then geometric."""
     exact = round(1 / (_CELL - 1))
     return int(size) if size <= exact else exact + round(math.log(size / exact, _CELL))
 
 
 def clear_stairs(means: FloatArray, squares: FloatArray, nums: FloatArray) -> BoolArray:
-    """[cells] which are off the line, by three standard errors.
-
-    means, squares: of the steps' deviations from the line, in shares of what was expected; nums:
-    how many steps there are. All cells scatter alike."""
+    """Return the cells off the line by three standard errors, by moments of the deviations."""
     noise = float((nums * np.maximum(squares - means**2, 0.0)).sum() / nums.sum())
     found: BoolArray = np.abs(means) > _CLEAR * np.sqrt(noise / nums)
     return found
 
 
 def with_neighbours(cells: BoolArray) -> BoolArray:
-    """Where a stair begins and ends is known by the cells beside it."""
+    """Add neighbours of cells, in which a stair begins or ends."""
     beside = cells.copy()
     beside[1:] |= cells[:-1]
     beside[:-1] |= cells[1:]

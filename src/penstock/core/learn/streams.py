@@ -1,7 +1,7 @@
-"""How likely the next draft token is accepted, learned from one stream of drafts, such as a
-tenant's with one drafter; told of every round, also of those without a draft. Positions behind the
-first rejection stand on a prefix that the target did not choose: only `Smoothed` can go by all of
-them."""
+"""Acceptance of the next draft token, from one stream of drafts, such as a tenant's.
+
+Rounds without a draft count. Positions behind the first rejection stand on a prefix that the target
+did not choose: only `Smoothed` can use them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,16 @@ import numpy as np
 
 from penstock.core.types import Verdict
 
-_MAX_ACCEPTANCE = 0.99
+_MAX_ACCEPTANCE = 0.99  # keeps expected lengths finite
 
 
 class Evidence(NamedTuple):
-    """What one verification showed: of `num_proposed` draft tokens the first `num_decided` were
-    decided, with `successes` among them (accepted ones, or Σ min(target, draft)).
-    `successes_all`: among all proposed, whatever prefix they stand on."""
+    """Evidence of one verification."""
 
     num_proposed: int
-    num_decided: int
-    successes: float
-    successes_all: float = 0.0
+    num_decided: int  # the first ones, decided on the target's prefix
+    successes: float  # of these: accepted ones, or Σ min(target, draft)
+    successes_all: float = 0.0  # among all proposed, on any prefix
 
     @classmethod
     def of(cls, verdict: Verdict) -> Evidence:
@@ -38,7 +36,7 @@ class Evidence(NamedTuple):
 
 
 class StreamModel(ABC):
-    """What all estimators can do."""
+    """Interface of the estimators."""
 
     @abstractmethod
     def observe(self, evidence: Evidence) -> None:
@@ -46,15 +44,15 @@ class StreamModel(ABC):
 
     @abstractmethod
     def rate(self) -> float:
-        """Probability in [0, 1) that the next draft token is accepted if those before it were."""
+        """Return the probability in [0, 1) that a token behind accepted ones is accepted."""
 
 
 class Smoothed(StreamModel):
-    """Exponential smoothing (GoodSpeed eq. 3): α̂ ← (1 − η) α̂ + η · mean of min(1, target / draft)
-    over the S positions of the draft; with `decided_only` over those up to the first rejection.
+    """Exponential smoothing (GoodSpeed eq. 3).
 
-    on_empty: the acceptance that a round without a draft counts as, where eq. 3 divides by S = 0;
-    None leaves α̂ as it is. `step` is η, which its owner may change."""
+    α̂ ← (1 − η) α̂ + η · mean of min(1, target / draft) over the S positions of the draft; with
+    `decided_only` over those up to the first rejection. on_empty: acceptance of a round without a
+    draft, where eq. 3 divides by S = 0; None keeps α̂. `step` is η, which its owner may change."""
 
     def __init__(
         self, rate: float, step: float, on_empty: float | None = None, decided_only: bool = False
@@ -78,8 +76,7 @@ class Smoothed(StreamModel):
 
 
 class Population:
-    """Acceptance over all streams: what a new one is expected to be like. At first one half, worth
-    one token."""
+    """Acceptance over all streams, the expectation for a new one; first 0.5, worth one token."""
 
     def __init__(self) -> None:
         self._successes, self._decided = 0.5, 1.0
@@ -92,7 +89,7 @@ class Population:
         return self._successes / self._decided
 
 
-_POPULATION_DECAY = 0.999
+_POPULATION_DECAY = 0.999  # memory a token of all streams; chosen by hand
 
 
 class Steady(StreamModel):
@@ -112,13 +109,14 @@ class Steady(StreamModel):
         return min(rate, _MAX_ACCEPTANCE)
 
 
-_PRIOR_TOKENS = 6.0
+_PRIOR_TOKENS = 6.0  # chosen by hand
 
 
 class Switching(StreamModel):
-    """Acceptance that now and then jumps: the exact Bayesian filter for rates on a grid and an
-    unknown probability of a jump in a round (as Fearnhead and Liu's change points). Where a jump
-    leads is learned too: a stream often returns to levels that it had. At first all are equally
+    """Acceptance that jumps at times: the exact Bayesian filter for rates on a grid.
+
+    The probability of a jump in a round is unknown (as in Fearnhead and Liu's change points).
+    Targets of jumps are learned too, as streams return to earlier levels; at first all are equally
     likely."""
 
     def __init__(self) -> None:
@@ -148,21 +146,18 @@ class Switching(StreamModel):
 _LEVELS = (np.arange(25) + 0.5) / 25
 _LOG_LEVELS = np.log(_LEVELS)
 _LOG_MISSES = np.log(1 - _LEVELS)
-_JUMPS = np.array([0.0, 0.003, 0.01, 0.03, 0.1])[:, None]
+_JUMPS = np.array([0.0, 0.003, 0.01, 0.03, 0.1])[:, None]  # jump probabilities a round
 _STAY = 1 - _JUMPS
 _JUMP_PRIOR = np.full(len(_JUMPS), 1 / len(_JUMPS))
-_UNKNOWN_ROUNDS = 20.0
-_VISITED_DECAY = 0.998
+_UNKNOWN_ROUNDS = 20.0  # rounds that the uniform distribution of levels counts for; chosen by hand
+_VISITED_DECAY = 0.998  # memory of visited levels a round; chosen by hand
 
-_SPREAD = 0.002
-"""Of the weight, every round. Chosen by hand."""
-_OPTIMISM = 0.5
-"""Standard deviations of the estimators around their mean, added to it. Chosen by hand."""
+_SPREAD = 0.002  # share of the weight, every round; chosen by hand
+_OPTIMISM = 0.5  # standard deviations between estimators, added to their mean; chosen by hand
 
 
 class Bank(StreamModel):
-    """Several estimators, weighted by how well each predicted the outcomes so far. A share of the
-    weight is spread evenly every round (fixed share; Herbster and Warmuth, 1998)."""
+    """Several estimators, weighted by predictions (fixed share; Herbster and Warmuth, 1998)."""
 
     def __init__(self, experts: Sequence[StreamModel]) -> None:
         self._experts = tuple(experts)
@@ -193,5 +188,5 @@ class Bank(StreamModel):
 
 
 def switching_or_steady(prior: Population) -> StreamModel:
-    """All rounds alike, or jumps between levels, whichever has predicted better."""
+    """Return a bank of a steady and a jumping estimator."""
     return Bank([Steady(prior), Switching()])

@@ -1,4 +1,4 @@
-"""How long steps take: of the target, and of drafters."""
+"""Step times of the target and of drafters."""
 
 from __future__ import annotations
 
@@ -19,29 +19,25 @@ from penstock.fluid.step_profile import DrafterProfile, StepProfile, StepTimeCur
 
 Seconds = TypeVar("Seconds", float, npt.NDArray[np.float64])
 
-_CATCH_UP_WEIGHT = 0.1
-_MIN_CATCH_UP_TOKENS = 16
-"""Tokens a request from which on a catch-up is a measurement of reading."""
-_STEPS_WEIGHT = 0.02
-_MOST_READING = 0.3
-"""Share of a drafter's time up to which its reading is subtracted."""
-_USUALLY_UNREAD = 2
-"""Tokens a request."""
-_MOST_OVERHEAD_S = 2e-3
-_OVERHEAD_WEIGHT = 0.02
-_SHIFT_WEIGHT = 0.05
-_DRAFTING_WEIGHT = 0.05
+_CATCH_UP_WEIGHT = 0.1  # weight of a measured catch-up; weights are chosen by hand
+_MIN_CATCH_UP_TOKENS = 16  # tokens a request from which on a catch-up measures reading
+_STEPS_WEIGHT = 0.02  # weight of a step in the steps per token
+_MOST_READING = 0.3  # share of a drafter's time up to which its reading is subtracted
+_USUALLY_UNREAD = 2  # tokens a request after a round
+_MOST_OVERHEAD_S = 2e-3  # longer gaps are a lack of work
+_OVERHEAD_WEIGHT = 0.02  # least weight of a pause
+_SHIFT_WEIGHT = 0.05  # weight of a step in the profile's shift
+_DRAFTING_WEIGHT = 0.05  # weight of a step in the seconds of drafting
 _LONGEST_REDRAW = 256
-"""Steps between two drawings of a learned profile; at first it is drawn after 1, 2, 4, ..."""
-_FOLLOWED = 64
-"""Steps between two drawings of a profile of rows."""
+"""Longest interval of steps between two fits of a learned profile: 1, 2, 4, ... at first."""
+_FOLLOWED = 64  # steps between two fits of a profile of rows
 _DRAFT_OVERHEAD_DECAY = 0.999
-"""Decay of the drafts' share of the host's time per step without one: half is left after 700."""
+"""Decay of the drafts' part of the host's time per step without one: half is left after 700."""
 
 
 @dataclass(slots=True)
 class _Mean:
-    """Of measurements: of all that there are while they are few, then of the latest ones."""
+    """Mean of all measurements while they are few, then of the latest ones."""
 
     seconds: float = 0.0
     num: int = 0
@@ -52,14 +48,12 @@ class _Mean:
 
 
 class Times:
-    """The model of time: the target's step, drafters' steps and reading, the way to draft servers,
-    and the host's part between two steps.
+    """Model of time: the target's step, drafters' steps and reading, draft servers, and the host.
 
-    profile: of the target's step by what is in it, with a `shift` by what was measured since;
-    learns_profile: it is drawn anew from steps. target: the step's seconds by its rows, as
-    measured. overhead: seconds between two steps that follow each other at once; draft_overhead:
-    further ones where drafts are made inside the step. drafting: by which drafts lengthen a
-    decoding step, in the mean."""
+    profile: of the target's step by its work, with a measured `shift`; learns_profile: it is fitted
+    to steps. target: the step's seconds by its rows, as measured. overhead: host's seconds between
+    two consecutive steps; draft_overhead: more if drafts are made inside the step. drafting: mean
+    seconds that drafts add to a decoding step."""
 
     def __init__(self, profile: StepProfile, links: LinkTimes) -> None:
         self.profile = profile
@@ -88,55 +82,50 @@ class Times:
     # --- what policies ask ----------------------------------------------------------------------
 
     def step_seconds(self, work: StepWork) -> float:
-        """Of a target step, the host's part included."""
+        """Return the seconds of a target step, the host's part included."""
         return max(1e-6, self.profile.seconds(work) + self.shift)
 
     def draft_seconds(self, drafter: str, batch: int, num_tokens: int) -> float:
-        """Until drafts of so many tokens are here for a batch: the steps of a drafter of this
-        machine, or what was measured of the way to a draft server."""
+        """Return the seconds of drafts for a batch, of this machine or a draft server."""
         curve = self._by_drafter.get(drafter)
         if curve is not None and not curve.is_empty:
             return num_tokens * curve(batch)
         return self._links.seconds(drafter, num_tokens)
 
     def curve_of(self, drafter: str) -> StepTimeCurve:
-        """Seconds of one drafting step against its batch; empty while not measured."""
+        """Return seconds of one drafting step by its batch; empty while not measured."""
         return self._by_drafter[drafter]
 
     def catch_up_of(self, drafter: str) -> float:
-        """Seconds for each token of verified text that it reads; 0 while not measured."""
+        """Return the seconds per token of verified text that it reads; 0 while not measured."""
         return self._catch_up.get(drafter, 0.0)
 
     def steps_of(self, drafter: str) -> float:
-        """Of a drafter, for each token of its longest draft: fewer than 1 where look-up comes
-        first."""
+        """Return the drafter's steps per token of its longest draft; below 1 with look-up first."""
         return self._steps.get(drafter, 1.0)
 
     def note_catch_up(self, drafter: str, seconds_per_token: float) -> None:
-        """Take in a measurement."""
         known = self._catch_up.setdefault(drafter, seconds_per_token)
         self._catch_up[drafter] = known + _CATCH_UP_WEIGHT * (seconds_per_token - known)
 
     def doubt(self, drafter: str) -> None:
-        """Take what is known of a drafter's times for a guess, which a shorter time replaces."""
+        """Mark a drafter's times as guesses, which shorter times replace."""
         self.curve_of(drafter).doubt()
         self._doubtful.add(drafter)
 
     def doubt_all(self) -> None:
-        """Likewise of the target and of all drafters: they were measured before the first request,
-        or on another day."""
+        """Mark all times as guesses, measured before the first request or on another day."""
         self.target.doubt()
         for drafter in self._by_drafter:
             self.doubt(drafter)
 
     @property
     def pause(self) -> float:
-        """Seconds between the last two steps of the target; not finite before the second."""
+        """Seconds between the last two target steps; not finite before the second."""
         return self._gap
 
     def use_measured_profile(self, kv_tokens: int) -> None:
-        """Take the profile from what was measured of the target, its steps by their rows alone, and
-        draw it anew as more is measured."""
+        """Use a profile of the target's measured steps by rows, and refit it later."""
         self._follows_rows = True
         self.profile = StepProfile("measured", kv_tokens, (0,), (0.0,))
         self._draw_rows()
@@ -150,13 +139,12 @@ class Times:
     # --- learning -------------------------------------------------------------------------------
 
     def observe(self, result: StepResult, *, may_wait: bool) -> None:
-        """Take in a step of the target that has ended, with the host's part before it: clients wait
-        for both. may_wait: it may have waited for drafts, which cannot be told from that."""
+        """Take in an ended step and the host's part before it, unless it `may_wait` for drafts."""
         if result.lane == TARGET:
             self._may_wait = may_wait
             gap = self._gap = result.started_at - self._last_end
             self._last_end = result.finished_at
-            # A longer one is a lack of work; below zero: the step before had not ended.
+            # A longer gap is a lack of work; a negative one: the step before had not ended.
             if 0 <= gap < _MOST_OVERHEAD_S:
                 self._last_gap = gap
             work = result.work
@@ -167,8 +155,7 @@ class Times:
                 self._learn_profile(work, seconds)
             elif self._follows_rows:
                 self._follow_rows(result, work)
-            # Steps like the one before teach nothing new, so that it makes no difference whether a
-            # run of equal steps is reported one by one or at once.
+            # Equal steps teach nothing new: a run may be reported one by one or at once.
             composition = (work.num_prefill_tokens, work.num_decodes, work.num_draft_tokens)
             if composition != self._last_work:
                 self._last_work = composition
@@ -196,8 +183,7 @@ class Times:
             self.target.observe(result.num_rows, seconds)
 
     def observe_drafting(self, result: StepResult) -> None:
-        """Take in, after `observe`, what drafts are judged by: the target's rows, the host's part,
-        and drafters."""
+        """Take in the rows, host's part and drafters of a step, after `observe`."""
         if result.lane == TARGET:
             if self._gap < _MOST_OVERHEAD_S:
                 self._observe_overhead(result)
@@ -216,12 +202,12 @@ class Times:
             if num:
                 known = self.steps_of(timed.drafter)
                 self._steps[timed.drafter] = known + _STEPS_WEIGHT * (timed.steps / num - known)
-            # A long catch-up is prefill; it says nothing about the price of one more draft token.
+            # A long catch-up is prefill and says nothing about the price of a draft token.
             if timed.num_catch_up_tokens > _MIN_CATCH_UP_TOKENS * timed.batch:
                 self._observe_reading(timed)
             elif timed.steps:
-                # The first step reads what a round usually leaves unread, and what is beyond that:
-                # where that may be much of the time nothing is said of drafting.
+                # The first step reads what a round leaves unread, and the rest: where that may take
+                # much of the time drafting is not measured.
                 beyond = max(0, timed.num_catch_up_tokens - _USUALLY_UNREAD * timed.batch)
                 reading = beyond * self.catch_up_of(timed.drafter)
                 if reading <= _MOST_READING * timed.seconds:
@@ -229,13 +215,13 @@ class Times:
                     self.curve_of(timed.drafter).observe(timed.batch, drafting)
 
     def _observe_reading(self, timed: DraftTime) -> None:
-        """Take in a step of a drafter that was mostly reading."""
+        """Take in a drafter's step that was mostly reading."""
         name, num_tokens = timed.drafter, timed.num_catch_up_tokens
         curve, known = self.curve_of(name), self.catch_up_of(name)
         step = curve(timed.batch)
         expected = timed.steps * step + num_tokens * known
         if name in self._doubtful and timed.seconds < expected:
-            # Which of the two takes less is not known: both in proportion.
+            # Which of the two takes less is unknown: both change in proportion.
             share = timed.seconds / expected
             self._catch_up[name] = share * known
             if timed.steps:
@@ -248,8 +234,8 @@ class Times:
     def _observe_overhead(self, result: StepResult) -> None:
         work = result.work
         if work is not None and work.num_prefill_tokens and not self._may_wait:
-            # A request's beginning, and often another's end, take the host once. Where nearly every
-            # round drafts, hardly any other step would be one without drafts.
+            # A request's beginning, and often another's end, take the host once. If nearly every
+            # round drafts there is hardly another step without drafts.
             return
         pause = self._gap + result.phases.other
         has_drafts = any(t.steps for t in result.draft_times)
@@ -260,14 +246,14 @@ class Times:
         plain, drafting = self._plain_pause, self._drafting_pause
         (drafting if has_drafts else plain).observe(pause)
         if not has_drafts:
-            # What is not measured any more must not keep drafts away for good.
+            # What is not measured any more must not prevent drafts for good.
             drafting.seconds -= (1 - _DRAFT_OVERHEAD_DECAY) * (drafting.seconds - plain.seconds)
         self.overhead = (plain if plain.num else drafting).seconds
         self.draft_overhead = max(0.0, drafting.seconds - self.overhead) if drafting.num else 0.0
 
 
 def _drafted(result: StepResult) -> Iterator[tuple[str, int]]:
-    """Drafters of a step, and the lengths of their drafts."""
+    """Yield the drafters of a step, and the lengths of their drafts."""
     for verdict in result.verdicts:
         if verdict.drafter is not None:
             yield verdict.drafter, verdict.num_drafted
@@ -276,9 +262,7 @@ def _drafted(result: StepResult) -> Iterator[tuple[str, int]]:
 
 
 def step_work(plan: StepPlan, verdicts: Sequence[Verdict] | None = None) -> StepWork:
-    """Positions and context of a plan's first step. One known token behind some context is a
-    decoding request, everything else is prefill. Drafts are as long as `verdicts` say, or as was
-    granted: a look-up often finds less."""
+    """Return the work of a plan's first step, with drafts by `verdicts` or as granted."""
     proposed = {} if verdicts is None else {v.request_id: v.num_drafted for v in verdicts}
     run = plan.decodes
     if run is not None and not plan.items:
@@ -302,8 +286,7 @@ def step_work(plan: StepPlan, verdicts: Sequence[Verdict] | None = None) -> Step
 def drafter_profiles(
     profile: StepProfile, drafters: Iterable[Drafter]
 ) -> dict[str, DrafterProfile]:
-    """Of those drafters that the profile knows, by their own names: instances of one model share
-    its times."""
+    """Return profiles by drafter name: instances of one model share its times."""
     known = {d.name: d for d in profile.drafters}
     return {d.name: known[d.model or d.name] for d in drafters if (d.model or d.name) in known}
 
@@ -311,6 +294,5 @@ def drafter_profiles(
 def round_seconds(
     verify: Seconds, *, inside: float = 0.0, beside: Seconds | float = 0.0, host: float = 0.0
 ) -> Seconds:
-    """Of a round: the wait for drafts that are made beside the target, then the host's part, the
-    drafts made inside the step, one drafter after the other, and their verification."""
+    """Return the seconds of a round: drafts beside, host, drafts inside, verification."""
     return beside + host + inside + verify

@@ -1,5 +1,4 @@
-"""Requests as they come and go: how long prompts are, and how many; how long outputs get, and how
-fast."""
+"""Traffic: arrivals and lengths of prompts, lengths and pace of outputs."""
 
 from __future__ import annotations
 
@@ -12,8 +11,7 @@ from penstock.core.types import Request
 
 
 class Traffic:
-    """Prompts that arrive: how long they are, and how many of their tokens come in a second. Both
-    fade exponentially, by requests and by seconds."""
+    """Mean prompt length, and prompt tokens a second, both exponentially faded."""
 
     def __init__(self, memory: float = 500.0, seconds: float = 30.0) -> None:
         self._keep = 1 - 1 / memory
@@ -24,7 +22,6 @@ class Traffic:
         self._since = self._last = 0.0
 
     def arrived(self, request: Request, now: float) -> None:
-        """A request has come."""
         if not self._weight:
             self._since = self._last = now
         self._weight = self._keep * self._weight + 1
@@ -39,7 +36,7 @@ class Traffic:
         return self._prompt_tokens / self._weight if self._weight else 1.0
 
     def prompt_tokens_per_s(self, now: float) -> float:
-        """Rate of the recent past; 0 before anything is known."""
+        """Return the rate of the recent past; 0 while unknown."""
         known = 1 - math.exp((self._since - now) / self._seconds)
         if known <= 0:
             return 0.0
@@ -49,20 +46,16 @@ class Traffic:
 
 FloatArray = npt.NDArray[np.float64]
 
-_MAX_LEN = 1 << 14
-_PRIOR_MEAN = 200.0
-_PRIOR_WEIGHT = 2.0
-_STEPS_WEIGHT = 0.002
-"""Of a request's latest step in the mean of all: some hundred are remembered."""
+_MAX_LEN = 1 << 14  # output tokens that are distinguished
+_PRIOR_MEAN = 200.0  # output tokens before any end; chosen by hand
+_PRIOR_WEIGHT = 2.0  # ends that this counts for; chosen by hand
+_STEPS_WEIGHT = 0.002  # weight of a request's step in the mean of all: some hundred are remembered
 
 
 class OutputLengths:
     """Discounted Kaplan-Meier estimate of P(output longer than n tokens).
 
-    Counting only what has ended would take long outputs for rare until the first of them ends;
-    requests that still run count for the lengths that they have reached. Older ends fade, so that
-    the curve follows a change of traffic. Before anything has ended lengths are geometric.
-    """
+    Running requests count for their lengths so far: ended ones alone underestimate long outputs."""
 
     def __init__(self, memory: float = 2000.0) -> None:
         self._growth = 1 + 1 / memory
@@ -74,15 +67,14 @@ class OutputLengths:
         self._next_draw = 1
         self._survival = np.exp(-np.arange(_MAX_LEN + 1) / _PRIOR_MEAN)
         self.mean = _PRIOR_MEAN
-        """Expected output tokens, as the curve was last drawn."""
+        """Expected output tokens, by the last estimate."""
         self.mean_residual = _PRIOR_MEAN
-        """Expected tokens that a request found decoding at any time has yet to make."""
+        """Expected remaining tokens of a request found decoding at any time."""
         self.per_step = 1.0
-        """Tokens that a decoding request makes in a step, in the mean: more than 1 with drafts."""
+        """Mean tokens of a decoding request a step: more than 1 with drafts."""
         self._num_steps = 0
 
     def ended(self, num_output_tokens: int) -> None:
-        """A request has made its last token."""
         self._weight *= self._growth
         self._ends[min(num_output_tokens, _MAX_LEN)] += self._weight
         self._weights += self._weight
@@ -95,26 +87,26 @@ class OutputLengths:
             self._weight = 1.0
 
     def stepped(self, num_tokens: int) -> None:
-        """A decoding request has made so many tokens in a step."""
+        """Note the tokens that a decoding request has made in a step."""
         self._num_steps += 1
         weight = max(_STEPS_WEIGHT, 1 / (_PRIOR_WEIGHT + self._num_steps))
         self.per_step += weight * (num_tokens - self.per_step)
 
     @property
     def mean_ended(self) -> float:
-        """Discounted mean of the outputs that have ended, for whom that is enough."""
+        """Discounted mean of the outputs that have ended."""
         return self._tokens / self._weights
 
     def survival_of_ended(self) -> FloatArray:
-        """P(output > n) for n = 0, 1, … up to the longest, of those that have ended alone; empty
-        before the first."""
+        """Return P(output > n) for n = 0, 1, … of ended outputs alone; empty before the first."""
         ends = np.trim_zeros(self._ends, "b")
         longer = np.cumsum(ends[::-1])[::-1]
         return longer[1:] / longer[0] if longer.size else longer
 
     def survival(self, running: npt.NDArray[np.int64]) -> FloatArray:
-        """P(output > n) for n = 0, 1, …; `running` are the output tokens of running requests. Drawn
-        anew after some ends, more rarely as more is known."""
+        """Return P(output > n) for n = 0, 1, …, estimated anew after some ends.
+
+        running: output tokens of running requests."""
         if self._num_since >= self._next_draw:
             self._num_since = 0
             self._next_draw = min(64, 2 * self._next_draw)
@@ -122,8 +114,7 @@ class OutputLengths:
         return self._survival
 
     def remaining(self, num_output_tokens: int, most: int) -> float:
-        """Expected tokens that a request with so many, and at most so many to come, has yet to
-        make; at least 1."""
+        """Return the expected remaining tokens of a request, from 1 to `most`."""
         survival = self.survival(np.empty(0, dtype=np.int64))
         made = min(num_output_tokens, _MAX_LEN)
         left = survival[made : made + max(1, most)].sum() / max(survival[made], 1e-9)
@@ -137,7 +128,6 @@ class OutputLengths:
         hazard = (self._ends + prior / _PRIOR_MEAN) / (at_risk + prior + 1e-300)
         self._survival = np.cumprod(1 - np.clip(hazard, 0.0, 1.0))
         self.mean = float(self._survival.sum())
-        # Not a dot product: one so long is shared out to threads, which then spin on cores that the
-        # models need.
+        # Not a dot product: its threads would take the models' cores.
         weighted = (self._survival * np.arange(_MAX_LEN + 1)).sum()
         self.mean_residual = float(weighted) / self.mean + 0.5

@@ -1,1 +1,1 @@
-"""What is decided by choice: one file a policy, in a folder for each kind."""
+"""Policies: one file each, in a folder for each kind."""

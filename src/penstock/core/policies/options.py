@@ -1,9 +1,9 @@
-"""Options of policies: a type and a range, both declared on the dataclass field.
+"""Option types of policies: a type and a range, declared on the dataclass field.
 
     watermark: Annotated[float, Range(at_least=0, below=1)] = 0.01
 
-The registry checks values against them; `__post_init__` checks several options against each other.
-"""
+The registry checks values against them; `__post_init__` checks several options against each
+other."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 LARGEST_COUNT = 10**9
-"""Of tokens, requests or steps: more than any server has, and little enough to calculate with."""
+"""Largest number of tokens, requests or steps: above any server's, safe to calculate with."""
 LONGEST_DRAFT = 1024
-"""In tokens: policies weigh every length up to the longest, for every request."""
+"""Largest draft length: policies weigh every length up to it, for every request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Which numbers an option may be, one bound on either side or none. Never NaN or infinite."""
+    """Range of an option, with at most one bound on either side; excludes NaN and infinity."""
 
     at_least: float | None = None
     above: float | None = None
@@ -58,10 +58,10 @@ MaxDraftTokens = Annotated[int, Range(at_least=0, at_most=LONGEST_DRAFT)]
 
 
 def checked(value: Any, wanted: Any) -> Any:
-    """A value as an option of a declared type; a list, as YAML and JSON have it, becomes a tuple.
-    A whole number is a float too, a bool is no number.
+    """Return a value as an option of a type, or raise ValueError or OverflowError.
 
-    Raises: ValueError where it does not fit; OverflowError for a whole number beyond all floats."""
+    A list, as in YAML and JSON, becomes a tuple, a whole number may be a float, a bool is no
+    number."""
     origin, parts = typing.get_origin(wanted), typing.get_args(wanted)
     if origin in (types.UnionType, typing.Union):
         return _first_that_fits(value, parts)
@@ -101,7 +101,7 @@ _NAMES = {
 
 
 def described(wanted: Any) -> str:
-    """What a declared type allows, for people."""
+    """Return a description of a declared type for error messages."""
     origin, parts = typing.get_origin(wanted), typing.get_args(wanted)
     if origin in (types.UnionType, typing.Union):
         return ", or ".join(map(described, parts))

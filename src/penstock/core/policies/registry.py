@@ -1,4 +1,4 @@
-"""Policies by name, one file each, configured by their Options; or by the path of such a file."""
+"""Registry of policies by name, one file each with its Options, or by the path of a file."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _NAME = re.compile(r'^    name: ClassVar\[str\] = "(\w+)"$', re.MULTILINE)
 
 
 class PolicyError(ValueError):
-    """A policy, or an option of one, that does not exist or does not fit."""
+    """A policy or an option does not exist or does not fit."""
 
 
 @functools.cache
 def policy_names(kind: str) -> tuple[str, ...]:
-    """Names of a kind's policies, from their files: none is imported."""
+    """Return the names of a kind's policies, read from their files without importing them."""
     folder = Path(__file__).parent / kind
     texts = (file.read_text(encoding="utf-8") for file in folder.rglob("*.py"))
     names = (_NAME.search(text) for text in texts if "\nPOLICY = " in text)
@@ -38,7 +38,7 @@ def policy_names(kind: str) -> tuple[str, ...]:
 
 @functools.cache
 def policies(kind: str) -> dict[str, type[Any]]:
-    """Name to class for a kind: "admission", "selection", "allocation" or "pipeline"."""
+    """Return name to class for "admission", "selection", "allocation" or "pipeline"."""
     package = importlib.import_module(f"penstock.core.policies.{kind}")
     found: dict[str, type[Any]] = {}
     for module_info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
@@ -49,13 +49,12 @@ def policies(kind: str) -> dict[str, type[Any]]:
 
 
 def register(kind: str, policy: type[Any], name: str | None = None) -> None:
-    """Let a policy be made by its name, or another. Raises: PolicyError for one that lacks
-    something."""
+    """Register a policy under its name, or another; raise PolicyError if it is incomplete."""
     policies(kind)[name or policy.name] = _complete(kind, policy)
 
 
 def _complete(kind: str, policy: Any) -> type[Any]:
-    """A policy that has all that its kind needs. Raises: PolicyError."""
+    """Return the policy, or raise PolicyError if it lacks what its kind needs."""
     base = getattr(importlib.import_module(f"penstock.core.policies.{kind}"), _BASES[kind])
     label = f"{kind} policy {getattr(policy, 'name', policy)!r}"
     if not (inspect.isclass(policy) and issubclass(policy, base)):
@@ -68,7 +67,7 @@ def _complete(kind: str, policy: Any) -> type[Any]:
 
 
 def policy_class(kind: str, name: str) -> type[Any]:
-    """A policy by its name, or from its file. Raises: PolicyError."""
+    """Return a policy's class by its name or file, or raise PolicyError."""
     known = policies(kind)
     if name in known:
         return known[name]
@@ -92,16 +91,12 @@ def _from_file(kind: str, path: Path) -> type[Any]:
 
 
 def option_types(kind: str, name: str) -> dict[str, Any]:
-    """What a policy's options may be, by their names (`core/policies/options.py`).
-
-    Raises: PolicyError for a policy that does not exist."""
+    """Return the types of a policy's options by name, or raise PolicyError."""
     return typing.get_type_hints(policy_class(kind, name).Options, include_extras=True)
 
 
 def make_policy(kind: str, name: str, options: dict[str, Any] | None = None) -> Any:
-    """Build a policy from its name and options, which may come from YAML or JSON.
-
-    Raises: PolicyError naming what was wrong and what is allowed."""
+    """Build a policy from its name and options (YAML or JSON), or raise PolicyError."""
     allowed = option_types(kind, name)
     fitting: dict[str, Any] = {}
     for option, value in (options or {}).items():
@@ -123,14 +118,15 @@ def make_policy(kind: str, name: str, options: dict[str, Any] | None = None) -> 
 
 
 def make_pipeline(text: str) -> Any:
-    """A pipeline by its name, its file, or a number of micro-batches. Raises: PolicyError."""
-    most = typing.get_args(option_types("pipeline", "micro_batches")["num"])[1]
-    if text.isascii() and text.isdecimal() and int(text) in most:
-        return make_policy("pipeline", "micro_batches", {"num": int(text)})
+    """Build a pipeline from its name, file, or number of micro-batches, or raise PolicyError."""
+    counts = typing.get_args(option_types("pipeline", "micro_batches")["num"])[1]
+    num = "1" if text == "off" else text
+    if num.isascii() and num.isdecimal() and int(num) in counts:
+        return make_policy("pipeline", "micro_batches", {"num": int(num)})
     if text in policies("pipeline") or text.endswith(".py"):
         return make_policy("pipeline", text)
-    choices = ", ".join(policies("pipeline"))
+    choices = ", ".join((*policies("pipeline"), "off"))
     raise PolicyError(
-        f"unknown pipeline {text!r}; choose from {choices}, a number of micro-batches {most}, or "
+        f"unknown pipeline {text!r}; choose from {choices}, a number of micro-batches {counts}, or "
         "name a .py file"
     )

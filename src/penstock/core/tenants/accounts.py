@@ -1,7 +1,7 @@
-"""Virtual token counters of tenants (Sheng et al., OSDI'24), and the queue that goes by them.
-Service counts for what it costs by the step-time profile, over the tenant's weight. Of the tenants
-that wait the one with the least comes first; one that did not wait starts at the least of those
-that do."""
+"""Virtual token counters of tenants (Sheng et al., OSDI'24), and the queue ordered by them.
+
+Service counts by its cost in the step-time profile, over the tenant's weight. The waiting tenant
+with the least comes first; one that did not wait starts at the least of those that do."""
 
 from __future__ import annotations
 
@@ -18,14 +18,11 @@ from penstock.core.types import Tenant
 from penstock.fluid.step_profile import StepProfile
 
 UNITS = 1e12
-"""Service is counted in whole picoseconds: it makes no difference then whether steps are charged
-one by one, or a run of them at once."""
+"""Picoseconds: integers, so that charging steps one by one or together is the same."""
 
 
 class Prices(NamedTuple):
-    """What is charged for service, in units: for each position of a step; each token of a prompt
-    and each decoding request besides its context; and for what attention reads, in token pairs and
-    tokens."""
+    """Prices in units: of positions, prompt tokens, decodes, and attention's reading."""
 
     position: int
     prefill: int
@@ -35,8 +32,7 @@ class Prices(NamedTuple):
 
     @classmethod
     def of(cls, profile: StepProfile) -> Prices:
-        """From a profile; where it knows no times, one for a prompt's token and two for a decoded
-        one (as in the paper)."""
+        """Return a profile's prices, or the paper's: 1 a prompt token, 2 a decoded token."""
         most = profile.token_counts[-1]
         position = profile.linear(most) / most if most else 0.0
         prefill, decode = position + profile.per_prefill_token, position + profile.per_decode
@@ -51,25 +47,24 @@ class Prices(NamedTuple):
         )
 
     def prompt(self, start: int, num_tokens: int) -> int:
-        """`num_tokens` tokens behind a context of `start`."""
+        """Return the price of prompt tokens behind a context of `start`."""
         context = num_tokens * (start + 0.5 * num_tokens)
         return self.prefill * num_tokens + round(self.prefill_context * context)
 
     def decodes(self, num_rows: int, num_kv_tokens: int) -> int:
-        """So many decoded tokens, with `num_kv_tokens` of context together."""
+        """Return the price of decoded tokens with `num_kv_tokens` of context together."""
         return self.decode * num_rows + self.kv_token * num_kv_tokens
 
 
 class Account:
-    """What a tenant has been served, and what it asks for. most_at_work: requests that may run at
-    once; under 1 the share of the steps in which one may. turn: the sum of those shares since."""
+    """Service of a tenant, and its demand."""
 
     def __init__(self, tenant: Tenant) -> None:
         self.tenant = tenant
         self.num_waiting = 0
         self.num_running = 0
-        self.most_at_work = math.inf
-        self.turn = 0.0
+        self.most_at_work = math.inf  # under 1: the share of steps with one request
+        self.turn = 0.0  # sum of these shares since the last turn
         self._start = 0.0
         self._served = 0
 
@@ -79,16 +74,15 @@ class Account:
         return self._start + self._served / self.tenant.weight
 
     def charge(self, units: int) -> None:
-        """So much service was given."""
         self._served += units
 
     def change(self, tenant: Tenant) -> None:
-        """To other settings. What was served until now counts at the weight of then."""
+        """Change the settings; earlier service keeps its weight."""
         self._start, self._served = self.counter, 0
         self.tenant = tenant
 
     def lift(self, counter: float) -> None:
-        """To no less than that."""
+        """Raise the counter to at least `counter`."""
         self._start += max(0.0, counter - self.counter)
 
     @property
@@ -96,16 +90,18 @@ class Account:
         return self.num_waiting + self.num_running
 
     def may_admit(self, num_others: int = 0) -> bool:
-        """Whether another of its requests may run, beside `num_others` that are admitted before."""
+        """Return whether another request may run, beside `num_others` admitted before."""
         most = self.tenant.max_running_requests
         allowed = self.most_at_work if most is None else min(self.most_at_work, most)
         return self.num_running + num_others < allowed
 
 
 class Accounts:
-    """Those of all tenants. present: of tenants with unfinished requests, by name. paused: ids of
-    running requests that keep their memory, but do not run now. is_fair: whether accounts decide
-    who comes first. are_kept: whether service is counted at all."""
+    """Accounts of all tenants.
+
+    present: of tenants with unfinished requests, by name. paused: ids of running requests that keep
+    their KV, but do not run now. is_fair: accounts decide the order. are_kept: service is
+    counted."""
 
     def __init__(
         self,
@@ -120,10 +116,10 @@ class Accounts:
         self.are_kept = is_fair or is_limited
         self.present: dict[str, Account] = {}
         self.num_changes = 0
-        """Arrivals, ends and whatever else changes who is present with how many requests."""
+        """Changes of the present tenants or their numbers of requests."""
         self.paused: set[str] = set()
         self._charged: dict[str, int] = {}
-        """Tokens whose computation was charged before a preemption, by request."""
+        """Tokens charged before a preemption, by request."""
         self._tenants = tenants
         self._groups = groups
         self._times = estimators.times
@@ -139,7 +135,6 @@ class Accounts:
         return self._prices[1]
 
     def of(self, state: RequestState) -> Account:
-        """The account of a request's tenant."""
         name = state.request.tenant
         account = self._accounts.get(name)
         if account is None:
@@ -147,15 +142,14 @@ class Accounts:
         return account
 
     def tenants_changed(self) -> None:
-        """Settings of tenants are others now."""
+        """Take over changed settings of tenants."""
         self.settle()
         for name, account in self._accounts.items():
             account.change(self._tenants[name])
         self.num_changes += 1
 
     def queues(self, new_queue: Callable[[], ArrivalQueue]) -> Callable[[], ArrivalQueue]:
-        """What makes queues of those who wait: of one of the policy's for each tenant, or for
-        all."""
+        """Return a factory of queues: one of the policy's queues for each tenant, or for all."""
         if not self.are_kept:
             return new_queue
         return lambda: TenantQueue(self, new_queue)
@@ -170,34 +164,30 @@ class Accounts:
     # --- service --------------------------------------------------------------------------------
 
     def charge_prompt(self, state: RequestState, start: int, num_tokens: int) -> None:
-        """Tokens of a prompt are computed; those that were computed before a preemption are not
-        charged again."""
+        """Charge computed prompt tokens, except those computed before a preemption."""
         again = max(0, min(num_tokens, self._charged.get(state.request.id, 0) - start))
         if again < num_tokens:
             self.of(state).charge(self.prices.prompt(start + again, num_tokens - again))
 
     def preempted(self, state: RequestState) -> None:
-        """A request gives up its memory: what it had computed is not charged again."""
+        """Note a preempted request, whose computed tokens are not charged again."""
         self.paused.discard(state.request.id)
         if self.are_kept:
             charged = self._charged.get(state.request.id, 0)
             self._charged[state.request.id] = max(charged, state.num_computed_tokens)
 
     def forget(self, request_id: str) -> None:
-        """A request has ended."""
         self.paused.discard(request_id)
         self._charged.pop(request_id, None)
 
     def charge_decode(self, state: RequestState, num_kv_tokens: int, num_drafts: int) -> None:
-        """A request has decoded behind so much context, with drafts that were verified."""
+        """Charge a decoded token behind `num_kv_tokens` of context, and its verified drafts."""
         prices = self.prices
         units = prices.decodes(1, num_kv_tokens) + prices.position * num_drafts
         self.of(state).charge(units)
 
     def rank(self, state: RequestState, num_units: int = 0) -> tuple[float, float, int]:
-        """Who comes before whom, if so much more had been charged: less is earlier. Of equals
-        whoever has less at work: one that has just come back is not behind those that were always
-        there. Where fairness is off, whoever came first."""
+        """Return a request's order with `num_units` more charged; ties by work, then arrival."""
         if not self.is_fair:
             return (0.0, 0.0, state.order)
         account = self.of(state)
@@ -207,7 +197,6 @@ class Accounts:
     # --- who is there ---------------------------------------------------------------------------
 
     def arrived(self, state: RequestState) -> None:
-        """A request comes."""
         account = self.of(state)
         if not account.num_waiting:
             self._returned[state.request.tenant] = account
@@ -216,9 +205,10 @@ class Accounts:
         self.num_changes += 1
 
     def lift_returned(self) -> None:
-        """Let those who have begun to wait since the last call start at the least of those who
-        waited before, or of those present; if nobody is, all start alike. To be called where all
-        service until then is known."""
+        """Raise the counters of tenants that have begun to wait since the last call.
+
+        They start at the least of those that waited before, or of those present, if any. All
+        service until then must be charged."""
         if not self._returned:
             return
         self.settle()
@@ -233,7 +223,7 @@ class Accounts:
         self._returned.clear()
 
     def moved(self, state: RequestState, *, waiting: int = 0, running: int = 0) -> None:
-        """A request changes from waiting to running or back, or is gone."""
+        """Note a request that starts or stops waiting or running."""
         if not self.are_kept:
             return
         account = self.of(state)
@@ -245,8 +235,7 @@ class Accounts:
 
 
 class TenantQueue(ArrivalQueue):
-    """A queue for each tenant; of those that may admit another request, the least served comes
-    first."""
+    """A queue for each tenant; the least served one that may admit comes first."""
 
     def __init__(self, accounts: Accounts, new_queue: Callable[[], ArrivalQueue]) -> None:
         self._accounts = accounts
@@ -257,7 +246,7 @@ class TenantQueue(ArrivalQueue):
         return sum(len(q) for q in self._queues.values())
 
     def __iter__(self) -> Iterator[RequestState]:
-        """As if everyone were charged for the prompt at once."""
+        """Iterate as if each tenant were charged for its prompts at once."""
         self._accounts.settle()
         requests = {name: iter(queue) for name, queue in self._queues.items()}
         admitted = dict.fromkeys(requests, 0)

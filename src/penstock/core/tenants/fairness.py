@@ -1,8 +1,8 @@
-"""Weighted fairness between tenants, whatever the admission policy.
+"""Weighted fairness between tenants, for any admission policy.
 
-Waiting requests go by the tenants' counters (`accounts`). Besides, requests of tenants that were
-served more make way where they hold memory or places that another's needs; and tenants with more
-than their share, by which all others are slowed, have requests paused."""
+Waiting requests are ordered by the tenants' counters (`accounts`). Requests of tenants that were
+served more are preempted where they hold memory or places that others need; tenants with more than
+their share, by which all others are slowed, have requests paused."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from penstock.core.tenants.accounts import UNITS, Account, Accounts
 from penstock.fluid.step_profile import StepWork
 
 _MAX_SLOWDOWN = 0.15
-"""How far others may slow a tenant that has less than its share, of how much slower a server of its
-share would be: with half a server by 15%, with a tenth of one by 135%."""
+"""Slowdown of a tenant below its share, over what a server of its share adds: half a server by 15%,
+a tenth of one by 135%. Chosen by hand."""
 _GROWTH = 1.25
-"""By which more requests go to work a step when there is room for them again: tenants with little
-to do come and go, and a hundred prompts at once would be in their way."""
-_BISECTION_ROUNDS = 16
-"""Of bisection."""
+"""Growth of the requests at work a step when there is room again: tenants with little to do come
+and go, and a hundred prompts at once would delay them."""
+_BISECTION_ROUNDS = 16  # precise to a 65,536th of the interval
 
 
 class Fairness:
-    """Between the tenants of a scheduler."""
+    """Fairness between the tenants of a scheduler."""
 
     def __init__(self, accounts: Accounts, learn: Estimators) -> None:
         self._accounts = accounts
@@ -36,7 +35,7 @@ class Fairness:
         self._taking_turns: list[Account] = []
 
     def compose(self, step: Step, admission: AdmissionPolicy, *, may_pause: bool) -> None:
-        """Let the admission policy choose who runs, once those who must make way have done so."""
+        """Let the admission policy compose the step, after preemptions and pauses for fairness."""
         accounts = self._accounts
         accounts.lift_returned()
         if self._is_growing or self._seen != accounts.num_changes:
@@ -48,21 +47,19 @@ class Fairness:
             self._take_turns(step)
         admission.compose(step)
         if self._taking_turns and not step.num_tokens:
-            # Nobody else can run now.
+            # No other requests can run now.
             self._take_turns(step, at_once=True)
             admission.compose(step)
 
     def is_steady(self, step: Step) -> bool:
-        """Whether the same would come of the next step. While anybody waits beside others, who is
-        the next changes with what those are served."""
+        """Return whether the next step would be composed alike."""
         is_contested = step.waiting and len(self._accounts.present) > 1
         return not (self._is_growing or self._taking_turns or is_contested)
 
     # --- memory and places ----------------------------------------------------------------------
 
     def victim(self, step: Step) -> RequestState | None:
-        """Who is preempted when memory runs out: the newest of those who are paused, else of the
-        tenant that holds most for its weight."""
+        """Return the request to preempt: the newest paused, or of the tenant furthest over."""
         if len(self._accounts.present) < 2:
             return newest(step)
         held = self._held(step)
@@ -75,7 +72,7 @@ class Fairness:
         return max(last.values(), key=lambda s: held[s.request.tenant], default=None)
 
     def _held(self, step: Step) -> dict[str, float]:
-        """KV tokens of each tenant's running requests, over its weight."""
+        """Return KV tokens of each tenant's running requests, over its weight."""
         held: dict[str, float] = dict.fromkeys(self._accounts.present, 0.0)
         for name, tokens in step.kv_tokens_by_tenant():
             held[name] = held.get(name, 0.0) + tokens
@@ -83,10 +80,11 @@ class Fairness:
         return {n: tokens / present[n].tenant.weight for n, tokens in held.items() if n in present}
 
     def _make_way(self, step: Step, admission: AdmissionPolicy) -> None:
-        """Preempt for the first of those who wait, if memory or places keep it out for longer than
-        it would wait for its own prompt on a server of its tenant's share, and it asks for no more
-        than that share: the newest requests of the tenant that is furthest over its own, once
-        it has been served more by what they cost to compute again. The other pays for that."""
+        """Preempt for the first waiting request, if memory or places delay it for too long.
+
+        That is longer than its own prompt takes on a server of its tenant's share; and it must not
+        need more than that share. The newest requests of the tenant that is furthest over its share
+        go, once it was served more by their cost of recomputation, which the other pays."""
         firsts = [s for q in step.waiting.queues if (s := q.first) is not None]
         if not firsts:
             return
@@ -130,8 +128,7 @@ class Fairness:
     # --- who decodes ----------------------------------------------------------------------------
 
     def _pace(self, step: Step, *, may_pause: bool) -> None:
-        """Say how many requests of each tenant may be at work, and pause the newest of the
-        others."""
+        """Set each tenant's requests at work, and pause the newest of the others."""
         present = self._accounts.present.values()
         level = self._level(list(present), step) if may_pause else math.inf
         self._is_growing = False
@@ -148,8 +145,7 @@ class Fairness:
         self._pause(step)
 
     def _take_turns(self, step: Step, *, at_once: bool = False) -> None:
-        """Let the oldest request of each tenant with less than one at work run when its turn has
-        come."""
+        """Run the oldest request of each tenant with less than one at work when its turn comes."""
         turns = {}
         for account in self._taking_turns:
             account.turn = 1.0 if at_once else account.turn + account.most_at_work
@@ -179,8 +175,7 @@ class Fairness:
                 paused.discard(state.request.id)
 
     def _level(self, accounts: list[Account], step: Step) -> float:
-        """Requests at work for a weight of 1, as many as slow no tenant that has all of its own at
-        work by more than its share allows; but no fewer than the tenant with the fewest has."""
+        """Return the requests at work for a weight of 1 that slow no tenant beyond its share."""
         if len(accounts) < 2:
             return math.inf
         weights = [a.tenant.weight for a in accounts]
@@ -210,8 +205,7 @@ class Fairness:
         return low
 
     def _seconds(self, num_requests: float, step: Step) -> float:
-        """Of a step in which so many ordinary requests decode, or as many as memory holds: as
-        measured, else as in the profile."""
+        """Return the seconds of a step that decodes ordinary requests, up to full memory."""
         lengths, traffic = self._learn.lengths, self._learn.traffic
         context = traffic.mean_prompt_len + 0.5 * lengths.mean
         num = math.ceil(min(num_requests, max(1.0, step.pool.capacity_tokens / context)))

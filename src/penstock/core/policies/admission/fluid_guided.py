@@ -1,6 +1,7 @@
 """Penstock's own admission: prompts bought at the fluid price, memory kept for expected growth.
-Nothing is tuned for a workload: prices come from the step-time profile, growth from outputs seen.
-"""
+
+Nothing is tuned for a workload: prices come from the step-time profile, growth from outputs
+seen."""
 
 from __future__ import annotations
 
@@ -21,48 +22,38 @@ from penstock.core.step import Step
 from penstock.core.types import Status
 from penstock.fluid.step_profile import StepProfile, StepWork
 
-_CONFIDENCE = 4.0
-"""Standard deviations by which less memory may come free than is expected."""
-_HORIZON = 10.0
-"""Steps in which waiting prompts should be computed."""
-_TOLERANCE = 0.03
-"""Share by which a step may be less efficient than the best, to be shorter."""
-_URGENT_SHARE = 0.25
-"""Share of the target for the first token after which a waiting request is hurried."""
-_MAX_WAITING_CONSIDERED = 256
-"""Waiting requests that are looked at."""
+# Chosen by hand; `lab.bench.admission` measures what they come to.
+_CONFIDENCE = 4.0  # standard deviations kept free for less memory being released than expected
+_HORIZON = 10.0  # steps within which waiting prompts should be prefilled
+_TOLERANCE = 0.03  # share by which a step may be less efficient than the best one, to be shorter
+_URGENT_SHARE = 0.25  # share of the TTFT target after which a waiting request is urgent
+_MAX_WAITING_CONSIDERED = 256  # most waiting requests considered in a step: bounds the host's time
 _SPARE_LOAD = 0.7
-"""Load, of what the server could do, up to which decoding may wait for a prompt that is on time
-anyway: a step without the requests that decode costs throughput."""
-_MAX_LONGER_SHARE = 0.1
-"""Share by which a step may get longer for each prompt that it finishes instead of cutting it."""
+"""Load, as a share of capacity, up to which decoding may pause for a prompt that is on time anyway:
+a step without decodes costs throughput."""
+_MAX_LONGER_SHARE = 0.1  # share by which a step may get longer per prompt that it then finishes
 _LEAST_PROMPT_SHARE = 0.25
-"""Of the step worth striving for: so many prompt tokens are computed whatever clients ask for."""
+"""Share of the best step that prompts get even if clients ask for less latency."""
 _FIRST_TOKEN_WEIGHT = 6.0
-"""Seconds that decoding requests together may lose for a second gained before a first token."""
+"""Seconds that all decoding requests together may lose per second gained in TTFT."""
 
 
 class FluidGuided(AdmissionPolicy):
-    """Decode always; add prompt tokens while they are cheap for what waits; never admit what memory
-    is not expected to hold.
+    """Decodes always, adds prompt tokens while they are cheap, admits what memory should hold.
 
     In the fluid model the best mixture of steps lies on the lower convex envelope of the step-time
-    staircase above the decoding requests, and its slope where it meets the prompts' arrival is
-    their price: a step takes the prompt tokens that cost less. Under overload the price is that of
-    the most efficient step there is."""
+    staircase above the decoding requests. Its slope at the prompts' arrival rate is their price: a
+    step takes the prompt tokens that cost less. Under overload the price is that of the most
+    efficient step."""
 
     name: ClassVar[str] = "fluid_guided"
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        """max_num_batched_tokens: most positions in a step.
-        order: in which order waiting requests are tried.
-        ttft_p99, tpot_p99: targets in seconds; None asks for nothing."""
-
-        max_num_batched_tokens: PositiveInt = 8192
-        order: OrderName = "size_aware"
-        ttft_p99: PositiveFloat | None = None
-        tpot_p99: PositiveFloat | None = None
+        max_num_batched_tokens: PositiveInt = 8192  # most positions in a step
+        order: OrderName = "size_aware"  # of waiting requests
+        ttft_p99: PositiveFloat | None = None  # target in seconds; None: no target
+        tpot_p99: PositiveFloat | None = None  # likewise
 
     options: Options
 
@@ -78,7 +69,6 @@ class FluidGuided(AdmissionPolicy):
         self._is_steady = False
 
     def shortage(self, step: Step, state: RequestState) -> tuple[int, int]:
-        """Memory is short where it is not expected to hold the request as it grows."""
         if num_that_fit(step, [state], _CONFIDENCE):
             return 0, 0
         return step.pool.blocks_for(state.num_known_tokens + int(step.learn.lengths.mean)), 0
@@ -92,7 +82,7 @@ class FluidGuided(AdmissionPolicy):
         if prompts:
             self._schedule_prompts(step, num_decodes, prompts)
         else:
-            # With a target for the first token the order of those who wait changes with time.
+            # With a TTFT target the order of waiting requests changes with time.
             changes = step.waiting and self.options.ttft_p99 is not None
             self._is_steady = not (step.num_preempted or self._refill.is_pausing or changes)
         if pauses and not step.scheduled:
@@ -121,10 +111,10 @@ class FluidGuided(AdmissionPolicy):
     # --- whose prompts --------------------------------------------------------------------------
 
     def _in_order(self, step: Step) -> tuple[list[RequestState] | None, bool]:
-        """With a target for the first token: running and waiting prompts in their order, and
-        whether decoding leaves out a step for them. It does where more of them are on time then
-        than requests are expected to miss the other target; where there is time to spare, seconds
-        gained before a first token count as their share of its target."""
+        """Return the prompts in order under a TTFT target, and whether decoding pauses for them.
+
+        Decoding pauses where that brings more prompts on time than requests are expected to miss
+        the TPOT target. At low load, seconds gained in TTFT count as their share of its target."""
         targets, ttft = self._targets, self.options.ttft_p99
         if ttft is None:
             return None, False
@@ -149,8 +139,7 @@ class FluidGuided(AdmissionPolicy):
         return beside.prompts, False
 
     def _prompts(self, step: Step, in_order: list[RequestState] | None) -> list[RequestState]:
-        """Requests with prompt tokens to compute, in the order in which they get them: running
-        ones, and as many waiting ones as memory is expected to hold and could matter now."""
+        """Return running prompts, and waiting ones that memory should hold, in order of service."""
         if in_order is None:
             return step.prefills() + self._admissible(step, step.waiting.queue())
         others = [s for s in in_order if s.status is not Status.RUNNING]
@@ -158,8 +147,7 @@ class FluidGuided(AdmissionPolicy):
         return [s for s in in_order if s.status is Status.RUNNING or id(s) in admissible]
 
     def _admissible(self, step: Step, waiting: Iterable[RequestState]) -> list[RequestState]:
-        """The first of the waiting requests, as far as memory is expected to hold them, they could
-        matter soon and, where memory is short, it is their turn."""
+        """Return the first waiting requests that memory should hold and that are due."""
         waiting = iter(waiting)
         first = next(waiting, None)
         if first is None or self._blocked == (first.request.id, len(step.running)):
@@ -177,13 +165,13 @@ class FluidGuided(AdmissionPolicy):
                 break
         num_fit = num_that_fit(step, soon, _CONFIDENCE)
         admissible = soon[: min(num_turns, num_fit if step.running else max(1, num_fit))]
-        # Without an end there will not be more room for the first of them.
+        # Until a request ends there is no more room for the first of them.
         self._blocked = None if admissible else (first.request.id, len(step.running))
         began = self._refill.note(num_fit < len(soon))
         return admissible[:1] if began else admissible
 
     def _seconds_of_prompt(self, step: Step, num_decodes: int) -> Callable[[RequestState], float]:
-        """What the rest of a prompt takes beside requests that decode in each of its steps."""
+        """Return a function for the seconds of the rest of a prompt beside decoding requests."""
         profile = step.learn.times.profile
         size, _ = self._best_step(step)
         decoding = self._decode_seconds(step, num_decodes) if num_decodes else 0.0
@@ -201,7 +189,7 @@ class FluidGuided(AdmissionPolicy):
         return seconds
 
     def _load(self, step: Step) -> float:
-        """Work that arrives in a second, in seconds of the most efficient steps."""
+        """Return the work that arrives in a second, in seconds of the most efficient steps."""
         traffic, lengths = step.learn.traffic, step.learn.lengths
         prompt, decode = self._work(step)
         per_token = prompt + decode * lengths.mean / traffic.mean_prompt_len
@@ -212,12 +200,11 @@ class FluidGuided(AdmissionPolicy):
     def _prompt_tokens(
         self, step: Step, num_decodes: int, prompts: list[RequestState], backlog: int
     ) -> int:
-        """Prompt tokens worth computing in this step."""
         first = prompts[0]
         urgent = self._is_urgent(step, first, backlog)
         most = self._best_step(step)[0] - num_decodes
         if urgent:
-            # Of the first prompt, and not more: others would make it wait for them.
+            # Only the first prompt: others would delay it.
             most = max(most, self._soonest(step, num_decodes, _missing(step, first)))
         most = min(most, backlog, self.options.max_num_batched_tokens - num_decodes)
         most = self._most_in_time(step, num_decodes, prompts, most)
@@ -227,7 +214,7 @@ class FluidGuided(AdmissionPolicy):
         if urgent or len(hull) == 1:
             return most
         price = self._price(step, num_decodes, hull, backlog / _HORIZON)
-        # The price is often just that of the last tokens worth buying.
+        # The price is often exactly that of the last tokens worth buying.
         price *= 1 + 1e-6
         cheap = max(hull, key=lambda p: price * p[0] - p[1])[0]
         if self._refill.is_short:
@@ -239,9 +226,10 @@ class FluidGuided(AdmissionPolicy):
     def _uncut(
         self, step: Step, num_decodes: int, cheap: int, ends: Iterable[int], price: float
     ) -> int:
-        """`cheap` prompt tokens, or more, up to where one of the prompts ends, where that makes the
-        step but little longer, beyond what the tokens are worth, for each prompt that it finishes.
-        What the decoding requests lose by it together grows with their number."""
+        """Return `cheap` prompt tokens, or more, up to the end of a prompt.
+
+        For each prompt that it finishes the step may be a little longer than its tokens are worth.
+        The decoding requests' joint loss grows with their number."""
         profile = step.learn.times.profile
         seconds = profile.linear(num_decodes + cheap)
         share = min(_MAX_LONGER_SHARE, _FIRST_TOKEN_WEIGHT / max(num_decodes, 1))
@@ -254,8 +242,7 @@ class FluidGuided(AdmissionPolicy):
         return best
 
     def _soonest(self, step: Step, num_decodes: int, missing: int) -> int:
-        """Tokens a step with which a prompt is computed soonest: all of it, or as many as make a
-        step more efficient, if that is worth more than decoding more often costs."""
+        """Return the tokens a step that finish a prompt soonest."""
         profile = step.learn.times.profile
         decoding = self._decode_seconds(step, num_decodes) if num_decodes else 0.0
 
@@ -268,7 +255,6 @@ class FluidGuided(AdmissionPolicy):
         return min([missing, *(n for n in sizes if 0 < n < missing)], key=seconds)
 
     def _is_urgent(self, step: Step, first: RequestState, backlog: int) -> bool:
-        """Whether the target for the first token asks for all that the other one allows."""
         target = self.options.ttft_p99
         if target is None:
             return False
@@ -278,8 +264,7 @@ class FluidGuided(AdmissionPolicy):
     def _most_in_time(
         self, step: Step, num_decodes: int, prompts: list[RequestState], most: int
     ) -> int:
-        """At most `most` prompt tokens, so that the next tokens of the running requests are in
-        time. The operator's target holds back all of them, those of clients all but a share."""
+        """Return at most `most` prompt tokens, so that running requests' tokens are in time."""
         if not num_decodes or most <= 0:
             return most
         profile, decoding = step.learn.times.profile, self._decode_seconds(step, num_decodes)
@@ -302,7 +287,7 @@ class FluidGuided(AdmissionPolicy):
     def _envelope(
         self, profile: StepProfile, num_decodes: int, most: int
     ) -> list[tuple[int, float]]:
-        """Corners of the lower convex envelope of a step's time over 0 to `most` prompt tokens."""
+        """Return the lower convex envelope of step time over 0 to `most` prompt tokens."""
         # Without decoding requests a step without prompts would be empty.
         points = [(0, profile.linear(num_decodes))] if num_decodes else []
         corners = self._corners_of(profile)
@@ -317,9 +302,11 @@ class FluidGuided(AdmissionPolicy):
     def _price(
         self, step: Step, num_decodes: int, hull: list[tuple[int, float]], overdue: float
     ) -> float:
-        """Seconds that a prompt token is worth: at least what it costs in the mixture of steps that
-        keeps up with arrivals and with `overdue` tokens a step, but never more than in the best
-        step; and what its share in an end is worth where time is spent on ends."""
+        """Return the seconds that a prompt token is worth.
+
+        At least its cost in the mixture of steps that keeps up with arrivals and with `overdue`
+        tokens a step, at most its cost in the best step; and never less than its share in ending a
+        request."""
         arriving = step.learn.traffic.prompt_tokens_per_s(step.now)
         decoding = self._decode_seconds(step, num_decodes)
         slope = 0.0
@@ -336,17 +323,14 @@ class FluidGuided(AdmissionPolicy):
         return max(min(slope, self._best_step(step)[1]), prompt_value / ends_per_s)
 
     def _values(self, step: Step) -> tuple[float, float]:
-        """What share of a request's end a prompt token and a decoded token bring about. A decoded
-        token brings the end nearer by one of those that are left; a prompt token by its share of
-        all the work that the request is."""
+        """Return the shares of a request's end that a prompt token and a decoded token bring."""
         lengths = step.learn.lengths
         prompt, decode = self._work(step)
         work = step.learn.traffic.mean_prompt_len * prompt + lengths.mean * decode
         return prompt / work, 1 / lengths.mean_residual
 
     def _work(self, step: Step) -> tuple[float, float]:
-        """Seconds of a prompt token and of a decoded token, in the most efficient steps, without
-        what drafts cost."""
+        """Return seconds of a prompt token and of a decoded token in the best step."""
         profile, lengths = step.learn.times.profile, step.learn.lengths
         prompt_len = step.learn.traffic.mean_prompt_len
         position = self._best_step(step)[1]
@@ -357,21 +341,18 @@ class FluidGuided(AdmissionPolicy):
         return prompt, decode / lengths.per_step
 
     def _decode_seconds(self, step: Step, num_decodes: int) -> float:
-        """What decoding adds to a step whatever its positions are, drafts included."""
+        """Return a step's seconds for decoding beside its positions, drafts included."""
         model = step.learn.times
         attention = model.profile.per_kv_token * step.num_decoding_tokens
         fixed = model.profile.decode_fixed + model.drafting if num_decodes else 0.0
         return max(0.0, fixed + model.profile.per_decode * num_decodes + attention + model.shift)
 
     def _decode_only_seconds(self, step: Step, num_decodes: int) -> float:
-        """Of a step in which nothing else is computed."""
         profile = step.learn.times.profile
         return profile.linear(num_decodes) + self._decode_seconds(step, num_decodes)
 
     def _best_step(self, step: Step) -> tuple[int, float]:
-        """Positions of the step worth striving for, and its seconds a position, constant costs
-        included: the smallest that is nearly as efficient as any. Larger ones would make everybody
-        wait longer for next to nothing."""
+        """Return positions of the smallest nearly best step, and its seconds per position."""
         model = step.learn.times
         constant = model.profile.decode_fixed + max(model.shift, 0.0)
         if self._best[0] is not model.profile or abs(constant - self._best[1]) > 1e-4:
@@ -384,7 +365,7 @@ class FluidGuided(AdmissionPolicy):
         return self._best[2]
 
     def _corners_of(self, profile: StepProfile) -> list[tuple[int, float]]:
-        """Sizes of a step just before it would take longer, and their seconds."""
+        """Return the sizes of a step just before it would take longer, and their seconds."""
         if self._corners is None or self._corners[0] is not profile:
             counts, seconds = profile.token_counts, profile.token_seconds
             ends = [
@@ -398,14 +379,13 @@ class FluidGuided(AdmissionPolicy):
 
 
 def _missing(step: Step, state: RequestState) -> int:
-    """Prompt tokens that a running or waiting request has to compute."""
     if state.status is Status.RUNNING:
         return state.num_due_tokens
     return step.num_missing_tokens(state)
 
 
 def _context(step: Step, prompts: Iterable[RequestState], tokens: int) -> float:
-    """Token pairs of the first `tokens` tokens of some prompts (`prefill_context` of StepWork)."""
+    """Return the `prefill_context` (StepWork) of the first `tokens` tokens of prompts."""
     pairs = 0.0
     for state in prompts:
         missing = _missing(step, state)
@@ -418,7 +398,7 @@ def _context(step: Step, prompts: Iterable[RequestState], tokens: int) -> float:
 
 
 def _lower_hull(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Lower convex envelope of points with rising first coordinates."""
+    """Return the lower convex envelope of points with rising first coordinates."""
     hull: list[tuple[int, float]] = []
     for x, y in points:
         while len(hull) > 1:

@@ -1,4 +1,4 @@
-"""Sarathi-Serve's rule: decodes first, then chunks of prefill in what the budget leaves."""
+"""Sarathi-Serve's rule: decodes first, then prefill chunks in the rest of the budget."""
 
 from __future__ import annotations
 
@@ -11,18 +11,15 @@ from penstock.core.queues import OrderName
 
 
 class Sarathi(TokenBudget):
-    """Chunked prefill that never stalls decoding: vLLM adopted it. A request is admitted only where
-    memory holds its whole prompt."""
+    """Chunked prefill that never stalls decoding; memory must hold the whole prompt."""
 
     name: ClassVar[str] = "sarathi"
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        """token_budget: positions a step, decoding ones included; the others as `TokenBudget`."""
-
-        token_budget: PositiveInt = 512
-        max_num_seqs: PositiveInt = 256
-        order: OrderName = "arrival"
+        token_budget: PositiveInt = 512  # positions a step, decodes included
+        max_num_seqs: PositiveInt = 256  # requests running at once
+        order: OrderName = "arrival"  # of waiting requests
 
         def __post_init__(self) -> None:
             check_budget(token_budget=self.token_budget, max_num_seqs=self.max_num_seqs)

@@ -9,9 +9,10 @@ from penstock.core.step import Step
 
 
 class VllmV0(TokenBudget):
-    """A step is either whole prompts, while one waits and fits, or decoding. The first prompt may
-    be longer than the budget, which is of prompt tokens alone. Where memory runs out the newest
-    running request is preempted."""
+    """A step is either whole prompts, while one waits and fits, or decoding.
+
+    The first prompt may exceed the budget, which counts prompt tokens alone. If memory runs out the
+    newest running request is preempted."""
 
     name: ClassVar[str] = "vllm_v0"
     cuts_prompts = False

@@ -10,18 +10,15 @@ from penstock.core.policies.options import Share
 
 
 class VllmV1(TokenBudget):
-    """vLLM's rule of today."""
+    """vLLM's present rule."""
 
     name: ClassVar[str] = "vllm_v1"
 
     @dataclass(frozen=True, slots=True)
     class Options(TokenBudget.Options):
-        """As `TokenBudget`, and watermark: share of the KV blocks that admission leaves free.
-        reserve_full_prompt: whether memory must hold all of a prompt, not
-        only its first chunk. Without it a long prompt that meets a full memory is begun, preempted
-        and begun again, as it was in vLLM before 0.19."""
-
-        watermark: Share = TokenBudget.watermark
+        watermark: Share = TokenBudget.watermark  # share of KV blocks that admission leaves free
+        # Memory must hold all of a prompt, not only its first chunk. False is vLLM before 0.19,
+        # which preempts and restarts long prompts when memory is full.
         reserve_full_prompt: bool = True
 
     def __init__(self, options: Options) -> None:

@@ -1,9 +1,9 @@
-"""Drafts that end where their own tokens stop paying: `throughput` with prices.
+"""Allocation whose drafts end where their own tokens stop paying: `throughput` with prices.
 
-A drafter knows how sure it is of each token. Every request that drafts gets the same price of a
-position: the tokens that the step's time would otherwise yield. A draft ends with the token whose
-predicted survival is under it. Who drafts at all is decided before, by what each request's drafts
-have come to. Requests that are left out are tried again for a set share of the time."""
+Every drafting request gets the same price of a position: the tokens that the step's time would
+otherwise yield. A draft ends with the token whose predicted survival is below it. Which requests
+draft is decided before, by the yields of their earlier drafts. Requests that are left out are tried
+again for a set share of the time."""
 
 from __future__ import annotations
 
@@ -21,32 +21,27 @@ from penstock.core.policies.allocation.throughput import Throughput
 from penstock.core.state import Outcome
 from penstock.core.view import DraftCandidate, View
 
-_IDLE_ROUNDS = 8
-_TRIALS = 0.005
-"""Share of the time for drafts that are not expected to gain."""
-_LEAST_OVERHEAD_S = 1e-6
+_IDLE_ROUNDS = 8  # as in `throughput`
+_TRIALS = 0.005  # share of the time for drafts that are not expected to gain
+_LEAST_OVERHEAD_S = 1e-6  # as in `throughput`
 _RECORD_KEEP = 0.998
-"""Of what became of expectations, from a step to the next: in fifty steps luck is a tenth."""
-_PRIOR_TOKENS, _PRIOR_S = 50.0, 0.1
-_LONGEST_STEP = 2.0
-"""Times what was expected that a step counts for."""
+"""Memory of expectations and their outcomes a step: noise averages to a tenth over fifty steps."""
+_PRIOR_TOKENS, _PRIOR_S = 50.0, 0.1  # expectations taken as met at first; chosen by hand
+_LONGEST_STEP = 2.0  # most that a step may count, over its expected seconds
 
 
 class _Offer(NamedTuple):
-    """A request that could draft. candidate: which it is; reading: seconds until its drafter has
-    read what it has not; rounds: that are left to it."""
+    """A request that could draft."""
 
-    candidate: int
+    candidate: int  # its index
     request_id: str
     drafter: str
     expected: DraftYield
-    reading: float
-    rounds: float
+    reading: float  # seconds until its drafter has read the text
+    rounds: float  # remaining rounds
 
 
 class _Ordered(NamedTuple):
-    """A draft that is not verified yet."""
-
     epoch: int
     round: int
     drafter: str
@@ -55,7 +50,7 @@ class _Ordered(NamedTuple):
 
 @dataclass(slots=True)
 class _Round:
-    """A step, as one request after the other joins it that drafts."""
+    """A step, built up by adding drafting requests."""
 
     view: View
     longest: Callable[[str, int], float]
@@ -73,13 +68,12 @@ class _Round:
         self.counts[offer.drafter] += 1
         self.proposed += offer.expected.proposed
         self.tokens += offer.expected.accepted
-        # Its drafter reads once, for all rounds that are left.
+        # The drafter reads once for all remaining rounds.
         self.reading += offer.reading / offer.rounds
 
     @property
     def seconds(self) -> float:
-        """Without prefill, which takes its time whatever is drafted: by tokens per second of all of
-        it drafts would always seem to pay, at the cost of better steps to come."""
+        """Seconds without prefill, with which drafts would always seem to pay."""
         times = self.view.learn.times
         inside = beside = 0.0
         for name, num in self.counts.items():
@@ -102,8 +96,7 @@ class _Round:
 
 
 class _Record:
-    """What became of expectations of steps, with drafts and without: the best of many estimates is
-    likely to be too high."""
+    """Outcomes of expected steps: the best of many estimates is mostly too high."""
 
     def __init__(self) -> None:
         self._now: float | None = None
@@ -112,19 +105,18 @@ class _Record:
         self._sums = {drafts: [_PRIOR_TOKENS] * 2 + [_PRIOR_S] * 2 for drafts in (False, True)}
 
     def expect(self, step: _Round) -> None:
-        """The step that comes; with prefill nothing can be said of what takes how long."""
+        """Note the coming step; one with prefill says nothing about drafts."""
         room = step.view.room
         if room.num_rows == room.num_sampled:
             self._expected = bool(step.members), step.tokens, step.seconds
 
     def ended(self, num_tokens: int, now: float) -> None:
-        """A step came to so many tokens."""
         expected, before = self._expected, self._now
         self._now, self._expected = now, None
         if before is None or expected is None or now <= before:
             return
         drafts, tokens, seconds = expected
-        # A longer one has waited for something else.
+        # A longer step has waited for something else.
         taken = min(now - before, _LONGEST_STEP * seconds)
         sums = self._sums[drafts]
         for i, value in enumerate((tokens, num_tokens, seconds, taken)):
@@ -132,15 +124,14 @@ class _Record:
 
     @property
     def realised(self) -> float:
-        """Share of the expected tokens a second that drafts bring, other errors being those of
-        steps without drafts, too."""
+        """Share of the expected gain in tokens a second that drafts bring."""
         expected, real, seconds, taken = self._sums[True]
         _, _, plain_seconds, plain_taken = self._sums[False]
         return real / expected * seconds / taken * plain_taken / plain_seconds
 
 
 class Confident(Throughput):
-    """As much speculation as each draft's own confidence is worth."""
+    """Speculates as far as each draft's own confidence pays."""
 
     name: ClassVar[str] = "confident"
     weighs_time: ClassVar[bool] = True
@@ -152,12 +143,11 @@ class Confident(Throughput):
         )
         self._ordered: dict[str, _Ordered] = {}
         self._min_survival, self._gain = 0.5, 1.0
-        """The last step's price of a position, in tokens: the least survival that is worth one (the
-        base class's `_price` is in tokens a second); and its expected tokens a second over those
-        without drafts."""
+        """Last step's price of a position in tokens (the least survival that pays; the base class's
+        `_price` is in tokens a second), and its expected tokens a second over those without
+        drafts."""
         self._record = _Record()
-        self._for_trials = 0.0
-        """Seconds."""
+        self._for_trials = 0.0  # seconds
         self._num_idle = 1
 
     def allocate(self, candidates: Sequence[DraftCandidate], view: View) -> list[Grant]:
@@ -196,7 +186,7 @@ class Confident(Throughput):
             yields.forget(request_id)
 
     def _next_price(self, candidates: Sequence[DraftCandidate], view: View) -> float:
-        """What one more drafted and verified position of every request costs each, in tokens."""
+        """Return the cost in tokens of one more drafted and verified position of every request."""
         times, room, num = view.learn.times, view.room, len(candidates)
         counts = Counter(c.drafter for c in candidates)
         proposed = sum(
@@ -209,8 +199,7 @@ class Confident(Throughput):
         return max(0.0, verify + drafting) / num * rate
 
     def _members(self, candidates: Sequence[DraftCandidate], view: View) -> list[_Offer]:
-        """Who drafts: those with whom the step gains most, and perhaps one for trial; nobody where
-        a position costs more than the token that it may be."""
+        """Return the requests with which the step gains most, and perhaps one for trial."""
         if self._min_survival >= 1:
             self._gain = 1.0
             return []
@@ -223,7 +212,7 @@ class Confident(Throughput):
         plain, step = self._round((), view), self._best(offers, view)
         self._for_trials += _TRIALS * plain.seconds * self._num_idle
         if step.members:
-            # Of such a step, by what became of others.
+            # Corrected by the outcomes of earlier steps.
             rate = self._record.realised * step.rate
             lost = step.seconds * max(0.0, 1 - rate / plain.rate / (1 + self.options.margin))
             if lost > self._for_trials:
@@ -252,13 +241,12 @@ class Confident(Throughput):
         return step
 
     def _num_steps(self, drafter: str, num_drafts: int) -> float:
-        """Of so many drafts together: one more is sampled than is proposed, where a draft ends by
-        itself."""
+        """Return the steps of the longest draft: one that ends by itself samples one more."""
         longest = self._yields[drafter].longest(self._min_survival, num_drafts)
         return min(longest + 1, self.options.k_max)
 
     def _best(self, offers: Sequence[_Offer], view: View) -> _Round:
-        """The step with the most expected tokens per second: those draft whose drafts gain most."""
+        """Return the step with the most expected tokens per second, best gains first."""
         step = self._round((), view)
         best, best_rate = 0, step.rate
         verify, rows, num = view.learn.times.target, view.room.num_rows, len(offers)
@@ -280,8 +268,7 @@ class Confident(Throughput):
     def _trial(
         self, left_out: Sequence[_Offer], step: _Round, candidates: Sequence[DraftCandidate]
     ) -> _Offer | None:
-        """Of those that a step leaves out the one whose draft would tell most for its cost, where
-        that is within what trials may take."""
+        """Return the left-out request whose draft tells most for its cost, if affordable."""
         before = step.seconds
         drafting: dict[str, float] = {}
         for offer in left_out:
@@ -305,8 +292,7 @@ class Confident(Throughput):
     def _lengths(
         self, candidates: Sequence[DraftCandidate], members: Iterable[_Offer], view: View
     ) -> dict[int, int]:
-        """By the index of a candidate that drafts: as long as may be, since drafts end by
-        themselves."""
+        """Return the length by candidate: the longest possible, since drafts end by themselves."""
         longest = [0] * len(candidates)
         for offer in members:
             longest[offer.candidate] = min(candidates[offer.candidate].limit, self.options.k_max)

@@ -1,8 +1,9 @@
 """Fair draft lengths per second, where a round waits for its slowest draft.
 
 By the renewal-reward rule a round is worth Σ U'(x_i) [μ_i(S_i) − x_i T], with x_i in tokens a
-second and T = max_i(S_i t_i + rtt_i) + verify(rows). Given the deadline of the drafts and their
-total, the largest gains are best: both are enumerated."""
+second, U' = weight · x^(−a) (a = 0: total, 1: proportional) and T = max_i(S_i t_i + rtt_i) +
+verify(rows). Given the deadline of the drafts and their total, the largest gains are best: both are
+enumerated."""
 
 from __future__ import annotations
 
@@ -28,25 +29,21 @@ from penstock.core.view import DraftCandidate, View
 
 FloatArray = NDArray[np.float64]
 
-_MAX_DEADLINES = 64
-_LEAST_SECONDS = 1e-4
+_MAX_DEADLINES = 64  # quantiles beyond this many; bounds the host's time
+_LEAST_SECONDS = 1e-4  # avoids division by zero on the virtual clock
 
 
 class Deadline(AllocationPolicy):
-    """As much speculation as its time is worth to all tenants together."""
+    """Buys speculation while it is worth its time to all tenants together."""
 
     name: ClassVar[str] = "deadline"
     weighs_time: ClassVar[bool] = True
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        """fairness: exponent a of the utility, U' = weight · x^(−a): 0 total, 1 proportional.
-        total: draft tokens a round at most (C). None: by the profile of step times.
-        k_max: most draft tokens for one request in a round."""
-
-        fairness: Fairness = 1.0
-        total: NonNegativeInt | None = None
-        k_max: MaxDraftTokens = 16
+        fairness: Fairness = 1.0  # exponent a of the utility
+        total: NonNegativeInt | None = None  # draft tokens a round (C); None: by step times
+        k_max: MaxDraftTokens = 16  # most draft tokens for one request
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
@@ -78,7 +75,7 @@ class Deadline(AllocationPolicy):
     def _utility(
         self, candidates: Sequence[DraftCandidate], view: View
     ) -> tuple[dict[str, float], float]:
-        """U' by tenant, and what a second costs: Σ U'(x) x."""
+        """Return U' by tenant, and what a second costs: Σ U'(x) x."""
         waits = max(view.learn.times.draft_seconds(c.drafter, 1, 1) for c in candidates)
         step = max(round_seconds(float(_verify_seconds(view, 0)[0]), beside=waits), _LEAST_SECONDS)
         slopes = self._averages.slopes(candidates, view, self.options.fairness, step)
@@ -102,7 +99,7 @@ class Deadline(AllocationPolicy):
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """Draft tokens that could be bought: whose, what each gains, and when it would be here."""
+    """Draft tokens that could be bought: request, gain and arrival time of each."""
 
     owners: NDArray[np.int64]
     gains: FloatArray
@@ -110,7 +107,7 @@ class _Tokens:
 
 
 def _verify_seconds(view: View, budget: int) -> FloatArray:
-    """Of the target's step with 0, 1, …, `budget` draft positions, and the host's part."""
+    """Return seconds of a target step with 0, 1, …, `budget` draft positions."""
     rows = view.room.num_rows + np.arange(budget + 1, dtype=np.int64)
     return round_seconds(view.learn.times.target.at(rows), host=view.learn.times.overhead)
 
@@ -118,7 +115,7 @@ def _verify_seconds(view: View, budget: int) -> FloatArray:
 def _best_lengths(
     tokens: _Tokens, num_candidates: int, charge: float, verify: FloatArray
 ) -> list[int]:
-    """Lengths that are worth most. verify: seconds by number of draft tokens."""
+    """Return the best lengths; `verify` has the seconds by number of draft tokens."""
     order = np.argsort(-tokens.gains, kind="stable")
     owners, gains, ready = tokens.owners[order], tokens.gains[order], tokens.ready[order]
     deadlines = np.unique(ready)

@@ -13,17 +13,14 @@ from penstock.core.view import DraftCandidate, View
 
 
 class Fixed(AllocationPolicy):
-    """The same draft length for every request."""
+    """Gives every request the same draft length."""
 
     name: ClassVar[str] = "fixed"
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        """k: draft tokens for each request.
-        total: draft tokens a round, shared equally; the remainder goes round. None: no bound."""
-
-        k: MaxDraftTokens = 4
-        total: NonNegativeInt | None = None
+        k: MaxDraftTokens = 4  # draft tokens for each request
+        total: NonNegativeInt | None = None  # draft tokens a round, shared equally; None: no bound
 
     options: Options
 

@@ -1,5 +1,6 @@
-"""GoodSpeed's gradient scheduling with acceptance learned for each tenant and drafter
-(`learn/streams.py`) and goodput averaged over all that is known (`GoodputAverages`)."""
+"""GoodSpeed's gradient scheduling with acceptance learned by tenant and drafter.
+
+Acceptance is learned in `learn/streams.py`, and goodput averaged by `GoodputAverages`."""
 
 from __future__ import annotations
 
@@ -22,22 +23,17 @@ from penstock.fluid.fair import geometric_lengths
 
 
 class GoodSpeedAdaptive(AllocationPolicy):
-    """Fair shares of the verification budget, learned while serving."""
+    """Shares the verification budget fairly, learned while serving."""
 
     name: ClassVar[str] = "goodspeed_adaptive"
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        """fairness: exponent a of the utility, U' = weight · x^(−a): 0 total, 1 proportional.
-        total: draft tokens a round at most (C). None: by the profile of step times.
-        k_max: most draft tokens for one request in a round.
-        prices: send the price of a position with every grant, so that a drafter stops where its own
-            confidence puts a token below it. What it leaves goes to nobody in that round: worth it
-            only where verifying a position costs time."""
-
-        fairness: Fairness = 1.0
-        total: NonNegativeInt | None = None
-        k_max: MaxDraftTokens = 16
+        fairness: Fairness = 1.0  # exponent a of the utility
+        total: NonNegativeInt | None = None  # draft tokens a round (C); None: by step times
+        k_max: MaxDraftTokens = 16  # most draft tokens for one request
+        # Send a price with every grant, at which a drafter stops by its own confidence. The unused
+        # budget is lost: worth it only if verifying a position costs time.
         prices: bool = False
 
     def __init__(self, options: Options) -> None:
@@ -63,7 +59,7 @@ class GoodSpeedAdaptive(AllocationPolicy):
         ]
 
     def rates(self, candidates: Sequence[DraftCandidate]) -> Sequence[float]:
-        """Probability for each candidate that its next draft token is accepted."""
+        """Return each candidate's probability that its next draft token is accepted."""
         return self._streams.rates(candidates)
 
     def observe(self, outcomes: Sequence[Outcome], now: float) -> None:

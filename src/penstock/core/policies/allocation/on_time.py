@@ -1,13 +1,13 @@
-"""Drafts that keep requests within the latency their clients ask for, and serve tenants by weight.
+"""Draft lengths that meet clients' latency targets and serve tenants by weight.
 
 A request at x tokens a second that needs r to be in time, for R more tokens, is worth
 
     U'(X) [ x + v r Φ((x / r − 1) / σ) ],  σ² = 1/R + ρ²
 
-where Φ is the probability that it ends in time: tokens come about as in a Poisson stream, and steps
-take as long as now give or take ρ. U' = weight · X^(−a) is the slope of the tenants' fair utility
-at the average rate X of theirs (GoodSpeed eq. 5). x = μ(S) / T: μ expected tokens a round, T the
-mean step with what drafts of length S add to it. The sum over all requests is maximised.
+where Φ is the probability that it ends in time: tokens are a Poisson stream, and step times vary by
+ρ. U' = weight · X^(−a) is the slope of the tenants' fair utility at their average rate X (GoodSpeed
+eq. 5). x = μ(S) / T: μ expected tokens a round, T the mean step plus what drafts of length S add to
+it. The sum over all requests is maximised.
 
 The question is AdaServe's (arXiv 2501.12162); v is the multiplier of a constraint, as in gradient
 scheduling (Neely's virtual queues), that counts at a request's end only."""
@@ -38,31 +38,26 @@ from penstock.core.view import DraftCandidate, View
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
-_LEAST_SECONDS = 1e-6
-_NUM_TOTALS = 16
-"""Numbers of draft tokens that are compared, and again between the best one's neighbours."""
-_STEP_WEIGHT = 0.03
+_LEAST_SECONDS = 1e-6  # keeps rates finite
+_NUM_TOTALS = 16  # numbers of draft tokens compared, and again between the best one's neighbours
+_STEP_WEIGHT = 0.03  # weight of a step in the mean; chosen by hand
 _UNSTEADY = 0.3
-"""Relative deviation of what steps take in the mean over the rest of a request, from what they take
-now: load comes and goes."""
-_FORBIDDEN = -1e30
+"""Relative deviation of the mean step over a request's rest from the present one. Chosen by
+hand."""
+_FORBIDDEN = -1e30  # below any worth
 
 
 class OnTime(AllocationPolicy):
-    """Expected tokens, and more for those that are in time."""
+    """Maximises expected tokens, with more weight for those in time."""
 
     name: ClassVar[str] = "on_time"
     weighs_time: ClassVar[bool] = True
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        """k_max: most draft tokens for one request in a round.
-        value: of a token that is in time, beyond that of any token (v).
-        fairness: exponent a of the utility, U' = weight · x^(−a): 0 total, 1 proportional."""
-
-        k_max: MaxDraftTokens = 8
-        value: NonNegativeFloat = 4.0
-        fairness: Fairness = 1.0
+        k_max: MaxDraftTokens = 8  # most draft tokens for one request
+        value: NonNegativeFloat = 4.0  # of a token in time, beyond that of any token (v)
+        fairness: Fairness = 1.0  # exponent a of the utility
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
@@ -91,8 +86,7 @@ class OnTime(AllocationPolicy):
     def objective(
         self, candidates: Sequence[DraftCandidate], view: View
     ) -> Callable[[Sequence[int]], float]:
-        """What draft lengths of the candidates are worth in this step; `allocate` looks for the
-        best ones."""
+        """Return the worth of draft lengths in this step, which `allocate` maximises."""
         step = self._step(candidates, view)
         return lambda lengths: float(step.value(np.array([lengths], dtype=np.int64))[0])
 
@@ -128,23 +122,18 @@ class OnTime(AllocationPolicy):
 
 
 class _Worth(NamedTuple):
-    """What rates are worth.
+    """Worth of token rates."""
 
-    tokens: [requests, lengths] expected in a round, by the draft's length; limits: longest draft.
-    utility: U' of each; rate: needed to be in time, 0 where it cannot be or has no target; left:
-    tokens to which that applies. value: v. others: U' of those that do not draft, together."""
-
-    tokens: FloatArray
-    limits: IntArray
-    utility: FloatArray
-    rate: FloatArray
-    left: FloatArray
-    value: float
-    others: float
+    tokens: FloatArray  # [requests, lengths] expected in a round, by draft length
+    limits: IntArray  # longest draft
+    utility: FloatArray  # U' by request
+    rate: FloatArray  # needed to be in time; 0 without a target or hope
+    left: FloatArray  # tokens to which that applies
+    value: float  # v
+    others: float  # U' of all requests that do not draft
 
     def of(self, plans: IntArray, steps: FloatArray) -> FloatArray:
-        """[plans]: of all together. plans: draft lengths [plans, requests]; steps: seconds of a
-        step of each."""
+        """Return the worth [plans] of draft lengths [plans, requests] at their steps' seconds."""
         rates = self.tokens[np.arange(len(self.limits)), plans] / steps[:, None]
         total = rates @ self.utility
         rows = np.flatnonzero(self.rate)
@@ -153,8 +142,8 @@ class _Worth(NamedTuple):
         return np.asarray(total)
 
     def _in_time(self, rates: FloatArray, rows: IntArray) -> FloatArray:
-        """v r Φ of some requests, which are the last axis of their rates."""
-        # A quarter of a second of imports, once; every server looks this file's options up.
+        """Return v r Φ of the requests `rows`, in the shape of their rates."""
+        # Importing SciPy takes 0.25 s, and every server looks up this file's options.
         from scipy.special import ndtr
 
         needed = self.rate[rows]
@@ -162,9 +151,7 @@ class _Worth(NamedTuple):
         return np.asarray(self.value * needed * ndtr(surplus))
 
     def slopes(self, step: float) -> FloatArray:
-        """[requests, lengths]: of the concave majorant of each request's worth over the length of
-        its draft, at each token of it, if steps take so long: a token alone may be worth nothing,
-        and three of them a request in time."""
+        """Return slopes [requests, lengths] of the concave majorant of worth over draft length."""
         rates = self.tokens / step
         rows = np.flatnonzero(self.rate)
         if len(rows):
@@ -182,8 +169,7 @@ class _Worth(NamedTuple):
 
 
 def _best(slopes: FloatArray, budget: int, value: Callable[[IntArray], FloatArray]) -> IntArray:
-    """The best lengths, [requests], of those that take the steepest slopes first, for several
-    totals and, because all wait for the longest draft, several longest lengths."""
+    """Return the best lengths [requests], by steepest slopes for several totals and caps."""
     num, longest = slopes.shape
     order = np.argsort(-slopes, axis=None, kind="stable")
     order = order[slopes.ravel()[order] > 0]
@@ -192,7 +178,6 @@ def _best(slopes: FloatArray, budget: int, value: Callable[[IntArray], FloatArra
     bought = [owners[places < cap][:budget] for cap in caps]
 
     def best_of(totals: list[tuple[int, int]]) -> tuple[float, tuple[int, int], IntArray]:
-        """Of pairs of a cap's index and a total."""
         plans = np.stack([np.bincount(bought[i][:n], minlength=num) for i, n in totals])
         values = value(plans)
         found = int(values.argmax())
@@ -215,7 +200,7 @@ def _best(slopes: FloatArray, budget: int, value: Callable[[IntArray], FloatArra
 def _with_chained(
     lengths: IntArray, limits: IntArray, candidates: Sequence[DraftCandidate], view: View
 ) -> IntArray:
-    """What weighs its sources itself is granted all that there is room for."""
+    """Grant chained drafters, which weigh their sources themselves, all remaining room."""
     left = view.room.budget - int(lengths.sum())
     for i, candidate in enumerate(candidates):
         drafter = view.drafters.get(candidate.drafter)
@@ -227,7 +212,7 @@ def _with_chained(
 
 
 class _Load:
-    """Seconds of a step by the drafts in it: drafting and verifying."""
+    """Seconds of a step, drafting and verifying, by the drafts in it."""
 
     def __init__(self, candidates: Sequence[DraftCandidate], view: View) -> None:
         self._times = view.learn.times
@@ -238,7 +223,7 @@ class _Load:
             self._columns.setdefault(candidate.drafter, []).append(i)
 
     def seconds(self, plans: IntArray) -> FloatArray:
-        """[plans]: of draft lengths [plans, candidates]."""
+        """Return seconds [plans] of draft lengths [plans, candidates]."""
         times, num = self._times, plans.sum(axis=1)
         inside, beside = np.zeros(len(plans)), np.zeros(len(plans))
         for name, columns in self._columns.items():
@@ -256,8 +241,7 @@ class _Load:
 
 @dataclass(frozen=True, slots=True)
 class _TypicalStep:
-    """A step to be composed. base: its seconds without drafts; typical: those of steps in the mean,
-    as which it counts."""
+    """Mean step with its drafts; `base`: seconds of this one without drafts."""
 
     worth: _Worth
     load: _Load
@@ -265,18 +249,18 @@ class _TypicalStep:
     typical: float
 
     def seconds(self, plans: IntArray) -> FloatArray:
-        """[plans]: of a typical step with draft lengths [plans, candidates]."""
+        """Return seconds [plans] of a typical step with draft lengths [plans, candidates]."""
         longer = self.load.seconds(np.atleast_2d(plans)) - self.base
         return np.maximum(self.typical + longer, _LEAST_SECONDS)
 
     def value(self, plans: IntArray) -> FloatArray:
-        """[plans]: what they are worth."""
+        """Return the worth [plans]."""
         steps = self.seconds(plans)
         return self.worth.of(plans, steps) + self.worth.others / steps
 
 
 class _MeanStep:
-    """Mean seconds of a step without drafts, prompts included, and the drafts of the last one."""
+    """Mean seconds of a step without drafts, prompts included, and the last step's drafts."""
 
     def __init__(self) -> None:
         self.seconds: float | None = None
@@ -287,7 +271,7 @@ class _MeanStep:
     def planned(
         self, now: float, drafting: float, candidates: Sequence[DraftCandidate], lengths: IntArray
     ) -> None:
-        """A step that begins now, with drafts that take so long."""
+        """Note a step that begins now, with `drafting` seconds for its drafts."""
         self._planned = (now, drafting)
         ids = (c.state.request.id for c in candidates)
         self._lengths = dict(zip(ids, lengths.tolist(), strict=True))
@@ -302,7 +286,7 @@ class _MeanStep:
         self._ended_at = now
 
     def lengths(self, candidates: Sequence[DraftCandidate]) -> IntArray:
-        """Of those that drafted in the last step; 0 for the others."""
+        """Return the draft lengths in the last step, 0 for requests without."""
         return np.array([self._lengths.get(c.state.request.id, 0) for c in candidates])
 
 

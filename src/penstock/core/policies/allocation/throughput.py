@@ -1,9 +1,9 @@
 """Draft lengths that maximise tokens per second under measured step times: no fairness.
 
-Draft tokens are bought in order of survival until the expected tokens per second of the step are
-greatest. Prefill that shares the step is left out: it takes its time whatever is drafted. What a
-drafter has to read first is spread over the rounds that are expected of the request. Where drafts
-might not pay a step without them is made now and then: else its time is not known."""
+Draft tokens are bought in order of survival until the step's expected tokens per second are
+greatest. Prefill in the step is left out: its time does not depend on drafts. A drafter's reading
+is spread over the request's expected rounds. Where drafts might not pay, a step without them is
+made now and then to measure its time."""
 
 from __future__ import annotations
 
@@ -20,41 +20,31 @@ from penstock.core.policies.allocation.parts.drafters import fade_unused, readin
 from penstock.core.policies.options import MaxDraftTokens, NonNegativeFloat
 from penstock.core.view import DraftCandidate, View
 
-_LEAST_OVERHEAD_S = 1e-6
-"""Keeps the rate finite where nothing was measured yet."""
+_LEAST_OVERHEAD_S = 1e-6  # keeps rates finite before anything is measured
 
 _IDLE_ROUNDS = 8
-"""Where nothing was worth drafting for some requests, it is looked at again after so many steps of
-the same requests: their estimates hardly move meanwhile."""
-_FEW = 0.125
-"""Share of them that may be others."""
-_MANY = 12
-"""Requests from which on it takes less to rule drafts out for all than to look at each."""
+"""Steps of the same requests until drafts are reconsidered where none paid: estimates hardly
+move."""
+_FEW = 0.125  # share of those requests that may change meanwhile
+_MANY = 12  # requests from which on it is faster to rule out drafts for all than one by one
 _FIRST_GAP, _LONGEST_GAP = 4, 64
-"""Steps with doubtful drafts after which one without is made: so many at first, then twice as many
-each time."""
-_SAME_PRICE = 0.05
-"""Share by which two prices of a second are taken for the same."""
-_TRIAL_TOKENS = 4
-"""Draft tokens of a trial."""
+"""Steps with doubtful drafts until one without is made: first, and after doubling each time."""
+_SAME_PRICE = 0.05  # relative difference below which two prices of a second count as equal
+_TRIAL_TOKENS = 4  # draft tokens of a trial
 
 Purchase = tuple[float, int, int]
 
 
 class Throughput(AllocationPolicy):
-    """As much speculation as the step-time model says is worth its time."""
+    """Buys speculation that pays by the step-time model."""
 
     name: ClassVar[str] = "throughput"
     weighs_time: ClassVar[bool] = True
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        """k_max: most draft tokens for one request in a round.
-        margin: speculate only where it is expected to gain this share more: the best of many
-            estimates is likely to be too high."""
-
-        k_max: MaxDraftTokens = 8
-        margin: NonNegativeFloat = 0.05
+        k_max: MaxDraftTokens = 8  # most draft tokens for one request
+        margin: NonNegativeFloat = 0.05  # least gain; the best of many estimates is too high
 
     options: Options
 
@@ -68,7 +58,7 @@ class Throughput(AllocationPolicy):
 
     def allocate(self, candidates: Sequence[DraftCandidate], view: View) -> list[Grant]:
         drafting = {(c.state.request.id, c.drafter) for c in candidates}
-        if self._num_idle < _IDLE_ROUNDS and self._are_those_of_before(drafting):
+        if self._num_idle < _IDLE_ROUNDS and self._were_idle(drafting):
             self._num_idle += 1
             return [Grant(0)] * len(candidates)
         step = _Step(candidates, view)
@@ -81,11 +71,11 @@ class Throughput(AllocationPolicy):
             purchases = self._purchases(candidates, step)
             bought, rate = self._worthwhile(purchases, step)
             certain = (1 + self.options.margin) * step.most_without_drafts
-            if bought and rate < certain and self._is_time_to_look():
+            if bought and rate < certain and self._is_plain_step_due():
                 return [Grant(0)] * len(candidates)
             for _, index, length in bought:
                 lengths[index] = length
-            # What weighs its sources itself is granted all that there is room for, in every round.
+            # Chained drafters weigh their sources themselves, and are granted all the room.
             for _, index, length in purchases if any(step.is_chained) else ():
                 if step.is_chained[index]:
                     lengths[index] = length
@@ -93,23 +83,21 @@ class Throughput(AllocationPolicy):
         self._idle, self._num_idle = set() if any(lengths) else drafting, 1
         return [Grant(n) for n in lengths]
 
-    def _is_time_to_look(self) -> bool:
-        """At what a step takes without drafts, where it is doubtful whether they pay."""
+    def _is_plain_step_due(self) -> bool:
+        """Return whether a step without drafts is due, measured where drafts are doubtful."""
         self._num_doubtful += 1
         if self._num_doubtful < self._gap:
             return False
         self._num_doubtful, self._gap = 0, min(2 * self._gap, _LONGEST_GAP)
         return True
 
-    def _are_those_of_before(self, drafting: set[tuple[str, str]]) -> bool:
-        """Nearly, of whom nothing was worth drafting: in a large batch there is often a new one."""
+    def _were_idle(self, drafting: set[tuple[str, str]]) -> bool:
+        """Return whether nearly all requests were found not worth drafting for."""
         most = len(self._idle) * _FEW
         return len(drafting - self._idle) <= most and len(self._idle - drafting) <= most
 
     def _purchases(self, candidates: Sequence[DraftCandidate], step: _Step) -> list[Purchase]:
-        """What the budget can buy, likeliest first: minus the probability that the draft token is
-        accepted, its candidate, and the length that the draft then has. Survival falls along a
-        draft, so token s + 1 is never bought before token s."""
+        """Return what the budget can buy, likeliest first: (-survival, candidate, draft length)."""
         longest = [min(c.limit, self.options.k_max) for c in candidates]
         purchases: list[Purchase] = []
         for group, budget in step.view.budgets(candidates, longest):
@@ -125,10 +113,11 @@ class Throughput(AllocationPolicy):
     def _worthwhile(
         self, purchases: Sequence[Purchase], step: _Step
     ) -> tuple[Sequence[Purchase], float]:
-        """The purchases that make the most expected tokens per second of the step; and those. A
-        draft that is longer than all others of its drafter takes a step of it alone, so the
-        likeliest first is not always best: drafters are held to as many steps as are worth their
-        time, at what a second was worth in the round before, then at what is found."""
+        """Return the purchases with the most expected tokens per second of the step, and that rate.
+
+        A draft that is longer than all others of its drafter takes a step of it alone, so the
+        likeliest tokens are not always best. Drafters are held to the steps that are worth their
+        time, at the price of a second in the round before, then at the one found."""
         rate = (1 + self.options.margin) * step.rate
         if step.num_candidates == 1:
             return self._likeliest(purchases, step, rate)
@@ -152,10 +141,9 @@ class Throughput(AllocationPolicy):
     def _likeliest(
         purchases: Sequence[Purchase], step: _Step, rate: float
     ) -> tuple[Sequence[Purchase], float]:
-        """As many of the first purchases as make the most tokens per second, if that is more than
-        `rate`; and what they make."""
+        """Return the first purchases with the most tokens per second above `rate`, and that."""
         step.begin()
-        # What all purchases together could add; costs only rise, so that tells when to stop.
+        # Upper bound of the tokens: as costs only rise, it tells when to stop.
         most = step.tokens - sum(p[0] for p in purchases)
         best = 0
         for num_bought, (negative_survival, index, length) in enumerate(purchases, 1):
@@ -168,9 +156,7 @@ class Throughput(AllocationPolicy):
 
 
 class _Step:
-    """The step as drafts are bought for it: expected tokens, and seconds without its prefill.
-
-    is_chained: by candidate; what weighs its sources itself weighs its reading, too."""
+    """The step as drafts are bought for it: expected tokens, and seconds without its prefill."""
 
     def __init__(self, candidates: Sequence[DraftCandidate], view: View) -> None:
         learn, room = view.learn, view.room
@@ -182,7 +168,7 @@ class _Step:
         self._prefill = times.target(room.num_rows) - times.target(room.num_sampled)
         self._rates = [acceptance.mean(c.state.request.id, c.drafter) for c in candidates]
         self._found = [acceptance.found(c.state.request.id, c.drafter) for c in candidates]
-        # Beside the target reading keeps nobody waiting.
+        # Reading beside the target delays no other request.
         self._unread = [
             0.0 if chained or c.drafter in view.beside else reading_seconds(c, view)
             for c, chained in zip(candidates, self.is_chained, strict=True)
@@ -194,7 +180,6 @@ class _Step:
         self.begin()
 
     def begin(self) -> None:
-        """With nothing bought."""
         room = self.view.room
         self.tokens, self.seconds = float(room.num_sampled), self._plain
         self._positions, self._reading = float(room.num_rows), 0.0
@@ -202,7 +187,6 @@ class _Step:
 
     @property
     def rate(self) -> float:
-        """Expected tokens per second."""
         return self.tokens / self.seconds
 
     @property
@@ -210,8 +194,7 @@ class _Step:
         return len(self._candidates)
 
     def worthwhile_lengths(self, purchases: Sequence[Purchase], price: float) -> list[int]:
-        """By candidate: how many steps of its drafter may be worth their time, were a second worth
-        `price` tokens, rows of the target nothing, and every draft token bought."""
+        """Return by candidate the drafter steps that pay at `price`, if target rows were free."""
         longest = max([p[2] for p in purchases], default=0)
         gained = [[0.0] * longest for _ in self._draft.together]
         own = [gained[self._draft.place_of(c.drafter)] for c in self._candidates]
@@ -225,8 +208,7 @@ class _Step:
         return [most[self._draft.place_of(c.drafter)] for c in self._candidates]
 
     def could_pay(self, k_max: int, margin: float) -> bool:
-        """Whether any drafts could, were all tokens as likely to be accepted as the likeliest one,
-        and made in one step of the fastest drafter: mostly that says no where none pays."""
+        """Return whether drafts could pay if all were the likeliest, by the fastest drafter."""
         most = min(self.view.room.budget, k_max * len(self._candidates))
         acceptance, best = self.view.learn.acceptance, 0.0
         for candidate, rate in zip(self._candidates, self._rates, strict=True):
@@ -238,10 +220,10 @@ class _Step:
         return bool(rates.max() > (1 + margin) * self.tokens / self.seconds)
 
     def buy(self, index: int, length: int, survival: float) -> None:
-        """Let a candidate's draft be so long."""
+        """Extend a candidate's draft to `length` tokens."""
         if length == 1 and self._unread[index]:
             self._reading += self._reading_a_round(index)
-        # A drafter that has no draft takes its time even so.
+        # A drafter takes its time even if it finds no draft.
         self.tokens += survival * self._found[index]
         self._positions += self._found[index]
         drafting = self._draft.lengthen(self._candidates[index].drafter, length)
@@ -249,8 +231,7 @@ class _Step:
         self.seconds = self._reading + round_seconds(verify, inside=drafting, host=self._host)
 
     def survival(self, index: int, longest: int) -> list[float]:
-        """Of the draft tokens of a candidate, before anything is bought; of none whose reading
-        takes longer than all of them can save."""
+        """Return the survival of a candidate's draft tokens; none if reading costs more."""
         shape = self.view.learn.acceptance.shape_of(self._candidates[index].drafter)
         survival = shape.survival(self._rates[index], longest)
         if not self._unread[index]:
@@ -260,9 +241,7 @@ class _Step:
 
     @property
     def most_without_drafts(self) -> float:
-        """Tokens per second of a step without drafts if the host's part of it were nothing and its
-        rows took as little as they can by what was measured. Beside the target drafts take nothing
-        of such a step, and nothing is to be learned from one."""
+        """Tokens per second of a step without drafts, at best; infinite if all draft beside it."""
         if all(c.drafter in self.view.beside for c in self._candidates):
             return 0.0
         num_sampled = self.view.room.num_sampled
@@ -270,12 +249,12 @@ class _Step:
 
     @property
     def trials(self) -> list[float]:
-        """Steps without drafts that it would take to find out about each candidate's drafts."""
+        """Steps without drafts that a trial of each candidate's drafts would take."""
         drafting = _TRIAL_TOKENS * self._draft.least
         return [(unread + drafting) / self._plain for unread in self._unread]
 
     def _reading_a_round(self, index: int) -> float:
-        """Seconds, over the rounds that the request is expected to take with its drafts."""
+        """Return the seconds of reading per expected round of the request."""
         state = self._candidates[index].state
         lengths = self.view.learn.lengths
         left = lengths.remaining(state.num_output_tokens, state.num_remaining_tokens)
@@ -288,9 +267,7 @@ def _is_chained(candidate: DraftCandidate, view: View) -> bool:
 
 
 class _DraftSeconds:
-    """Seconds of drafting as drafts grow: every drafter takes a step for each token of its longest
-    draft, priced by how many requests it drafts for. Drafters inside the step work one after the
-    other, those beside it at the same time."""
+    """Seconds of drafting as drafts grow, inside the step and beside it."""
 
     def __init__(self, candidates: Sequence[DraftCandidate], view: View) -> None:
         curve_of = view.learn.times.curve_of
@@ -298,29 +275,28 @@ class _DraftSeconds:
         self._beside = view.beside
         beside = tuple(d for d in drafters if d in view.beside)
         self.together = [*((d,) for d in drafters if d not in view.beside), *filter(None, [beside])]
-        """Drafters who draft at the same time."""
+        """Groups of drafters that draft at the same time."""
         self._place = {d: i for i, ds in enumerate(self.together) for d in ds}
         self._curves = {d: curve_of(d) for d in drafters}
         self.least = min(curve(1) for curve in self._curves.values()) if drafters else 0.0
-        """Of a draft of one token, with the fastest of them."""
+        """Seconds of a draft of one token with the fastest drafter."""
 
     def begin(self) -> None:
-        """With no drafts."""
         self._inside = self._longest = 0.0
         self._seconds = dict.fromkeys(self._curves, 0.0)
         self._batch = dict.fromkeys(self._curves, 0)
         self._steps = dict.fromkeys(self._curves, 0)
 
     def place_of(self, drafter: str) -> int:
-        """Among those `together`."""
+        """Return the drafter's index in `together`."""
         return self._place[drafter]
 
     def step_seconds(self, drafter: str) -> float:
-        """Of one of its steps, for the requests that it has been given."""
+        """Return seconds of one step of the drafter, for the requests that it has."""
         return self._curves[drafter](max(1, self._batch[drafter]))
 
     def lengthen(self, drafter: str, length: int) -> float:
-        """Seconds of all drafting, once a draft of this drafter is `length` tokens long."""
+        """Return seconds of all drafting, once a draft of this drafter has `length` tokens."""
         if not 1 < length <= self._steps[drafter]:
             self._batch[drafter] += length == 1
             steps = self._steps[drafter] = max(self._steps[drafter], length)

@@ -1,4 +1,4 @@
-"""Verify what is ready, or wait for some of the drafts that are coming."""
+"""Asynchronous pipeline: verify what is ready, or wait for some pending drafts."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ from penstock.core.state import DraftStage, RequestState
 from penstock.core.view import View
 from penstock.fluid.step_profile import StepWork
 
-_OVERDUE = 0.25
-"""Of the time that a draft has taken, once it is later than expected: how much is still to come."""
+_OVERDUE = 0.25  # remaining share of the elapsed time of an overdue draft; chosen by hand
 
 
 class Asynchronous(Pipeline):
-    """Verify what is ready, or wait for some of the drafts that are coming.
+    """Starts the target when the sum of all delays is smallest.
 
-    Waiting delays those that are ready; going without the others makes each of them wait for a
-    whole step. Of all moments at which another draft is expected, and now, the one is taken that
-    makes the sum of all delays smallest, each weighted with the tokens that its request can expect.
-    """
+    Waiting delays the ready requests; going without the others delays each of them by a step. The
+    candidates are now and each moment at which another draft is expected. Delays are weighted with
+    the tokens that the request can expect."""
 
     name: ClassVar[str] = "async"
 
@@ -50,20 +48,19 @@ class Asynchronous(Pipeline):
         return view.now + float(waits[best]) if best else None
 
     def _coming(self, view: View, state: RequestState) -> tuple[float, float, int]:
-        """Seconds until a draft is here, its expected tokens, and its positions."""
+        """Return a pending draft's seconds to arrival, expected tokens and positions."""
         order = state.draft.order
         assert order is not None
         elapsed = view.now - state.draft.ordered_at
         left = view.learn.links.seconds(order.drafter, order.max_draft_tokens) - elapsed
         if left <= 0:
-            # The longer it is overdue, the longer it will still take.
             left = _OVERDUE * elapsed
         num = order.max_draft_tokens
         acceptance = view.learn.acceptance
         return left, acceptance.expected_tokens(state.request.id, order.drafter, num), num + 1
 
     def _held(self, estimators: Estimators, state: RequestState) -> tuple[float, int]:
-        """The expected tokens of a request, and its positions."""
+        """Return a ready request's expected tokens and positions."""
         if state.draft.stage is not DraftStage.HELD or state.drafter is None:
             return 1.0, 1
         num = state.draft.num_draft_tokens

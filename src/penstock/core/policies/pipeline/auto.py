@@ -1,4 +1,4 @@
-"""The number of micro-batches with the best throughput by measured step times, or no pipeline."""
+"""Micro-batches with the best throughput by measured step times, or no pipeline."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from penstock.core.policies.pipeline import Pipeline
-from penstock.core.policies.pipeline.barrier import Barrier
 from penstock.core.policies.pipeline.micro_batches import MicroBatches
 from penstock.core.policies.pipeline.parts.planner import (
     MOST_MICRO_BATCHES,
@@ -22,32 +21,29 @@ from penstock.core.state import RequestState
 from penstock.core.types import StepResult
 from penstock.core.view import View
 
-_MIN_GAIN = 0.005
-"""Predicted gain from which on micro-batches are begun, or ended."""
+# Chosen by hand.
+_MIN_GAIN = 0.005  # predicted gain from which on the setting is changed
 _MIN_CHANGED_SHARE = 0.1
 """Share of the batch that must have come, gone or changed drafters for a new decision."""
-_LENGTH_DECAY = 0.9
-_PACE_DECAY = 0.95
-_MOST_PACE = 4.0
-_TOLERATED = 1.1
-_FADING = 2e-4
-_HOST_WEIGHT = 0.1
-_MOST_HOST_S = 2e-3
-"""A longer gap between two steps is not the host's work."""
-_DECIDE_EVERY_STEPS = 64
+_LENGTH_DECAY = 0.9  # weight of the past in the mean draft length
+_PACE_DECAY = 0.95  # for predicted and measured step times
+_MOST_PACE = 4.0  # most that a step may count over its prediction
+_TOLERATED = 1.1  # a pipeline slower than predicted by less is not corrected
+_FADING = 2e-4  # share a step by which bad experience with a pipeline fades
+_HOST_WEIGHT = 0.1  # weight of a step in the host's mean time
+_MOST_HOST_S = 2e-3  # A longer gap between two steps is not the host's work
+_DECIDE_EVERY_STEPS = 64  # steps to the next decision if nothing changed
 
 
 class Auto(Pipeline):
-    """The setting with the best throughput by step times, no pipeline among them. It is chosen
-    again when the batch or draft lengths have changed much, and now and then because measured times
-    move."""
+    """Uses the best setting by step times, possibly no pipeline; decides again on changes."""
 
     name: ClassVar[str] = "auto"
 
     def __init__(self, options: Pipeline.Options) -> None:
         super().__init__(options)
         self.setting = PipelineSetting()
-        self._inner: Pipeline = _Inline(Pipeline.Options())
+        self._inner = MicroBatches(MicroBatches.Options(1))
         self._lengths: dict[str, float] = {}
         self._decided: dict[str, float] = {}
         self._num_steps = 0
@@ -59,7 +55,7 @@ class Auto(Pipeline):
 
     @property
     def drafts_beside(self) -> bool:
-        return self._inner.drafts_beside
+        return self.setting.num > 0
 
     def divide(self, states: Sequence[RequestState]) -> None:
         self._inner.divide(states)
@@ -94,9 +90,7 @@ class Auto(Pipeline):
             self._set(self._choose(work))
 
     def _learn_pace(self, result: StepResult) -> None:
-        """How many times as long as predicted a request's share of a step takes, apart without a
-        pipeline and with one. Where one was never tried it is taken to be the same; a bad
-        experience fades."""
+        """Learn how far steps exceed their prediction; bad experience with a pipeline fades."""
         since, num = result.finished_at - self._last_end, len(result.verdicts)
         beside = self.setting.num > 0
         has_prefill = not all(v.num_proposed for v in result.verdicts)
@@ -115,7 +109,7 @@ class Auto(Pipeline):
 
     @property
     def _worse(self) -> float:
-        """How far a pipeline falls behind its prediction; 1 where it was not tried."""
+        """Factor by which a pipeline falls behind its prediction; 1 if untried."""
         pace = {
             beside: self._taken[beside] / predicted if predicted else 1.0
             for beside, predicted in self._predicted_by_mode.items()
@@ -123,7 +117,7 @@ class Auto(Pipeline):
         return pace[True] / pace[False] if self._predicted_by_mode[True] else 1.0
 
     def _learn_host(self, result: StepResult, *, is_idle: bool) -> None:
-        """Without a pipeline the next step follows as soon as the engine has written its plan."""
+        """Learn the host's seconds from the gap between two steps without a pipeline."""
         gap = result.started_at - self._last_end
         if self.setting.num == 0 and gap >= 0:
             gap = min(gap, _MOST_HOST_S)
@@ -132,7 +126,7 @@ class Auto(Pipeline):
         self._last_end = math.inf if is_idle else result.finished_at
 
     def _has_changed(self, positions: Mapping[str, float]) -> bool:
-        """positions: of each drafter's batch in a verification."""
+        """Return whether drafters' `positions` in a verification have changed enough to decide."""
         before = self._decided
         moved = sum(abs(positions.get(n, 0) - before.get(n, 0)) for n in {*positions, *before})
         return (
@@ -141,7 +135,7 @@ class Auto(Pipeline):
         )
 
     def _choose(self, work: Round) -> PipelineSetting:
-        """The present setting, unless another is better by more than noise."""
+        """Return the present setting, unless another is better by more than noise."""
         most = max(1, min(MOST_MICRO_BATCHES, work.batch))
         worse = self._worse
 
@@ -159,19 +153,7 @@ class Auto(Pipeline):
         if setting == self.setting:
             return
         self.setting = setting
-        if setting.num > 1:
-            self._inner = MicroBatches(MicroBatches.Options(setting.num), setting.share)
-        else:
-            self._inner = Barrier(Barrier.Options()) if setting.num else _Inline(Pipeline.Options())
-
-
-class _Inline(Barrier):
-    """No pipeline: drafters of this machine draft inside the target's step; for those elsewhere
-    there are rounds."""
-
-    @property
-    def drafts_beside(self) -> bool:
-        return False
+        self._inner = MicroBatches(MicroBatches.Options(max(1, setting.num)), setting.share)
 
 
 POLICY = Auto

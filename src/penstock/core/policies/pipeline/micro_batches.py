@@ -1,4 +1,4 @@
-"""Requests in groups: while the target verifies one, the drafters draft for the next."""
+"""Micro-batches: while the target verifies one group, drafters draft for the next."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from penstock.core.view import View
 
 
 class MicroBatches(Pipeline):
-    """Requests are divided into groups; while the target verifies one, the drafters draft for the
-    next (Spin, section V-B). A group is verified when all its drafts are there. The batch on each
-    drafter is split evenly: requests between two rounds move to where there are fewest."""
+    """Divides requests into groups that are drafted for and verified in turn (Spin, section V-B).
+
+    A group is verified when all its drafts are there. Each drafter's batch is split evenly:
+    requests between two rounds move to the smallest group. One group is rounds (`off`; GoodSpeed,
+    section III-A): the target waits for all drafts."""
 
     name: ClassVar[str] = "micro_batches"
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        """num: micro-batches."""
-
-        num: Annotated[int, Range(at_least=2, at_most=64)] = 2
+        num: Annotated[int, Range(at_least=1, at_most=64)] = 2
 
     def __init__(self, options: Options, share: float | None = None) -> None:
-        """share: of the first of two, if they are not to be even."""
+        """Create the groups; `share` is the batch share of the first of two uneven ones."""
         super().__init__(options)
         self.num = options.num
         self._shares = PipelineSetting(options.num, share).shares
@@ -40,10 +40,12 @@ class MicroBatches(Pipeline):
         self._verified: int | None = None
 
     def group_of(self, state: RequestState) -> int | None:
-        """The micro-batch of a request that drafts in a lane."""
+        """Return the micro-batch of a request that drafts in a lane."""
         return self._group.get(state.request.id)
 
     def divide(self, states: Sequence[RequestState]) -> None:
+        if self.num == 1:
+            return
         division = Division(self._shares)
         newcomers = []
         for state in states:
@@ -58,7 +60,7 @@ class MicroBatches(Pipeline):
         self._group = division.groups()
 
     def next_drafts(self, lane: str, due: Sequence[RequestState]) -> Sequence[RequestState]:
-        """Those of one group, in turn."""
+        """Return the due requests of one group, in turn."""
         first = self._next_in_lane.get(lane, 0)
         groups = [self._group.get(s.request.id, 0) for s in due]
         if not groups:
@@ -70,8 +72,7 @@ class MicroBatches(Pipeline):
     def hold_until(
         self, ready: Sequence[RequestState], pending: Sequence[RequestState], view: View
     ) -> float | None:
-        """Wait for the next whole group. With no draft on its way nothing more will come soon, and
-        the largest part of a group will do."""
+        """Wait for the next whole group; without pending drafts take the largest partial group."""
         num_ready = Counter(self._group.get(s.request.id) for s in ready)
         sizes = Counter(self._group.values())
         whole = [g for g, size in sizes.items() if num_ready[g] == size]
@@ -86,7 +87,7 @@ class MicroBatches(Pipeline):
         return None
 
     def joins(self, state: RequestState) -> bool:
-        """Its own group, and requests without a group."""
+        """Return whether the request is in the verified group, or in none."""
         return self._group.get(state.request.id, self._verified) == self._verified
 
     def _turn(self, group: int) -> int:

@@ -1,13 +1,13 @@
-"""The drafter with the most expected tokens per second, from everything known of a request.
+"""Adaptive selection: the drafter with the most expected tokens per second.
 
-For every drafter a request has a posterior of its acceptance, used or not (`learn.prior`). Drafters
-are compared by the seconds that they save the request to its end (`parts/savings.py`). Decisions
-come at the start, after rounds that double, and when a replay has said something.
+Each request has a posterior of its acceptance by every drafter, used or not (`learn.prior`).
+Drafters are compared by the seconds that they save the request to its end (`parts/savings.py`).
+Decisions come at the start, after rounds that double, and when a replay has an answer.
 
-A replay (a drafter reads the text and says what it would have drafted) is ordered where what it may
-say is expected to save the request more than the reading takes (the value of information), and
-within a share of the time for the sake of requests to come. Where a replay can tell nothing (draft
-servers, `ratio`), the unknown is explored by drawing from it (Thompson).
+In a replay a drafter reads the text and says what it would have drafted. It is ordered where the
+answer should save the request more than the reading takes (value of information), and within a
+share of the time for the sake of later requests. Where replays tell nothing (draft servers,
+`ratio`), the choice is by Thompson sampling.
 
 Deciding takes the host's time, for which all requests of a step wait. It is measured, and reviews,
 replays and first choices must be expected to save more."""
@@ -39,54 +39,43 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 _NOTHING = Belief(np.empty(0), np.empty((0, 0)))
 
-_DECAY = 0.98
-_DEMAND_WEIGHT = 0.05
-_MIN_REPLAYED_TOKENS = 24
-"""Output tokens from which on a replay says enough."""
-_EARLY_REQUESTS = 64.0
-"""Requests after which the time for replays is not a fixed share any more."""
+_DECAY = 0.98  # memory of evidence a round
+_DEMAND_WEIGHT = 0.05  # weight of a request in the demand for drafters
+_MIN_REPLAYED_TOKENS = 24  # output tokens from which on a replay says enough
+_EARLY_REQUESTS = 64.0  # ended requests up to which the share for replays is nearly constant
 _MIN_PRIOR_STD = 0.6
-"""Standard deviation of a prior's mean that is worth a replay, for requests to come."""
-_LEAST_STRENGTH = 2.0
+"""Least standard deviation of a prior's mean for a replay for the sake of later requests."""
+_LEAST_STRENGTH = 2.0  # least tokens that it may count for
 _MOST_STRENGTH = 100.0
-"""Tokens that what selection knows may be worth to allocation."""
+"""Most tokens that selection's evidence may count for in allocation's estimate."""
 _FIRST_GAP, _LONGEST_GAP = 2, 8
-"""Rounds between a request's decisions, at first and, doubled each time, at most: what a text is
-like changes, and evidence of a replay fades."""
-_MARGIN = 0.04
-"""Share of the time that a change must save over staying."""
+"""Rounds between a request's decisions, first and, after doubling, longest: texts change, and
+evidence of a replay fades."""
+_MARGIN = 0.04  # share of the time that a change must save over staying
 _LONGER = 2.0 ** np.arange(5)
-"""Gaps after which a review may be due that does not pay at once."""
-_LITTLE = 0.005
-"""Of a step: what a review may take without asking whether it pays."""
-_CHOICE = 2.0
-"""Reviews that a first choice takes as long as, with what is learned from a request at its end."""
-_IDLE_GAP = 16
-"""Rounds until it is looked again whether any drafter pays."""
+"""Factors of the gap after which a review may be due that does not pay at once."""
+_LITTLE = 0.005  # largest share of a step that a review may use without a cost check
+_CHOICE = 2.0  # cost of a first choice, and learning at the request's end, in reviews
+_IDLE_GAP = 16  # rounds until drafters are reconsidered if none pays
 
 
 @dataclass(slots=True)
 class _Known:
-    """One running request.
-
-    prior: before anything was seen of it; doubt: [J] the standard deviation of its mean. counts:
-    [2, J] accepted and rejected tokens, faded by rounds; totals: not faded. next_round: when to
-    decide again, `gap` rounds after the last time. evaluated: drafters inside a step that were
-    asked for a replay. has_news: a replay has answered since. posterior: of the last decision."""
+    """State of one running request."""
 
     words: IntArray
-    prior: Belief
-    doubt: FloatArray
-    counts: FloatArray
-    totals: FloatArray
-    gap: int
-    next_round: int
-    evaluated: set[str] = field(default_factory=set)
-    has_news: bool = False
-    posterior: Belief | None = None
+    prior: Belief  # before any evidence
+    doubt: FloatArray  # [J] standard deviation of its mean
+    counts: FloatArray  # [2, J] accepted and rejected tokens, faded by rounds
+    totals: FloatArray  # not faded
+    gap: int  # rounds between decisions
+    next_round: int  # of the next decision
+    evaluated: set[str] = field(default_factory=set)  # drafters asked for a replay inside a step
+    has_news: bool = False  # a replay has answered since
+    posterior: Belief | None = None  # of the last decision
 
     def note(self, column: int, accepted: float, rejected: float) -> None:
-        """Draft tokens, really made or imagined, that were decided on."""
+        """Count decided draft tokens, drafted or replayed."""
         self.counts *= _DECAY
         self.counts[:, column] += accepted, rejected
         self.totals[:, column] += accepted, rejected
@@ -105,13 +94,9 @@ class Adaptive(SelectionPolicy):
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        """k_max: most draft tokens that a drafter's worth counts on.
-        explore: share of the time that replays may take at first; it falls with the number of
-            requests. 0 never explores.
-        seed: of what is drawn."""
-
+        # Longest draft in the worth of a drafter.
         k_max: Annotated[int, Range(at_least=1, at_most=LONGEST_DRAFT)] = 8
-        explore: Share = 0.1
+        explore: Share = 0.1  # share of the time for replays at first; falls with requests; 0: none
         seed: Seed = 0
 
     options: Options
@@ -140,7 +125,7 @@ class Adaptive(SelectionPolicy):
         open_to = usable(view.drafters)
         chosen: dict[str, str | None] = {}
         due = []
-        # Where requests have just come there will be more of them in a step than there were.
+        # With new requests there will be more in a step than there were.
         num_sharing = max(self._pace.num_sharing, len(states))
         for state in states:
             known = self._known.get(state.request.id)
@@ -208,8 +193,7 @@ class Adaptive(SelectionPolicy):
     def _goes_unasked(
         self, state: RequestState, drafters: Mapping[str, Drafter], num_sharing: int, view: View
     ) -> bool:
-        """Whether a request has the favourite, because to choose for it, and to learn from it,
-        takes longer than is saved."""
+        """Return whether to use the favourite: choosing would cost more than it saves."""
         request_id = state.request.id
         if request_id not in self._unasked:
             self._review_time.began()
@@ -228,19 +212,16 @@ class Adaptive(SelectionPolicy):
         return request_id in self._unasked
 
     def _has_time(self, state: RequestState) -> bool:
-        """Whether its next review is yet to come."""
         known = self._known.get(state.request.id)
         return known is not None and state.round < known.next_round
 
     def _rates(self, state: RequestState, known: _Known) -> FloatArray:
-        """[J] expected acceptance of a request."""
+        """Return the expected acceptance [J] of a request."""
         known.posterior = known.prior.after(*known.counts)
         return known.posterior.rates()
 
     def _want(self, names: Collection[str], gained: FloatArray) -> None:
-        """Note which drafter each request would have if everybody shared its time: of one that none
-        uses yet each would have to bear the whole step. gained: [S, J] seconds saved for each
-        token."""
+        """Note the drafter each request would have if all shared it; `gained` [S, J] per token."""
         best = np.where(gained.max(axis=1) > 0, gained.argmax(axis=1), -1)
         for favourite in best.tolist():
             self._num_wanted += 1
@@ -282,13 +263,13 @@ class Adaptive(SelectionPolicy):
             self._prior.learn(known.words, *known.totals)
 
     def _know(self, state: RequestState, drafters: Mapping[str, Drafter], view: View) -> _Known:
-        """What is known of a request that is about to be decided on."""
+        """Return the state of a request that is to be decided on."""
         known = self._known.get(state.request.id)
         gap = _FIRST_GAP
         if known is None:
             counts, totals = np.zeros((2, 2, 0))
             soon = not view.beside.isdisjoint(drafters)
-            # Idle drafters can read as soon as there is anything to read.
+            # Idle drafters can read as soon as there is text.
             first = 1 if soon else 1 + gap
             known = _Known(
                 _words_of(state.request), _NOTHING, np.empty(0), counts, totals, max(1, gap // 2), 0
@@ -308,7 +289,7 @@ class Adaptive(SelectionPolicy):
         return known
 
     def _column(self, drafter: Drafter) -> int:
-        """Instances of one model share what is known of it."""
+        """Return the model's column: drafters with one model share what is known of it."""
         column = self._columns.get(drafter.name)
         if column is None:
             model = drafter.model or drafter.name
@@ -317,7 +298,7 @@ class Adaptive(SelectionPolicy):
         return column
 
     def _tell(self, known: _Known, request_id: str, drafter: str, estimators: Estimators) -> None:
-        """Allocation counts a request's own drafts itself; it is told what the rest says."""
+        """Tell allocation the acceptance expected by all but the request's own drafts."""
         column = self._columns[drafter]
         rest = known.posterior
         if rest is None or known.counts[:, column].any():
@@ -345,9 +326,7 @@ class Adaptive(SelectionPolicy):
         savings: Savings,
         values: FloatArray,
     ) -> None:
-        """Have drafters read the requests that are reviewed: those beside the target whenever they
-        are idle, look-up always where a review costs nothing either, and the others if that is
-        worth its time."""
+        """Propose replays: free ones always, others if they pay."""
         asking = [i for i, s in enumerate(savings.states) if reviewed[i] and s.num_output_tokens]
         if not asking or not self.options.explore:
             return
@@ -370,8 +349,7 @@ class Adaptive(SelectionPolicy):
     def _worth_of_replays(
         self, known: Sequence[_Known], savings: Savings, values: FloatArray
     ) -> FloatArray:
-        """[S, J] seconds that a request may be expected to save because a replay changes the
-        choice."""
+        """Return the expected seconds [S, J] saved because a replay changes the choice."""
         belief = self._beliefs(known, savings.drafters)
         if belief is None:
             return np.zeros_like(values)
@@ -388,7 +366,7 @@ class Adaptive(SelectionPolicy):
     def _beliefs(
         self, known: Sequence[_Known], drafters: Collection[str]
     ) -> tuple[FloatArray, FloatArray] | None:
-        """[S, J] mean and variance of the log-odds; None where it is not known of all requests."""
+        """Return mean and variance [S, J] of the log-odds; None unless known of all requests."""
         beliefs = [k.posterior for k in known if k.posterior is not None]
         if len(beliefs) < len(known):
             return None
@@ -397,8 +375,7 @@ class Adaptive(SelectionPolicy):
         return means, np.stack([b.variance for b in beliefs])[:, columns]
 
     def _postpone(self, known: Sequence[_Known], savings: Savings, values: FloatArray) -> None:
-        """Reviews wait until what a request's own drafts will have told of the best drafter is
-        expected to save it more, by a change, than a review takes all that wait for it."""
+        """Postpone reviews until a change is expected to save more than the review takes."""
         belief = self._beliefs(known, savings.drafters)
         if belief is None:
             return
@@ -420,12 +397,12 @@ class Adaptive(SelectionPolicy):
             own.next_round = max(own.next_round, state.round + wait)
 
     def _reviewing(self, prices: Prices) -> float:
-        """Seconds that all requests of a step wait for the review of one; 0 where it is little."""
+        """Return the seconds that all requests of a step wait for a review; 0 if negligible."""
         seconds = self._review_time.seconds
         return 0.0 if seconds < _LITTLE * prices.base else seconds * prices.num_sharing
 
     def _teaches(self, state: RequestState, known: _Known, drafter: str, seconds: float) -> bool:
-        """Whether a replay says enough for requests to come, and there is time for it."""
+        """Return whether a replay tells enough for later requests, and there is time for it."""
         return (
             state.num_output_tokens >= _MIN_REPLAYED_TOKENS
             and drafter not in known.evaluated
@@ -434,15 +411,14 @@ class Adaptive(SelectionPolicy):
         )
 
     def _exploration_s(self) -> float:
-        """Seconds that replays may have taken by now: at first a share of all decoding, then, as
-        there is less to learn, a share that falls with the number of requests."""
+        """Return the seconds allowed for replays by now: a share that falls with ended requests."""
         ended = self._num_ended / _EARLY_REQUESTS
         share = math.log1p(ended) / ended if ended else 1.0
         return self.options.explore * share * self._pace.total_s
 
 
 def _words_of(request: Request) -> IntArray:
-    """Words of prompt and tenant, as whole numbers; a word may come more than once."""
+    """Return hashable words of prompt and tenant as integers, possibly repeated."""
     tenant = zlib.crc32(request.tenant.encode()) + (1 << 40)
     return np.append(np.asarray(request.prompt_token_ids or (), dtype=np.int64), tenant)
 
@@ -452,7 +428,7 @@ def _can_replay(drafter: Drafter, state: RequestState) -> bool:
 
 
 def _others(drafter: Drafter, states: Sequence[RequestState], loads: Mapping[str, int]) -> int:
-    """Requests that keep the drafter whatever is decided for `states`."""
+    """Return the number of requests outside `states` that keep the drafter."""
     return loads.get(drafter.name, 0) - sum(s.drafter == drafter.name for s in states)
 
 

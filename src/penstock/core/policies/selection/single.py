@@ -12,16 +12,13 @@ from penstock.core.view import View
 
 
 class Single(SelectionPolicy):
-    """Every request that leaves the choice open gets the same drafter."""
+    """Gives every request that leaves the choice open the same drafter."""
 
     name: ClassVar[str] = "single"
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        """drafter: its name, or the model that several of them run; None takes the first that is
-        configured, or of several draft servers the one with the fewest requests."""
-
-        drafter: str | None = None
+        drafter: str | None = None  # name or model; None: the first, or least loaded server
 
     def select(self, states: Sequence[RequestState], view: View) -> dict[str, str | None]:
         wanted = self.options.drafter
@@ -37,7 +34,7 @@ class Single(SelectionPolicy):
 def _spread(
     states: Sequence[RequestState], drafters: Mapping[str, Drafter], loads: Mapping[str, int]
 ) -> dict[str, str | None]:
-    """Keep to the drafter that holds a request's text, else take the least loaded with room."""
+    """Keep the drafter that has a request's KV, else take the least loaded one with room."""
     left = {n: loads.get(n, 0) for n in drafters}
     chosen: dict[str, str | None] = {}
     for state in states:

@@ -1,1 +1,1 @@
-"""To the letter of their papers."""
+"""Admission policies exactly as their papers state them."""

@@ -15,35 +15,30 @@ from penstock.core.policies.options import PositiveFloat, PositiveInt
 from penstock.core.state import RequestState
 from penstock.core.step import Step
 
-_SLACK = 1.5
-"""Times its threshold that a segment may hold, gated. Chosen by hand."""
+_SLACK = 1.5  # factor of its threshold that a segment may hold, gated; chosen by hand
 
 
 class NestedWait(AdmissionPolicy):
-    """The batch is made of segments 1 to i, for the largest i for which every one of them has its
-    threshold waiting at its first stage: prompts for segment 1, paused requests for the others.
-    Each gives up to its threshold a stage. Nothing is ever preempted: paused requests can fill the
-    memory, and the deadlock is reported. Segment i holds the stages (output tokens) up to
-    `segment_ends[i]`.
+    """Batches segments 1 to i, for the largest i whose segments all have their thresholds waiting.
 
-    Gated, it serves: prompts are admitted in waves of the first threshold, and decoding never
-    waits. Prompts are held back while a segment holds more than 1.5 times its threshold a stage; a
-    request is taken to grow to its segment's end, and memory for that is kept free."""
+    Prompts wait for segment 1, paused requests for the others; each segment gives up to its
+    threshold a stage. Segment i holds the stages (output tokens) up to `segment_ends[i]`. Nothing
+    is preempted: paused requests can fill the memory, and the deadlock is reported.
+
+    Gated, prompts are admitted in waves of the first threshold and decoding never waits. Prompts
+    are held back while a segment holds more than 1.5 times its threshold a stage. Memory is
+    reserved for each request up to its segment's end."""
 
     name: ClassVar[str] = "nested_wait"
     cuts_prompts = False
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        """segment_ends: output tokens with which a request leaves each segment, rising.
-        thresholds: n_i for each segment; gated, they may be fractions.
-        gated: decoding never waits, and thresholds that are met in part are admitted.
-        max_num_batched_tokens: positions a step, gated."""
-
+        # Output tokens at which a request leaves each segment, rising.
         segment_ends: tuple[PositiveInt, ...] = (64, 256, 1024)
-        thresholds: tuple[PositiveInt | PositiveFloat, ...] = (1, 1, 1)
-        gated: bool = False
-        max_num_batched_tokens: PositiveInt = 2048
+        thresholds: tuple[PositiveInt | PositiveFloat, ...] = (1, 1, 1)  # n_i of each segment
+        gated: bool = False  # decoding never waits; allows fractional thresholds
+        max_num_batched_tokens: PositiveInt = 2048  # positions a step, gated
 
         def __post_init__(self) -> None:
             check_thresholds(self.segment_ends, self.thresholds, self.gated)
@@ -54,7 +49,7 @@ class NestedWait(AdmissionPolicy):
         super().__init__(options)
         self.may_idle = not options.gated
         self.cuts_prompts = options.gated
-        # The papers know no drafts.
+        # The papers have no drafts.
         self.token_budget = options.max_num_batched_tokens if options.gated else 0
         self._thresholds = [int(n) for n in options.thresholds]
         self._gate = Gate(options.thresholds[0], self._expected)
@@ -85,7 +80,6 @@ class NestedWait(AdmissionPolicy):
         gate.credit = max(0.0, gate.credit - (before - len(queue)))
 
     def _is_over(self, step: Step) -> bool:
-        """Whether some segment holds more than its thresholds explain."""
         held = [0] * len(self.options.thresholds)
         for state in step.running.values():
             held[self._segment_of(state)] += 1
@@ -103,7 +97,7 @@ class NestedWait(AdmissionPolicy):
         return min(bisect.bisect_right(ends, state.num_output_tokens), len(ends) - 1)
 
     def _expected(self, state: RequestState) -> int:
-        """Tokens that the request holds at the end of its segment."""
+        """Return the tokens that the request holds at the end of its segment."""
         end = self.options.segment_ends[self._segment_of(state)]
         return state.request.prompt_len + max(end, state.num_output_tokens)
 
@@ -119,7 +113,7 @@ class NestedWait(AdmissionPolicy):
         for segment in range(num):
             for state in paused[segment][: thresholds[segment]] if segment else ():
                 self._enter(step, state, segment)
-        # What is nearest to its end frees memory first.
+        # Requests nearest to their end free memory first.
         for segment in reversed(range(num)):
             if step.can_schedule_decodes(segment):
                 step.schedule_decodes(step.num_decodes(segment), segment)
@@ -129,7 +123,7 @@ class NestedWait(AdmissionPolicy):
             self._explain(step, num)
 
     def _pause(self, step: Step) -> list[list[RequestState]]:
-        """Requests that wait between segments, by the segment they wait for, oldest first."""
+        """Return requests between segments, by the segment they wait for, oldest first."""
         ends = self.options.segment_ends
         paused: list[list[RequestState]] = [[] for _ in ends]
         for state in step.ungrouped():

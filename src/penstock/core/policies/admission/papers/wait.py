@@ -16,27 +16,24 @@ from penstock.core.step import Step
 
 
 class Wait(AdmissionPolicy):
-    """For every type j with at least n_j prompts at stage 0: n_j prompts and, at every later stage,
-    all requests of the type (never more than n_j) join the batch. Nothing is ever preempted. A type
-    is an expected output length, rounded up to the next of `output_lens`; stages are output tokens.
+    """Batches every type j that has at least n_j prompts at stage 0.
 
-    Gated, it serves: thresholds hold back prompts only, at most one wave of each type an iteration,
-    for no longer than half a second, and none while nothing else is ready to run."""
+    n_j prompts and, at every later stage, all requests of the type (never more than n_j) join the
+    batch. Nothing is preempted. A type is an expected output length, rounded up to the next of
+    `output_lens`; stages are output tokens.
+
+    Gated, thresholds hold back prompts only: at most one wave of each type an iteration, for at
+    most half a second, and none while nothing else is ready to run."""
 
     name: ClassVar[str] = "wait"
     cuts_prompts = False
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        """output_lens: the types' output lengths l'_j, rising.
-        thresholds: n_j for each of them, prompts a stage; gated, they may be fractions.
-        gated: decoding never waits, and thresholds that are met in part are admitted.
-        max_num_batched_tokens: positions a step, gated."""
-
-        output_lens: tuple[PositiveInt, ...] = (64, 256, 1024)
-        thresholds: tuple[PositiveInt | PositiveFloat, ...] = (1, 1, 1)
-        gated: bool = False
-        max_num_batched_tokens: PositiveInt = 2048
+        output_lens: tuple[PositiveInt, ...] = (64, 256, 1024)  # l'_j of the types, rising
+        thresholds: tuple[PositiveInt | PositiveFloat, ...] = (1, 1, 1)  # n_j of each type
+        gated: bool = False  # decoding never waits; allows fractional thresholds
+        max_num_batched_tokens: PositiveInt = 2048  # positions a step, gated
 
         def __post_init__(self) -> None:
             check_thresholds(self.output_lens, self.thresholds, self.gated)
@@ -45,7 +42,7 @@ class Wait(AdmissionPolicy):
         super().__init__(options)
         self.may_idle = not options.gated
         self.cuts_prompts = options.gated
-        # The papers know no drafts.
+        # The papers have no drafts.
         self.token_budget = options.max_num_batched_tokens if options.gated else 0
         self._gates = [Gate(n, _expected) for n in options.thresholds]
 
@@ -103,8 +100,7 @@ class Wait(AdmissionPolicy):
 def check_thresholds(
     output_lens: tuple[int, ...], thresholds: tuple[float, ...], gated: bool
 ) -> None:
-    """Raises: ValueError unless both are as many, lengths rise, and thresholds to the letter are
-    whole."""
+    """Raise ValueError unless lengths rise, counts agree, and thresholds fit `gated`."""
     if not output_lens or any(a >= b for a, b in itertools.pairwise(output_lens)):
         raise ValueError(f"the lengths must rise, not {output_lens}")
     if len(thresholds) != len(output_lens):
@@ -116,13 +112,13 @@ def check_thresholds(
 
 
 def type_of(state: RequestState, output_lens: tuple[int, ...]) -> int:
-    """Index of the first length that covers the request's expected output."""
+    """Return the index of the first length that covers the request's expected output."""
     expected = state.request.expected_output_tokens or state.request.max_tokens
     return min(bisect.bisect_left(output_lens, expected), len(output_lens) - 1)
 
 
 def _expected(state: RequestState) -> int:
-    """Tokens that the request is expected to hold in the end."""
+    """Return the tokens that the request is expected to hold in the end."""
     expected = state.request.expected_output_tokens or state.request.max_tokens
     return state.request.prompt_len + max(expected, state.num_output_tokens)
 

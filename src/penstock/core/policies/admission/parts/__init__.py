@@ -1,1 +1,1 @@
-"""What several policies of this kind are made of; no policies themselves."""
+"""Building blocks that several admission policies share."""

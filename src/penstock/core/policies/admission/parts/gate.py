@@ -1,4 +1,4 @@
-"""Prompts admitted in waves, while decoding never waits: what makes thresholds serve."""
+"""Prompts admitted in waves while decoding never waits, for gated thresholds."""
 
 from __future__ import annotations
 
@@ -8,32 +8,30 @@ from penstock.core.queues import ArrivalQueue
 from penstock.core.state import RequestState
 from penstock.core.step import Step
 
-_MAX_WAIT_S = 0.5
-"""A prompt that has waited so long is admitted without its wave. Chosen by hand."""
+_MAX_WAIT_S = 0.5  # A prompt that has waited this long is admitted without its wave; chosen by hand
 
 
 class Gate:
-    """Admits one queue's prompts: a wave of `threshold` an iteration, and of a fraction one prompt
-    every so many. Unused waves are not made up for at once. A request is admitted only where memory
-    holds all that it and the running ones are expected to grow to."""
+    """Admits one queue's prompts in waves of `threshold` an iteration, or a fraction.
+
+    A request is admitted only if memory holds what it and the running ones should grow to."""
 
     def __init__(self, threshold: float, expected: Callable[[RequestState], int]) -> None:
-        """expected: tokens that a request is expected to hold in the end."""
+        """Create a gate; `expected` returns the tokens that a request holds in the end."""
         self._threshold = threshold
         self._expected = expected
         self.credit = 0.0
 
     @property
     def is_full(self) -> bool:
-        """Whether another iteration adds nothing to the credit."""
+        """True if another iteration adds nothing to the credit."""
         return self.credit >= max(self._threshold, 1.0)
 
     def earn(self) -> None:
-        """Begin an iteration."""
         self.credit = min(self.credit + self._threshold, max(self._threshold, 1.0))
 
     def waits(self, step: Step, queue: ArrivalQueue) -> bool:
-        """Whether the queue has too few prompts for a wave, and none that is overdue."""
+        """Return whether the queue has too few prompts for a wave, and none that is overdue."""
         if queue.oldest is None:
             return True
         due = queue.oldest.request.arrival_time + _MAX_WAIT_S
@@ -43,7 +41,7 @@ class Gate:
         return True
 
     def admit(self, step: Step, queue: ArrivalQueue, num: int, budget: int) -> int:
-        """Admit up to `num` prompts, the last in part; returns their tokens in this step."""
+        """Admit up to `num` prompts, the last in part; return their tokens in this step."""
         before = step.num_tokens
         while num > 0 and budget > 0:
             state = queue.first
@@ -62,7 +60,7 @@ class Gate:
 
 
 def schedule_running(step: Step, max_num_batched_tokens: int) -> int:
-    """Schedule decoding requests, then begun prompts; returns what is left of the budget."""
+    """Schedule decoding requests, then begun prompts; return the rest of the budget."""
     budget = max(max_num_batched_tokens, step.num_decodes())
     budget -= step.schedule_decodes(budget)
     return budget - step.schedule_prefills(budget)

@@ -14,13 +14,14 @@ from penstock.core.step import Step
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
-# Steps ahead that are looked at: so fine that little can grow between two of them.
+# Steps ahead that are evaluated; little can grow between two of them.
 _AHEAD: IntArray = np.concatenate(
     [np.arange(64), np.arange(64, 128, 2), np.arange(128, 512, 8), 2 ** np.arange(9, 14)]
 )
 
 _REFILL_FACTOR = 1.1
-"""Rate of admission while memory is short, over the rate at which a full memory empties."""
+"""Rate of admission while memory is short, over the rate at which a full memory empties. Chosen by
+hand."""
 
 
 _GROWTH_BATCH = 64
@@ -28,12 +29,12 @@ _GROWTH_BATCH = 64
 
 
 def num_that_fit(step: Step, waiting: Sequence[RequestState], confidence: float) -> int:
-    """How many of the first of `waiting` are expected to fit into memory at all times, as they and
-    the running requests go on together, and nobody else comes.
+    """Return how many of the first waiting requests should fit into memory at all times.
 
-    A request of age a has ended t steps from now with probability 1 − S(a + t) / S(a), else it
-    holds t tokens more. Of what has come free the lower quantile is taken, `confidence` deviations
-    down, as for a Poisson number of ends (normal in the square root): never less than nothing."""
+    They and the running requests go on together, and no other requests come. A request of age a has
+    ended t steps from now with probability 1 − S(a + t) / S(a), else it holds t tokens more. The
+    freed memory counts by its lower quantile, `confidence` deviations down, as for a Poisson number
+    of ends (normal in the square root)."""
     capacity, lengths = step.pool.capacity_tokens, step.learn.lengths
     ages = np.array([(s.num_known_tokens, s.num_output_tokens) for s in waiting], dtype=np.int64)
     known = step.num_known_tokens + np.cumsum(ages[:, 0])
@@ -65,9 +66,7 @@ def num_that_fit(step: Step, waiting: Sequence[RequestState], confidence: float)
 
 
 def _freed(lengths: IntArray, survival: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Mean and variance, [requests, steps ahead], of what comes free of each.
-
-    lengths: [requests, 2] known and output tokens."""
+    """Return mean and variance of the freed tokens, [requests, steps ahead], by `lengths`."""
     ages = lengths[:, 1]
     now = np.maximum(survival.take(ages, mode="clip"), 1e-12)
     whole = lengths[:, :1] + _AHEAD
@@ -76,10 +75,11 @@ def _freed(lengths: IntArray, survival: FloatArray) -> tuple[FloatArray, FloatAr
 
 
 class Refill:
-    """Even admission while memory is short: who is admitted together ends together. What comes free
-    is given out as the prompt tokens a step that would leave a memory full of ordinary requests; a
-    long prompt on credit. credit: without end while memory is not short. is_pausing: requests were
-    held back only because it is too early."""
+    """Even admission while memory is short: requests admitted together end together.
+
+    The prompt tokens admitted a step are those that would keep a memory full of ordinary requests;
+    a long prompt goes on credit. credit: infinite while memory is not short. is_pausing: requests
+    were held back only because it is too early."""
 
     def __init__(self) -> None:
         self.credit = math.inf
@@ -91,24 +91,24 @@ class Refill:
         return self.credit < math.inf
 
     def note(self, is_short: bool) -> bool:
-        """Whether memory is short now. Returns whether that has just begun."""
+        """Note whether memory is short now; return whether that has just begun."""
         began = is_short and not self.is_short
         if began or not is_short:
             self.credit = self._prompt_len if is_short else math.inf
         return began
 
     def earn(self, step: Step) -> bool:
-        """What a step adds. Returns whether it is time to admit anybody."""
+        """Add a step's credit; return whether it is time to admit requests."""
         lengths, self._prompt_len = step.learn.lengths, step.learn.traffic.mean_prompt_len
         if self.is_short:
             full = step.pool.capacity_tokens / (self._prompt_len + lengths.mean_residual)
             steps = lengths.mean / lengths.per_step
             earned = _REFILL_FACTOR * full / steps * self._prompt_len
-            # Where outputs are short more than one prompt is due in each step.
+            # If outputs are short more than one prompt is due in each step.
             self.credit = min(max(self._prompt_len, earned), self.credit + earned)
             self.is_pausing = self.credit <= 0 and bool(step.running)
         return not self.is_pausing
 
     def spend(self, num_tokens: int) -> None:
-        """So many prompt tokens are admitted."""
+        """Use credit for admitted prompt tokens."""
         self.credit -= num_tokens

@@ -1,4 +1,4 @@
-"""Targets in seconds: which prompts can be on time, and how long a step may last.
+"""Latency targets: which prompts can be on time, and how long a step may last.
 
 TTFT is met or missed once. TPOT is a mean: output token n + 1 is in time if it comes within n times
 the target after the first. A step may last until the first of these deadlines."""
@@ -22,19 +22,15 @@ from penstock.core.types import NO_TARGET
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
-_LATE_AFTER_TARGETS = 20.0
-"""Targets for the first token after which a late request comes before all others, if it is its
-turn."""
+# Chosen by hand.
+_LATE_AFTER_TARGETS = 20.0  # TTFT targets after which a late request may come before all others
 _LATE_EVERY_TARGETS = 2.0
-"""Targets for the first token between two turns: late requests do not make all others late."""
-_TARGET_MARGIN = 0.95
-"""Share of the target for later tokens that is aimed at: steps are not quite as predicted."""
+"""TTFT targets between two late requests that come first, so that not all become late."""
+_TARGET_MARGIN = 0.95  # share of the TPOT target aimed at, because steps differ from predictions
 
 
 def time_left_of_own(step: Step, decoding: float) -> float:
-    """Seconds that the step may take so that running requests with targets of their own stay in
-    time. decoding: seconds of a step that only decodes; who could not make it in such steps alone
-    does not hold up anybody."""
+    """Return the seconds that the step may take for requests with their own targets."""
     latest = math.inf
     for state in step.ungrouped():
         if not state.num_output_tokens or state.request.latency == NO_TARGET:
@@ -54,8 +50,7 @@ def time_left_of_own(step: Step, decoding: float) -> float:
 
 
 class Order(NamedTuple):
-    """Prompts in the order in which they get their tokens. num_late: how many cannot be on time;
-    seconds: until all that can be are computed."""
+    """Prompts in order of service; `seconds` until all but the late ones are computed."""
 
     prompts: list[RequestState]
     num_late: int
@@ -64,7 +59,7 @@ class Order(NamedTuple):
 
 @dataclass(slots=True)
 class Targets:
-    """ttft_p99, tpot_p99: seconds; None asks for nothing."""
+    """Operator's targets in seconds, or None."""
 
     ttft_p99: float | None
     tpot_p99: float | None
@@ -73,11 +68,11 @@ class Targets:
     def order(
         self, prompts: Iterable[RequestState], now: float, seconds: Callable[[RequestState], float]
     ) -> Order:
-        """The order in which prompts get their tokens: first those whose next token is overdue and
-        whose turn it is; then those that can be on time, then the others, each oldest first.
-        Requests that would make most others late are late themselves (Moore and Hodgson). After
-        `_LATE_AFTER_TARGETS` targets a late request comes first, one every `_LATE_EVERY_TARGETS`
-        targets. seconds: that the rest of a prompt takes."""
+        """Return the prompts in order of service.
+
+        First those whose next token is overdue and a late request whose turn it is, then those that
+        can be on time, then the others, each oldest first. Requests that would make most others
+        late are late (Moore and Hodgson). seconds: of the rest of a prompt."""
         assert self.ttft_p99 is not None
         oldest = sorted(prompts, key=lambda s: s.request.arrival_time)
         first = [s for s in oldest if s.num_output_tokens]
@@ -105,7 +100,7 @@ class Targets:
         return Order(in_order, len(late), finished_at - now)
 
     def _turn_of(self, oldest: list[RequestState], now: float, target: float) -> list[RequestState]:
-        """The oldest of the prompts, if it waits for too long and it is its turn."""
+        """Return the oldest prompt if it is overdue and its turn has come, else nothing."""
         if not oldest or now <= oldest[0].request.arrival_time + _LATE_AFTER_TARGETS * target:
             return []
         first = oldest[0].request.id
@@ -116,9 +111,7 @@ class Targets:
         return oldest[:1]
 
     def time_left(self, step: Step, decoding: float) -> float:
-        """Seconds until the first deadline of a next token that can be kept, or made up for.
-        decoding: seconds of a step that only decodes. Who is not expected to catch up does not hold
-        up anybody."""
+        """Return the seconds until the first deadline that can be met or made up for."""
         if self.tpot_p99 is None:
             return math.inf
         ahead, _ = self._ahead(step)
@@ -128,10 +121,9 @@ class Targets:
         return float(ahead.min()) if len(ahead) else math.inf
 
     def num_lost(self, step: Step, seconds: float, decoding: float) -> float:
-        """Expected number of running requests that end before they have made up for `seconds`
-        without a token, though they would be within the target without."""
+        """Return the expected number of requests that `seconds` without a token make late."""
         assert self.tpot_p99 is not None
-        # With each token, as many as there are in a step.
+        # Each step gains on as many deadlines as it makes tokens.
         gained = _TARGET_MARGIN * self.tpot_p99 - decoding / step.learn.lengths.per_step
         if gained <= 0:
             return math.inf
@@ -147,8 +139,7 @@ class Targets:
         return float(((without - with_it) / now).sum())
 
     def _ahead(self, step: Step) -> tuple[FloatArray, IntArray]:
-        """Of every running request with output: seconds until its next token is due, and its output
-        tokens so far."""
+        """Return seconds to the next token's deadline, and output tokens, by request."""
         assert self.tpot_p99 is not None
         first_at, num_tokens = step.output_times()
         return first_at + _TARGET_MARGIN * self.tpot_p99 * num_tokens - step.now, num_tokens

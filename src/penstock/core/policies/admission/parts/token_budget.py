@@ -1,4 +1,4 @@
-"""What vLLM's and Sarathi-Serve's rules have in common: one budget of positions a step."""
+"""Base of vLLM's and Sarathi-Serve's rules: one budget of positions a step."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from penstock.core.step import Step
 
 
 def check_budget(**limits: int) -> None:
-    """Raises: ValueError where the first limit, of positions, is less than the second, of
-    requests: all of them may decode at once."""
+    """Raise ValueError if the first limit, of positions, is below the second, of requests."""
     (budget, most), (requests, num) = limits.items()
     if most < num:
         raise ValueError(f"{budget} must be at least {requests}, not {most} against {num}")
@@ -22,25 +21,20 @@ def check_budget(**limits: int) -> None:
 class TokenBudget(AdmissionPolicy):
     """First come, first served under one token budget.
 
-    Running requests take their due tokens, those that decode first; then waiting ones are admitted,
-    the last in part. When memory runs out the newest running request is preempted. Decoding
-    requests reserve room for their drafts, which leave at least half of the remaining budget to
-    prompts."""
+    Running requests take their due tokens, decodes first; then waiting ones are admitted, the last
+    in part. If memory runs out the newest running request is preempted. Decoding requests reserve
+    room for drafts, which leave at least half of the remaining budget to prompts."""
 
     admits_whole = True
-    """Whether memory must hold all of a prompt, not only its first chunk."""
+    """Memory must hold all of a prompt, not only its first chunk."""
     watermark = 0.01
     """Share of the KV blocks that admission leaves free: vLLM's default."""
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        """max_num_batched_tokens: positions of the target a step, drafts included.
-        max_num_seqs: requests running at once.
-        order: in which order waiting requests are tried."""
-
-        max_num_batched_tokens: PositiveInt = 2048
-        max_num_seqs: PositiveInt = 256
-        order: OrderName = "arrival"
+        max_num_batched_tokens: PositiveInt = 2048  # target positions a step, drafts included
+        max_num_seqs: PositiveInt = 256  # requests running at once
+        order: OrderName = "arrival"  # of waiting requests
 
         def __post_init__(self) -> None:
             check_budget(
@@ -69,5 +63,5 @@ class TokenBudget(AdmissionPolicy):
         return step.shortage(state, self.max_num_seqs, self.kept_free(step))
 
     def kept_free(self, step: Step) -> int:
-        """Blocks that admission leaves free."""
+        """Return the blocks that admission leaves free."""
         return int(self.watermark * step.pool.num_blocks)

@@ -1,7 +1,7 @@
-"""GoodSpeed's gradient scheduling to the letter (eqs. 3 to 5, Algorithm 1); a client is a tenant.
+"""GoodSpeed's gradient scheduling exactly (eqs. 3 to 5, Algorithm 1); a client is a tenant.
 
-What the paper leaves open is defined here: what a round without a draft does to α̂ (eq. 3 divides
-by 0). A step in which a request could not draft is no round."""
+The paper leaves open what a round without a draft does to α̂ (eq. 3 divides by 0): see `on_empty`.
+A step in which a request could not draft is no round."""
 
 from __future__ import annotations
 
@@ -27,38 +27,29 @@ INITIAL_ACCEPTANCE, _INITIAL_GOODPUT = 0.5, 1.0
 _ON_EMPTY = {"hold": None, "zero": 0.0, "full": 1.0}
 
 
-Decay = Literal[0] | Annotated[float, Range(above=0.5, at_most=1)]
-"""Exponent by which a step size falls; 0: it is constant."""
+Decay = Literal[0] | Annotated[float, Range(above=0.5, at_most=1)]  # 0: a constant step size
 
 
 class GoodSpeed(AllocationPolicy):
-    """Maximise the gradient of the utility at smoothed goodput, for smoothed acceptance."""
+    """Maximises the gradient of the utility at smoothed goodput, for smoothed acceptance."""
 
     name: ClassVar[str] = "goodspeed"
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        """beta, eta: smoothing of goodput (eq. 4) and of acceptance (eq. 3).
-        beta_decay, eta_decay: exponents by which they fall with a client's rounds, in (0.5, 1];
-        0: constant. Assumption 3 wants η/β → 0.
-        evidence: what eq. 3 averages min(1, target / draft) over: `all` positions of a draft, as it
-        is printed, or only the `decided` ones, up to the first rejection.
-        on_empty: what eq. 3 makes of a round for which nothing was granted: count it as `full`
-        acceptance, so that α̂ rises until the client is tried again; or as `zero`; or `hold` α̂, with
-        which a client that was unlucky once is never tried again.
-        fairness: exponent a of the utility, U' = x^(−a): 0 total, 1 proportional.
-        total: draft tokens a round at most (C). None: by the profile of step times.
-        k_max: most draft tokens for one request in a round."""
-
-        beta: Annotated[float, Range(above=0, at_most=1)] = 0.5
-        eta: Annotated[float, Range(above=0, at_most=1)] = 0.1
-        beta_decay: Decay = 0.0
-        eta_decay: Decay = 0.0
+        beta: Annotated[float, Range(above=0, at_most=1)] = 0.5  # smoothing of goodput (eq. 4)
+        eta: Annotated[float, Range(above=0, at_most=1)] = 0.1  # smoothing of acceptance (eq. 3)
+        beta_decay: Decay = 0.0  # exponent by which beta falls with rounds
+        eta_decay: Decay = 0.0  # likewise; Assumption 3: η/β → 0
+        # Positions over which eq. 3 averages min(1, target / draft): `all`, as printed, or only the
+        # `decided` ones, up to the first rejection.
         evidence: Literal["all", "decided"] = "all"
+        # Acceptance of a round without a grant in eq. 3: `full`, so that α̂ rises until the client
+        # is tried again, `zero`, or `hold` α̂, which may never try it again.
         on_empty: Literal["hold", "zero", "full"] = "full"
-        fairness: Fairness = 1.0
-        total: NonNegativeInt | None = None
-        k_max: MaxDraftTokens = 16
+        fairness: Fairness = 1.0  # exponent a of the utility
+        total: NonNegativeInt | None = None  # draft tokens a round (C); None: by step times
+        k_max: MaxDraftTokens = 16  # most draft tokens for one request
 
         def __post_init__(self) -> None:
             if self.beta_decay and self.eta_decay <= self.beta_decay:
@@ -71,7 +62,6 @@ class GoodSpeed(AllocationPolicy):
         super().__init__(options)
         self._clients: dict[str, _Client] = {}
         self._left_out: dict[str, tuple[int, int]] = {}
-        """By request: epoch and round for which it was granted nothing, though it could draft."""
 
     def allocate(self, candidates: Sequence[DraftCandidate], view: View) -> list[Grant]:
         options = self.options
@@ -114,17 +104,17 @@ class GoodSpeed(AllocationPolicy):
             self._client(name).observe(evidence, realised)
 
     def _is_round(self, outcome: Outcome) -> bool:
-        """True if the request has drafted, or would have, had it been granted anything."""
+        """Return whether the request has drafted, or would have with a grant."""
         state, verdict = outcome
         left_out = self._left_out.get(state.request.id)
         return verdict.num_proposed > 0 or left_out == (verdict.epoch, verdict.round)
 
     def goodput(self, tenant: str) -> float:
-        """X of eq. 4: the estimate that figure 2 compares with what is realised."""
+        """Return X of eq. 4, the estimate that figure 2 compares with realised goodput."""
         return self._client(tenant).goodput
 
     def acceptance(self, tenant: str) -> float:
-        """α̂ of eq. 3."""
+        """Return α̂ of eq. 3."""
         return self._client(tenant).acceptance.rate()
 
     def _client(self, tenant: str) -> _Client:
@@ -135,7 +125,7 @@ class GoodSpeed(AllocationPolicy):
 
 
 class _Client:
-    """α̂ and X of a tenant, and how many rounds it has taken part in."""
+    """α̂, X and number of rounds of a tenant."""
 
     def __init__(self, options: GoodSpeed.Options) -> None:
         self._options = options

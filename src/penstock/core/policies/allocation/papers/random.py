@@ -15,18 +15,14 @@ from penstock.core.view import DraftCandidate, View
 
 
 class RandomLengths(AllocationPolicy):
-    """All lengths whose sum is at most the budget are equally likely; then limits cut."""
+    """Draws lengths evenly from all whose sum is at most the budget, then cuts them to limits."""
 
     name: ClassVar[str] = "random"
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        """total: draft tokens a round at most (C). None: by the profile of step times.
-        k_max: most draft tokens for one request in a round.
-        seed: of the random numbers."""
-
-        total: NonNegativeInt | None = None
-        k_max: MaxDraftTokens = 16
+        total: NonNegativeInt | None = None  # draft tokens a round (C); None: by step times
+        k_max: MaxDraftTokens = 16  # most draft tokens for one request
         seed: Seed = 0
 
     def __init__(self, options: Options) -> None:
@@ -35,7 +31,7 @@ class RandomLengths(AllocationPolicy):
 
     def allocate(self, candidates: Sequence[DraftCandidate], view: View) -> list[Grant]:
         most = [min(c.limit, self.options.k_max) for c in candidates]
-        # What limits would cut anyway is no use as budget.
+        # Budget that limits would cut is not drawn.
         budget = min(draft_budget(self.options.total, view), sum(most))
         bars = sorted(self._random.sample(range(budget + len(candidates)), len(candidates)))
         lengths = [b - a - 1 for a, b in pairwise((-1, *bars))]

@@ -1,4 +1,4 @@
-"""What a drafter has to read before it can draft, and what becomes of what is not used."""
+"""Reading time of drafters, and ageing of what is known of unused ones."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from collections.abc import Sequence
 
 from penstock.core.view import DraftCandidate, View
 
-_STEP_TOKENS = 2
-"""Tokens that a drafter has not read after a round: they are part of its first step."""
+_STEP_TOKENS = 2  # tokens that a drafter has not read after a round: part of its first step
 
 
 def reading_seconds(candidate: DraftCandidate, view: View) -> float:
-    """Until the candidate's drafter has read what it has not of the request, beyond what is part of
-    drafting; 0 while that was not measured."""
+    """Return a drafter's seconds to read the text, beyond usual drafting; 0 while unknown."""
     state, drafter = candidate.state, candidate.drafter
     per_token = view.learn.times.catch_up_of(drafter)
     if not per_token:
@@ -27,8 +25,7 @@ def fade_unused(
     num_rounds: int = 1,
     trials: Sequence[float] | None = None,
 ) -> None:
-    """Age what is known of requests without a draft, and of drafters that nobody uses, by so many
-    rounds. trials: rounds that it would take to try each; the more, the more slowly."""
+    """Age estimates without drafts by some rounds, slower the longer their `trials` take."""
     acceptance = view.learn.acceptance
     longest: dict[str, int] = {}
     least: dict[str, float] = {}

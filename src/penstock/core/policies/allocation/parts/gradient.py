@@ -1,4 +1,4 @@
-"""What policies share that maximise the gradient of a fair utility (GoodSpeed eqs. 1, 5)."""
+"""Parts of policies that maximise the gradient of a fair utility (GoodSpeed eqs. 1, 5)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from penstock.core.types import Tenant
 from penstock.core.view import DraftCandidate, View
 from penstock.fluid.step_profile import StepWork
 
-IDLE_STEPS = 10
-_KEEP = 1 - 1 / 1000
-"""Of what was seen, from step to step: goodput is an average over a thousand of them."""
-_MAX_STEP_STRETCH = 1.5
-_START_STEPS = 4.0
-_LEAST_WEIGHT = 1e-6
+IDLE_STEPS = 10  # steps until an idle tenant starts anew
+_KEEP = 1 - 1 / 1000  # memory of goodput: an average over a thousand steps
+_MAX_STEP_STRETCH = 1.5  # longest step with drafts over one without; chosen by hand
+_START_STEPS = 4.0  # steps that a new tenant's start counts for; chosen by hand
+_LEAST_WEIGHT = 1e-6  # for a tenant of weight 0
 
 
 Fairness = Annotated[float, Range(at_least=0, at_most=16)]
@@ -26,8 +25,7 @@ Fairness = Annotated[float, Range(at_least=0, at_most=16)]
 
 
 def draft_budget(total: int | None, view: View) -> int:
-    """Draft tokens of the round (C): as given, or by the profile of step times as many as make the
-    step half as long again; and never more than the step has room for."""
+    """Return the draft tokens of the round (C), by default for a step half as long again."""
     if total is not None:
         return min(total, view.room.budget)
     times, num = view.learn.times, view.room.num_sampled
@@ -43,13 +41,13 @@ def draft_budget(total: int | None, view: View) -> int:
 
 
 def tenant_weight(tenants: Mapping[str, Tenant], name: str) -> float:
-    """A tenant's weight, 1 where it has none; positive, so that shares can be compared."""
+    """Return a tenant's weight, 1 by default; positive, so that shares can be compared."""
     tenant = tenants.get(name)
     return 1.0 if tenant is None else max(tenant.weight, _LEAST_WEIGHT)
 
 
 def tokens_by_tenant(outcomes: Iterable[Outcome]) -> dict[str, int]:
-    """Realised goodput of a step: its tokens, summed over a tenant's requests."""
+    """Return the realised goodput of a step: tokens by tenant."""
     tokens: defaultdict[str, int] = defaultdict(int)
     for state, verdict in outcomes:
         tokens[state.request.tenant] += len(verdict.token_ids)
@@ -57,10 +55,11 @@ def tokens_by_tenant(outcomes: Iterable[Outcome]) -> dict[str, int]:
 
 
 class GoodputAverages:
-    """Average goodput X of each tenant (eq. 4), in tokens a step or, told how long steps take, a
-    second: over all that is known, up to a thousand steps. A constant β (eq. 4) never comes to
-    rest, and one that falls for ever stops listening. A tenant that is new, or idle for IDLE_STEPS,
-    starts at the average of those present."""
+    """Average goodput X of each tenant (eq. 4), in tokens a step, or a second if given seconds.
+
+    It is the mean of up to a thousand steps: a constant β (eq. 4) never converges, and a falling
+    one stops adapting. A tenant that is new, or idle for IDLE_STEPS, starts at the average of those
+    present."""
 
     def __init__(self) -> None:
         self._tokens: dict[str, float] = {}
@@ -69,8 +68,7 @@ class GoodputAverages:
         self._weights: dict[str, float] = {}
 
     def meet(self, weights: Mapping[str, float], step: float = 1.0, first: float = 1.0) -> None:
-        """Tenants that compete in this step, with their weights. step: how long steps take.
-        first: tokens that each is expected to get in a step, where nothing is known of anybody."""
+        """Set the competing tenants' weights; `first`: tokens expected of each a step at first."""
         known = [n for n in weights if n in self._tokens]
         start = first / step
         if known:
@@ -82,7 +80,7 @@ class GoodputAverages:
         self._weights = dict(weights)
 
     def observe(self, tokens: Mapping[str, float], seconds: float = 1.0) -> None:
-        """A step is over: tokens of those that got some, and how long it took."""
+        """Take in a step: tokens by tenant, and its seconds."""
         for name in self._weights:
             self._tokens[name] = _KEEP * self._tokens[name] + tokens.get(name, 0)
             self._time[name] = _KEEP * self._time[name] + seconds
@@ -95,14 +93,14 @@ class GoodputAverages:
     def slopes(
         self, candidates: Sequence[DraftCandidate], view: View, fairness: float, step: float = 1.0
     ) -> dict[str, float]:
-        """U' = weight · X^(−fairness) of the candidates' tenants, which are met."""
+        """Return U' = weight · X^(−fairness) of the candidates' tenants."""
         names = dict.fromkeys(c.state.request.tenant for c in candidates)
         weights = {name: tenant_weight(view.tenants, name) for name in names}
         self.meet(weights, step)
         return {n: w / self.of(n) ** fairness for n, w in weights.items()}
 
     def of(self, name: str) -> float:
-        """X of a tenant that was met; positive."""
+        """Return X of a known tenant; positive."""
         return max(self._tokens[name] / self._time[name], 1e-9)
 
 
@@ -115,7 +113,7 @@ class Streams:
         self._drafters: dict[str, str] = {}
 
     def rates(self, candidates: Sequence[DraftCandidate]) -> list[float]:
-        """Probability for each candidate that its next draft token is accepted."""
+        """Return each candidate's probability that its next draft token is accepted."""
         self._drafters = {c.state.request.id: c.drafter for c in candidates}
         rates: dict[tuple[str, str], float] = {}
         found = []
@@ -127,7 +125,7 @@ class Streams:
         return found
 
     def observe(self, outcomes: Iterable[Outcome]) -> None:
-        """All verdicts of a step. A candidate that drafted nothing ages what is known of it."""
+        """Take in all verdicts of a step; a candidate without a draft ages its estimate."""
         for state, verdict in outcomes:
             drafter = verdict.drafter or self._drafters.get(verdict.request_id)
             if drafter is None:

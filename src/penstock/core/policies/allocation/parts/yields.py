@@ -1,33 +1,30 @@
-"""What drafts come to that end by themselves, by drafter, price and request: how many tokens each
-proposes, and how many of those are accepted. Acceptance says too much of them: only tokens that the
-drafter is sure of are ever verified. Under a low price they are long; what they come to under
-another says only how a request differs from others."""
+"""Yields of drafts that end by themselves: tokens proposed and accepted, by price and request.
+
+Acceptance overestimates such drafts: only tokens that the drafter is sure of are verified. Under a
+low price drafts are long; yields under other prices only say how a request differs from others."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-_MEMORY = 500
-"""Drafts of all requests that a drafter's mean is over."""
-_OWN_KEEP = 0.97
+_MEMORY = 500  # drafts of all requests that a drafter's mean covers
+_OWN_KEEP = 0.97  # memory of a request's own drafts a draft; chosen by hand
 _STRENGTH = 4.0
-"""Drafts that the mean of a drafter's requests is worth in the estimate of one of them: drafts
-differ about twice as much within a request as the means of requests do."""
-_PRICES = 8
-"""Prices from 0 to 1 that are told apart."""
+"""Drafts that the mean over requests counts for in one request's estimate: drafts vary about twice
+as much within a request as means do between requests."""
+_PRICES = 8  # price classes from 0 to 1
 
 
 class DraftYield(NamedTuple):
-    """Of a draft, in the mean: tokens proposed, and accepted."""
+    """Mean tokens of a draft, proposed and accepted."""
 
     proposed: float
     accepted: float
 
 
-class _Everybody:
-    """Drafts under one price. Before anything is known a draft is as likely of any length up to
-    one that falls with the price, and half of what a price leaves open is accepted."""
+class _AllDrafts:
+    """Drafts of all requests under one price; at first even up to a length by the price."""
 
     def __init__(self, longest: int, price: float) -> None:
         likely = 1 + round(longest * (1 - price))
@@ -57,7 +54,7 @@ class _Everybody:
 
 @dataclass(slots=True)
 class _Own:
-    """Sums over the drafts of one request, and over what was expected of anybody's."""
+    """Sums over the drafts of one request, and over their expectations."""
 
     num: float = 0.0
     proposed: float = 0.0
@@ -74,29 +71,29 @@ class _Own:
 
 
 class DraftYields:
-    """Of one drafter, whose drafts have at most `limit` tokens."""
+    """Yields of one drafter, whose drafts have at most `limit` tokens."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._by_price = [_Everybody(limit, (i + 0.5) / _PRICES) for i in range(_PRICES)]
+        self._by_price = [_AllDrafts(limit, (i + 0.5) / _PRICES) for i in range(_PRICES)]
         self._by_request: dict[str, _Own] = {}
 
     def observe(self, request_id: str, price: float, num_proposed: int, num_accepted: int) -> None:
-        """A draft was verified, or ended before its first token."""
+        """Take in a draft that was verified, or ended before its first token."""
         own = self._by_request.setdefault(request_id, _Own())
-        everybody = self._at(price)
-        # The tenth draft of a request says less of other requests than the first. And requests that
-        # draft for long are those whose drafts are good.
+        all_drafts = self._at(price)
+        # Later drafts of a request say less of other requests; and long-drafting requests are those
+        # with good drafts.
         weight = _STRENGTH / (_STRENGTH + own.num)
-        everybody.observe(weight, num_proposed, num_accepted)
-        own.observe(num_proposed, num_accepted, everybody.mean)
+        all_drafts.observe(weight, num_proposed, num_accepted)
+        own.observe(num_proposed, num_accepted, all_drafts.mean)
 
     def mean(self, price: float) -> DraftYield:
-        """Over requests."""
+        """Return the mean yield over requests."""
         return self._at(price).mean
 
     def of(self, request_id: str, mean: DraftYield) -> DraftYield:
-        """Of a request's next draft. mean: over requests."""
+        """Return the expected yield of a request's next draft, from the `mean` over requests."""
         own = self._by_request.get(request_id)
         if own is None:
             return mean
@@ -107,12 +104,11 @@ class DraftYields:
         return DraftYield(found, min(found, better * mean.accepted))
 
     def longest(self, price: float, num_drafts: int) -> float:
-        """Expected length of the longest of so many drafts."""
+        """Return the expected length of the longest of some drafts."""
         return self._at(price).longest(num_drafts)
 
     def information(self, request_id: str) -> float:
-        """By how much of the variance of a single draft one more makes the estimate of a request
-        better."""
+        """Return the fall in variance of a request's estimate by one more draft."""
         own = self._by_request.get(request_id)
         num = _STRENGTH + (own.num if own is not None else 0.0)
         return 1 / (num * (num + 1))
@@ -120,5 +116,5 @@ class DraftYields:
     def forget(self, request_id: str) -> None:
         self._by_request.pop(request_id, None)
 
-    def _at(self, price: float) -> _Everybody:
+    def _at(self, price: float) -> _AllDrafts:
         return self._by_price[min(_PRICES - 1, int(price * _PRICES))]

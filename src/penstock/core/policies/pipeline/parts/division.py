@@ -1,4 +1,4 @@
-"""Requests in groups, each with its share of them: micro-batches."""
+"""Division of requests into micro-batches."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from functools import partial
 
 from penstock.core.state import DraftStage, RequestState
 
-_ROUNDING = 1e-9
+_ROUNDING = 1e-9  # tolerance of float shares
 
 
 class Division:
-    """Requests in groups that should have `shares` of them, of each drafter's and altogether."""
+    """Requests in groups with given `shares`, of each drafter's requests and of all."""
 
     def __init__(self, shares: Sequence[float]) -> None:
         self._shares = shares
@@ -20,14 +20,12 @@ class Division:
         self._loads: Counter[str] = Counter()
 
     def put(self, state: RequestState, group: int) -> None:
-        """Add a request."""
         drafter = state.drafter or ""
         self._members.setdefault((drafter, group), []).append(state)
         self._loads[drafter] += 1
 
     def emptiest(self, drafter: str) -> int:
-        """The group with the fewest requests of a drafter for its share of one more; of several,
-        with the fewest at all."""
+        """Return the group with the fewest requests of a drafter for its share, then of all."""
 
         def size(group: int) -> tuple[float, float]:
             one_more = (self._loads[drafter] + 1) * self._shares[group]
@@ -36,8 +34,7 @@ class Division:
         return min(range(len(self._shares)), key=size)
 
     def balance(self) -> None:
-        """Move requests between their rounds until no group has more than one too many beside
-        another, of a drafter's or altogether."""
+        """Move requests between rounds until no surpluses differ by more than 1."""
         drafters = sorted(self._loads)
         for drafter in drafters:
             while self._move(drafter, partial(self._own_surplus, drafter)):
@@ -46,14 +43,13 @@ class Division:
             pass
 
     def groups(self) -> dict[str, int]:
-        """By request id."""
+        """Return the group of each request id."""
         return {s.request.id: g for (_, g), states in self._members.items() for s in states}
 
     def _move(
         self, drafter: str, surplus: Callable[[int], float], *, keeps_own: bool = False
     ) -> bool:
-        """Move one of a drafter's requests from the group with the most too many to the one with
-        the fewest. keeps_own: only if the drafter's own are then no worse divided."""
+        """Move one request from the fullest to the emptiest group, unless `keeps_own` forbids."""
         order = sorted(range(len(self._shares)), key=surplus)
         to = order[0]
         for source in reversed(order):

@@ -1,7 +1,7 @@
-"""How many micro-batches: what a setting is worth by profiled step times; pure functions.
+"""Choice of the number of micro-batches by profiled step times; pure functions.
 
-A setting is a number of micro-batches. 1 are rounds: all drafters draft at the same time, and then
-the target verifies. 0 is no pipeline: drafters draft inside the target's step."""
+With 0 micro-batches, no pipeline, drafters draft inside the target's step. With 1, rounds, all
+drafters draft at the same time, then the target verifies."""
 
 from __future__ import annotations
 
@@ -15,37 +15,31 @@ from penstock.core.learn.times import round_seconds
 from penstock.core.state import Drafter, RequestState
 from penstock.fluid.step_profile import StepWork
 
-MOST_MICRO_BATCHES = 8
-_UNEVEN = (0.125, 0.25, 0.375)
-_ROUNDING = 1e-9
+MOST_MICRO_BATCHES = 8  # more would leave few requests to each at usual batches; chosen by hand
+_UNEVEN = (0.125, 0.25, 0.375)  # shares of the first of two groups that are tried; chosen by hand
+_ROUNDING = 1e-9  # tolerance of float shares
 _WARM_CYCLES, _CYCLES = 4, 4
-"""Cycles until a pipeline that began empty is steady, and cycles that are counted after them."""
+"""Cycles until a pipeline that began empty is steady, and cycles counted after them."""
 
 
 @dataclass(frozen=True)
 class Lane:
-    """What one drafter contributes to a round.
+    """One drafter's part of a round."""
 
-    batch: requests that it drafts for. seconds: of the whole draft for so many of them, alone on
-    the machine. slowdown: its time beside a working target over its time alone; `target_slowdown`:
-    the target's beside it. beside: it works beside the target whatever the setting, as a draft
-    server does."""
-
-    batch: int
-    seconds: Callable[[int], float]
-    slowdown: float = 1.0
-    target_slowdown: float = 1.0
-    beside: bool = False
+    batch: int  # requests that it drafts for
+    seconds: Callable[[int], float]  # of the whole draft for a batch, alone
+    slowdown: float = 1.0  # factor of its time beside a working target
+    target_slowdown: float = 1.0  # factor of the target's time beside it
+    beside: bool = False  # always works beside the target (a draft server)
 
 
 @dataclass(frozen=True)
 class Round:
-    """One round of all requests. verify: seconds of a target step with so many requests of each
-    lane, alone on the machine. host: seconds of the engine itself for every plan."""
+    """One round of all requests."""
 
     lanes: tuple[Lane, ...]
-    verify: Callable[[tuple[int, ...]], float]
-    host: float = 0.0
+    verify: Callable[[tuple[int, ...]], float]  # seconds alone, by each lane's batch
+    host: float = 0.0  # seconds of the engine itself for every plan
 
     @property
     def batch(self) -> int:
@@ -55,24 +49,24 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class PipelineSetting:
-    """num micro-batches, or 0 or 1 (see above). share: of the batch on every drafter that the first
-    of two has, if not half of it: where a phase costs much whatever the batch, a small one beside a
-    large one fills the pipeline at less expense."""
+    """A number of micro-batches, or 0 or 1 (see above).
+
+    share: batch share of the first of two, if uneven: where a phase has a large fixed cost, a small
+    group beside a large one fills the pipeline at less expense."""
 
     num: int = 0
     share: float | None = None
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Of the batch, by micro-batch."""
+        """Share of the batch of each micro-batch."""
         if self.share is not None:
             return (self.share, 1 - self.share)
         return (1 / self.num,) * self.num
 
 
 def split(batches: Sequence[int], shares: Sequence[float]) -> list[tuple[int, ...]]:
-    """Requests of each lane in each micro-batch: the batch on every lane is split (Spin, section
-    V-B), and what is left over goes where there are fewest for their share."""
+    """Split each lane's batch evenly between micro-batches (Spin, section V-B)."""
     groups = [[0] * len(batches) for _ in shares]
     total = sum(batches)
     for lane, batch in enumerate(batches):
@@ -92,17 +86,17 @@ def split(batches: Sequence[int], shares: Sequence[float]) -> list[tuple[int, ..
 
 
 def cycle_seconds(work: Round, setting: PipelineSetting) -> float:
-    """Seconds in which every request is drafted for and verified once.
+    """Return the seconds in which every request is drafted for and verified once.
 
     Without micro-batches: the drafts, then the verification. With them the cycle is as long as the
     busiest of four: the target, the drafters, the groups' ways (each verified after its draft and
     in its turn), and the engine, which writes a plan for every group and lane. Smaller batches
-    never take less time together than one that holds them all, whatever a noisy measurement says.
+    together never take less time than one whole batch: measurements that say so are noise.
 
-    Who works beside another is slowed down for as long as both work: with D and V the seconds of
-    both alone, σ and τ their slowdowns, the target is the busier one where V τ ≥ D σ, and takes V +
-    D σ (1 - 1/τ); otherwise the drafters take D + V τ (1 - 1/σ). σ = τ = 2 is a core that both
-    share. Of several drafters D is the longest, and of the others the share σ - 1."""
+    Two that work at once slow each other: with D and V the seconds of both alone, σ and τ their
+    slowdowns, the target is the busier one if V τ ≥ D σ, and takes V + D σ (1 - 1/τ); otherwise the
+    drafters take D + V τ (1 - 1/σ). σ = τ = 2 is a shared core. D is the longest of several
+    drafters, plus the share σ - 1 of the others."""
     if setting.num == 0:
         beside = (lane.seconds(lane.batch) for lane in work.lanes if lane.beside)
         inside = sum(lane.seconds(lane.batch) for lane in work.lanes if not lane.beside)
@@ -131,8 +125,7 @@ def _batches(work: Round) -> tuple[int, ...]:
 
 
 def _in_turn(drafts: Sequence[Sequence[float]], verifications: Sequence[float]) -> float:
-    """Seconds of a cycle in which every lane and the target take the groups in turn, all at full
-    speed. drafts: by group and lane."""
+    """Return the seconds of a cycle that takes the groups in turn; `drafts` by group and lane."""
     lane_free = [0.0] * len(drafts[0])
     verified = [0.0] * len(drafts)
     ends = []
@@ -146,7 +139,7 @@ def _in_turn(drafts: Sequence[Sequence[float]], verifications: Sequence[float]) 
 
 
 def _drafting(lanes: Sequence[Lane], drafts: Sequence[float]) -> float:
-    """Seconds of all lanes at the same time. drafts: of each, alone."""
+    """Return the seconds of all lanes at the same time, by those of each alone."""
     longest = max(range(len(lanes)), key=drafts.__getitem__)
     return drafts[longest] + sum(
         d * min(1.0, max(0.0, lane.slowdown - 1))
@@ -156,7 +149,7 @@ def _drafting(lanes: Sequence[Lane], drafts: Sequence[float]) -> float:
 
 
 def _saturated(lanes: Sequence[Lane], drafts: Sequence[float], verify: float) -> float:
-    """Seconds of a cycle without unnecessary waits."""
+    """Return the seconds of a cycle without unnecessary waits."""
     drafting = _drafting(lanes, drafts)
     slowdown = max(1.0, lanes[max(range(len(lanes)), key=drafts.__getitem__)].slowdown)
     of_target = max(1.0, *(lane.target_slowdown for lane in lanes))
@@ -166,7 +159,7 @@ def _saturated(lanes: Sequence[Lane], drafts: Sequence[float], verify: float) ->
 
 
 def settings(most: int) -> list[PipelineSetting]:
-    """All that are thought of, for at most so many micro-batches: the simplest first."""
+    """Return the settings with at most `most` micro-batches, the simplest first."""
     uneven = [PipelineSetting(2, share) for share in _UNEVEN] if most > 1 else []
     return [*(PipelineSetting(num) for num in range(most + 1)), *uneven]
 
@@ -174,8 +167,7 @@ def settings(most: int) -> list[PipelineSetting]:
 def best_setting(
     seconds: Callable[[PipelineSetting], float], most: int, gain: float = 0.0
 ) -> PipelineSetting:
-    """The setting with the shortest cycle; a later one only where it is shorter by the share `gain`
-    than every one before it."""
+    """Return the setting with the shortest cycle; a later one must gain the share `gain`."""
     best, shortest = PipelineSetting(), seconds(PipelineSetting())
     for setting in settings(most):
         found = seconds(setting)
@@ -191,8 +183,7 @@ def round_of(
     lengths: Mapping[str, float],
     host: float,
 ) -> Round:
-    """What one round of decoding requests costs, by the profile as far as there is one. lengths:
-    draft tokens a request, by drafter; host: as `Round` has it."""
+    """Return the costs of one round, by draft `lengths` of each drafter."""
     by_drafter: dict[str, list[RequestState]] = {}
     for state in states:
         if state.drafter is not None and state.drafter in drafters:
@@ -220,8 +211,7 @@ def round_of(
 
 
 def _lane(drafter: Drafter, batch: int, length: float, estimators: Estimators) -> Lane:
-    """By its profile, which is of the drafter alone; one that has none is taken to share the
-    target's core, where working beside it gains nothing."""
+    """Return a drafter's lane; without a profile it counts as sharing the target's core."""
     if drafter.remote:
         seconds = estimators.links.seconds(drafter.name, round(length))
         return Lane(batch, lambda n: seconds, beside=True)

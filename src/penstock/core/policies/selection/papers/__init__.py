@@ -1,1 +1,1 @@
-"""To the letter of their papers."""
+"""Selection policies exactly as their papers state them."""

@@ -1,4 +1,4 @@
-"""The drafter that is best over all requests, or now and then another (Spin, section VI-B2)."""
+"""The drafter that is best over all requests, or sometimes a random one (Spin, section VI-B2)."""
 
 from __future__ import annotations
 
@@ -16,18 +16,13 @@ from penstock.core.view import View
 
 
 class EpsilonGreedy(SelectionPolicy):
-    """In every round each request explores, with a drafter drawn evenly from all, or uses what has
-    been best on average. Nobody's own difficulty is looked at, and switching costs nothing here:
-    that is the baseline which the paper compares with."""
+    """Each request explores a random drafter in a round, or uses the best on average."""
 
     name: ClassVar[str] = "epsilon_greedy"
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        """explore: probability of a random drafter. The paper exploits "with probability ε" and
-        sets ε = 0.2, which is 0.8 here; the usual meaning of the name is 0.2. seed: of the
-        draws."""
-
+        # Probability of a random drafter; the paper's ε = 0.2 is 0.8 here.
         explore: Annotated[float, Range(at_least=0, at_most=1)] = 0.2
         seed: Seed = 0
 
@@ -55,7 +50,7 @@ class EpsilonGreedy(SelectionPolicy):
     def _best_first(
         self, drafters: Mapping[str, Drafter], view: View, num_requests: int
     ) -> list[str]:
-        """Models that are better than none by what was seen; those never seen come first."""
+        """Return the models that beat no drafting by observation, the unobserved ones first."""
         seen = self._observed.by_model
         alone = RoundTimes(view, num_requests).alone
         models = dict.fromkeys(map(model_of, drafters.values()))

@@ -1,4 +1,4 @@
-"""By prompt length (Spin, section VI-B2): shorter prompts to smaller drafters."""
+"""Selection by prompt length (Spin, section VI-B2): shorter prompts to smaller drafters."""
 
 from __future__ import annotations
 
@@ -16,24 +16,18 @@ from penstock.core.policies.selection.parts.places import Places
 from penstock.core.state import Drafter, RequestState
 from penstock.core.view import View
 
-_MEMORY = 512
-"""Prompts whose lengths are divided: quantiles of so many are good to about 2%."""
+_MEMORY = 512  # prompts whose lengths are divided: their quantiles are good to about 2%
 
 
 class Greedy(SelectionPolicy):
-    """Each request keeps the drafter that its prompt's length gives it. Where that is full or gone
-    it gets the next larger one that has room, else the next smaller."""
+    """Each request keeps the drafter for its prompt's length, or the next one with room."""
 
     name: ClassVar[str] = "greedy"
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        """order: models from the smallest on; empty orders them by the measured time of a draft
-        token. boundaries: prompt lengths, in tokens, from which on the next model is taken, one
-        fewer than models; empty divides the lengths of the last 512 prompts evenly."""
-
-        order: tuple[str, ...] = ()
-        boundaries: tuple[PositiveInt, ...] = ()
+        order: tuple[str, ...] = ()  # models from the smallest on; empty: by measured times
+        boundaries: tuple[PositiveInt, ...] = ()  # prompt lengths between models; empty: quantiles
 
         def __post_init__(self) -> None:
             if len(set(self.order)) < len(self.order):
@@ -69,7 +63,6 @@ class Greedy(SelectionPolicy):
         return chosen
 
     def _order(self, drafters: Mapping[str, Drafter], view: View) -> list[str]:
-        """Models from the smallest on."""
         curve_of = view.learn.times.curve_of
         seconds: dict[str, float] = {}
         for drafter in drafters.values():
@@ -88,7 +81,7 @@ class Greedy(SelectionPolicy):
             del self._sorted[bisect.bisect_left(self._sorted, oldest)]
 
     def _rank(self, prompt_len: int, num_models: int) -> int:
-        """Which model, counted from the smallest, a prompt is for."""
+        """Return the model's rank by size for a prompt."""
         if not num_models:
             return 0
         if self.options.boundaries:

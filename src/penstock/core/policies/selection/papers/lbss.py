@@ -1,5 +1,4 @@
-"""Learning-based selection (Spin, Algorithms 1 and 2): explore in chunks, then exploit for twice as
-long as the time before.
+"""Learning-based selection (Spin, Algorithms 1 and 2): explore in chunks, then exploit.
 
 Algorithm 2 as printed never advances its clock, draws once for all of its chunks, and drops
 requests that find no room. Here every chunk draws again, and they go to the next drafter with room.
@@ -24,34 +23,28 @@ from penstock.core.view import View
 
 @dataclass(slots=True)
 class _Course:
-    """Where a request is. `epoch` counts from 1 (k in the paper). Until round `until` it keeps its
-    drafter, to explore or to exploit; `chunks_left` are those of the exploration that follow.
-    `drawn`: for the next chunk."""
+    """Stage of a request."""
 
-    epoch: int = 0
+    epoch: int = 0  # k in the paper, from 1
     exploring: bool = False
-    chunks_left: int = 0
-    until: int = 0
-    drawn: str | None = None
+    chunks_left: int = 0  # of the exploration
+    until: int = 0  # round until which it keeps its drafter
+    drawn: str | None = None  # for the next chunk
 
 
 class Lbss(SelectionPolicy):
-    """Per request: α slots of exploration in chunks of β, then 2^k slots with the drafter that a
-    matching of the estimates gives it, then the next epoch."""
+    """Per request: α slots of exploration in chunks of β, then 2^k slots of exploitation.
+
+    The drafter to exploit is from a matching of the estimates. Then the next epoch begins."""
 
     name: ClassVar[str] = "lbss"
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        """alpha: rounds of an exploration; beta: rounds of its chunks. switching_weight: λ of
-        eq. 6, the price of the tokens that are lost while a new drafter reads the text.
-        fast_switch: have drafters of their own lane read it before the switch. seed: of the
-        draws."""
-
-        alpha: PositiveInt = 6
-        beta: PositiveInt = 2
-        switching_weight: NonNegativeFloat = 1.0
-        fast_switch: bool = True
+        alpha: PositiveInt = 6  # rounds of an exploration
+        beta: PositiveInt = 2  # rounds of its chunks
+        switching_weight: NonNegativeFloat = 1.0  # λ of eq. 6, price of tokens lost while reading
+        fast_switch: bool = True  # drafters with own lanes read before the switch
         seed: Seed = 0
 
         def __post_init__(self) -> None:
@@ -90,8 +83,7 @@ class Lbss(SelectionPolicy):
         return chosen
 
     def _next_stage(self, course: _Course, now: int) -> None:
-        """The next chunk, or the exploitation after the last, or the next epoch's first chunk.
-        Round 0 computes the prompt and drafts nothing."""
+        """Begin the next chunk, the exploitation after the last, or the next epoch."""
         first = max(now, 1)
         if course.chunks_left:
             course.chunks_left -= 1
@@ -106,8 +98,7 @@ class Lbss(SelectionPolicy):
         course.until = first + self.options.beta
 
     def _explore(self, state: RequestState, places: Places) -> str | None:
-        """A random drafter, or the next that has room; another instance of the model that the
-        request has would teach nothing."""
+        """Return a random drafter with room, not another one with the present model."""
         course = self._courses[state.request.id]
         drawn = course.drawn if course.drawn in places.drafters else self._draw(places)
         course.drawn = self._draw(places)
@@ -127,7 +118,7 @@ class Lbss(SelectionPolicy):
         view: View,
         chosen: dict[str, str | None],
     ) -> None:
-        """Eq. 10, for the requests whose exploration has just ended."""
+        """Match the requests whose exploration has just ended (eq. 10)."""
         others = sum(view.loads.values()) - sum(s.drafter is not None for s in states)
         times = RoundTimes(view, len(states) + max(0, others))
         drafters = list(places.drafters.values())
@@ -145,7 +136,7 @@ class Lbss(SelectionPolicy):
         return self._rng.choice(names) if names else None
 
     def _worth(self, state: RequestState, drafter: Drafter, times: RoundTimes) -> float:
-        """Estimated goodput less λ times what the switch loses of it, over the stage's slots."""
+        """Return the estimated goodput over the stage's slots, less λ times the switch's loss."""
         estimate = self._observed.estimate(state.request.id, model_of(drafter))
         slots = 2 ** self._courses[state.request.id].epoch
         slot = times.verify(0)[0]
@@ -155,8 +146,7 @@ class Lbss(SelectionPolicy):
     # --- fast switch ----------------------------------------------------------------------------
 
     def replays(self, states: Sequence[RequestState], view: View) -> list[ReplayProposal]:
-        """In the last rounds of a stage, the drafter of the next. Inside a step there is no idle
-        time: reading early would cost what it saves."""
+        """Return replays by next drafters outside the step, in the last rounds of a stage."""
         beside = {n: d for n, d in usable(view.drafters).items() if view.is_beside(d)}
         if not beside or not self.options.fast_switch:
             return []
@@ -174,8 +164,7 @@ class Lbss(SelectionPolicy):
     def _destination(
         self, state: RequestState, course: _Course, drafters: dict[str, Drafter]
     ) -> str | None:
-        """What was drawn for the next chunk; before a matching, whose outcome nobody knows, the
-        drafter with the highest estimate (section IV-C)."""
+        """Return the next chunk's drawn drafter, or before a matching the best (section IV-C)."""
         if course.chunks_left or not course.exploring:
             return course.drawn if course.drawn in drafters else None
         worth = {

@@ -1,8 +1,8 @@
-"""What a choice of drafter is judged by: accepted tokens per second of the round that it causes.
+"""Goodput of a choice of drafter: accepted tokens per second of the round that it causes.
 
-Whoever drafts inside a step delays everybody in it, and a drafter's time is shared by all that it
-drafts for. So a choice is charged with the round that there would be if all requests of the step
-did as this one does: the sum of these charges is right when they all do."""
+A drafter inside a step delays all its requests, and its time is shared by its batch. So a choice is
+charged with the round that there would be if all requests of the step chose alike: the sum of these
+charges is right when they do."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from penstock.core.state import Drafter, Outcome, RequestState
 from penstock.core.types import Status
 from penstock.core.view import View
 
-_DECAY = 0.999
-_OWN_DECAY = 0.995
-_NEGLIGIBLE = 1e-6
+_DECAY = 0.999  # memory a round of a model's mean over all requests
+_OWN_DECAY = 0.995  # memory a round of a request's mean
+_NEGLIGIBLE = 1e-6  # weight below which a mean counts as unknown
 
 
 def model_of(drafter: Drafter) -> str:
-    """Instances of one model accept alike, and share what is known of it."""
+    """Return the drafter's model: drafters with one model share what is known of it."""
     return drafter.model or drafter.name
 
 
 class RoundTimes:
-    """Seconds of a round, were all `num_requests` of its step to do as one of them does."""
+    """Seconds of a round, if all `num_requests` of its step chose as one does."""
 
     def __init__(self, view: View, num_requests: int) -> None:
         self._view = view
@@ -39,14 +39,14 @@ class RoundTimes:
         self._draft: dict[tuple[str, int], float] = {}
 
     def verify(self, longest: int) -> Sequence[float]:
-        """Seconds of the target's part with 0, 1, … `longest` draft tokens each."""
+        """Return the target's seconds with 0, 1, … `longest` draft tokens each."""
         if len(self._verify) <= longest:
             rows = self._num_requests * (1 + np.arange(longest + 1, dtype=np.int64))
             self._verify = self._estimators.times.target.at(rows).tolist()
         return self._verify[: longest + 1]
 
     def draft(self, drafter: Drafter, batch: int, num_draft_tokens: int) -> float:
-        """Seconds of the drafting, where the drafter drafts for `batch` requests at once."""
+        """Return the drafting seconds of a drafter with `batch` requests."""
         if drafter.remote:
             return self._estimators.times.draft_seconds(drafter.name, batch, num_draft_tokens)
         key = (drafter.name, max(1, batch))
@@ -59,7 +59,7 @@ class RoundTimes:
         return num_draft_tokens * step
 
     def seconds(self, drafter: Drafter | None, batch: int, num_draft_tokens: int) -> float:
-        """Of the whole round; 0 before the target was measured."""
+        """Return the seconds of the whole round; 0 before the target was measured."""
         verify = self.verify(num_draft_tokens)[num_draft_tokens]
         if drafter is None or not num_draft_tokens:
             return verify
@@ -67,13 +67,12 @@ class RoundTimes:
 
     @property
     def alone(self) -> float:
-        """Tokens per second without a draft; 0 before the target was measured."""
+        """Return tokens per second without a draft; 0 before the target was measured."""
         seconds = self.verify(0)[0]
         return 1 / seconds if seconds else 0.0
 
     def reading(self, state: RequestState, drafter: Drafter) -> float:
-        """Seconds of a switch to a drafter (c in Spin's eq. 6): it has to read the text first, and
-        the longer that is the longer it takes. Inside a step all others wait for it."""
+        """Return the seconds in which a new drafter reads the text (c in Spin's eq. 6)."""
         unread = 0 if drafter.name == state.drafter else num_unread(state, drafter)
         seconds = unread * self._estimators.times.catch_up_of(drafter.name)
         return seconds if self._view.is_beside(drafter) else seconds * self._num_requests
@@ -81,7 +80,7 @@ class RoundTimes:
 
 @dataclass(slots=True)
 class Mean:
-    """A mean in which what is old can fade."""
+    """A mean whose weight can fade."""
 
     count: float = 0.0
     total: float = 0.0
@@ -91,7 +90,7 @@ class Mean:
         self.total += value
 
     def fade(self, keep: float) -> None:
-        """Count for less; the mean stays."""
+        """Lower the weight; the mean stays."""
         self.count *= keep
         self.total *= keep
 
@@ -101,10 +100,10 @@ class Mean:
 
 
 class ObservedGoodput:
-    """Tokens per second of the rounds that were seen (r in the paper): of every request with each
-    model, and of every model over all requests. Every round makes ALL that is known count for less
-    (a discounted bandit; Garivier and Moulines, 2008), so that old means are not held against a
-    choice for ever. fades: or nothing does."""
+    """Discounted tokens per second (r in the paper), by request and model, and by model.
+
+    A discounted bandit (Garivier and Moulines, 2008): old means do not exclude a choice for
+    ever."""
 
     def __init__(self, fades: bool = True) -> None:
         self._fades = fades
@@ -112,8 +111,7 @@ class ObservedGoodput:
         self.by_model: dict[str, Mean] = {}
 
     def observe(self, outcomes: Sequence[Outcome], view: View) -> None:
-        """Take in a step. Rounds count for the drafter that the request had, drafts or not; those
-        that only end a prompt, or that have lost their drafter, for none."""
+        """Take in a step's drafted or skipped rounds, for the request's drafter."""
         batches = Counter(o.state.drafter for o in outcomes if o.state.drafter is not None)
         times = RoundTimes(view, len(outcomes))
         decoding = [o for o in outcomes if o.state.num_output_tokens > len(o.verdict.token_ids)]
@@ -136,8 +134,7 @@ class ObservedGoodput:
             self._by_request[state.request.id].setdefault(model, Mean()).add(goodput)
 
     def estimate(self, request_id: str, model: str) -> float:
-        """g̃ of a request and a model: the mean of its own rounds, or where it has none that of all
-        requests; 0 where nobody has any."""
+        """Return g̃ of a request and a model: its own rounds', else all requests', else 0."""
         mean = self._by_request.get(request_id, {}).get(model) or self.by_model.get(model)
         return 0.0 if mean is None else mean.value
 

@@ -1,5 +1,4 @@
-"""How fast the target decodes, how much of its time can be saved by drafts, and what it costs the
-host to choose a drafter again."""
+"""Pace of decoding, the host's cost of choosing a drafter, and what drafters save on average."""
 
 from __future__ import annotations
 
@@ -10,18 +9,16 @@ from dataclasses import dataclass
 from penstock.core.state import Outcome
 from penstock.core.view import View
 
-_DECAY = 0.99
+_DECAY = 0.99  # memory a step; chosen by hand
 _MOST_OVERHEAD = 2.0
-"""Most time of a step that counts, over what its rows and drafts should take: more is no work."""
+"""Most time of a step that counts, over what its rows and drafts should take; the rest is idle."""
 _UNDRAFTED_WEIGHT = 0.1
-"""Of a step without drafts, towards the time for replays, which hardly pay where drafts do not."""
+"""Weight of a step without drafts in the time for replays, which hardly pay there."""
 
 
 @dataclass(slots=True)
 class Pace:
-    """What the target's decoding steps are like: rows and requests, faded; and their seconds in
-    all, each step counting for no more than twice what its rows and drafts take by themselves, and
-    for little where nobody drafted: then there is little to find out about drafters."""
+    """Mean target step; its seconds count at most twice what its rows and drafts take."""
 
     rows: float = 0.0
     requests: float = 0.0
@@ -66,13 +63,11 @@ class Pace:
         self.steps = _DECAY * self.steps + 1
 
 
-_FEWEST_PAUSES = 8
-"""Of either kind, before anything is said of reviews."""
-_PAUSE_WEIGHT = 0.05
-_REVIEWS_DECAY = 0.999
-"""For each pause without a review: half is left after 700."""
+_FEWEST_PAUSES = 8  # least pauses of either kind before a review's time is known
+_PAUSE_WEIGHT = 0.05  # weight of a pause in its mean; chosen by hand
+_REVIEWS_DECAY = 0.999  # decay per pause without a review: half is left after 700
 _LONGEST_PAUSE = 4.0
-"""Over the mean of those before: a longer one is something else."""
+"""Longest pause that counts, over the mean before: longer ones have other causes."""
 
 
 @dataclass(slots=True)
@@ -88,8 +83,7 @@ class _Pauses:
 
 
 class ReviewTime:
-    """Seconds for which all requests wait while it is looked again at the drafter of one: by so
-    much the pause before a step is longer. Where the host takes no time, in the simulator, 0."""
+    """Seconds that all requests wait for a review: the pause before a step is longer by it."""
 
     def __init__(self) -> None:
         self._plain = _Pauses()
@@ -98,23 +92,23 @@ class ReviewTime:
         self._is_usual = self._next_is_usual = True
 
     def reviewed(self, num_requests: int) -> None:
-        """Before the coming step so many requests were looked at again."""
+        """Note reviews before the coming step."""
         self._num_reviews += num_requests
 
     def began(self) -> None:
-        """Before the coming step the host had to do with a new request as well."""
+        """Note a new request before the coming step, which also takes the host's time."""
         self._is_usual = False
 
     def ended(self) -> None:
-        """A request has ended, which keeps the host busy after the step that is observed next."""
+        """Note the end of a request: the host is busy after the step that is observed next."""
         self._next_is_usual = False
 
     def observe(self, pause: float) -> None:
-        """The step has ended; it began so long after the one before."""
+        """Take in a step that began `pause` seconds after the one before."""
         if self._is_usual and 0 <= pause < math.inf:
             if not self._num_reviews:
                 self._plain.observe(pause)
-                # What is not measured any more must not keep reviews away for good.
+                # What is not measured any more must not prevent reviews for good.
                 self._reviews.seconds *= _REVIEWS_DECAY
             elif self._plain.num:
                 self._reviews.observe((pause - self._plain.seconds) / self._num_reviews)
@@ -123,22 +117,20 @@ class ReviewTime:
 
     @property
     def seconds(self) -> float:
-        """Of one review; 0 while it is not known."""
+        """Seconds of one review; 0 while unknown."""
         if min(self._plain.num, self._reviews.num) < _FEWEST_PAUSES:
             return 0.0
         return max(0.0, self._reviews.seconds)
 
 
-_FAVOURITE_WEIGHT = 0.05
-_FEWEST = 16
-_ASKED = 8
-"""One request in so many is chosen for whatever it costs, so that a change is noticed."""
-_OTHER_LOAD = 1.5
-"""What was found out at so many times as many requests a step, or as few, does not hold."""
+_FAVOURITE_WEIGHT = 0.05  # weight of a request in the means; chosen by hand
+_FEWEST = 16  # requests before a favourite is known
+_ASKED = 8  # one request in so many is chosen for in any case, to notice changes
+_OTHER_LOAD = 1.5  # factor of requests a step from which on earlier findings do not hold
 
 
 class Favourite:
-    """What drafters save requests by token, in the mean, and what the best for each would."""
+    """Mean savings of each drafter per token, and of the best for each request."""
 
     def __init__(self) -> None:
         self._saved: dict[str, float] = {}
@@ -148,8 +140,7 @@ class Favourite:
         self._num_sharing = 1
 
     def observe(self, saved: Mapping[str, float], num_sharing: int) -> None:
-        """A request has been chosen for: seconds saved for each token by every drafter that may
-        pay, as far as could be known beforehand. num_sharing: requests of a step."""
+        """Take in the expected savings of a chosen request, in seconds per token by drafter."""
         if not self._num or not self._is_like(num_sharing):
             self._saved, self._best, self._num, self._num_sharing = {}, 0.0, 0, num_sharing
         self._num += 1
@@ -160,8 +151,7 @@ class Favourite:
         self._best += weight * (max(0.0, *saved.values(), 0.0) - self._best)
 
     def gain(self, num_sharing: int) -> float | None:
-        """Seconds for each token that a choice saves over the favourite; None where that is not
-        known, or a request should be chosen for anyway."""
+        """Return the seconds per token that a choice gains over the favourite, if known."""
         if self._num < _FEWEST or not self._is_like(num_sharing):
             return None
         self._num_unasked = (self._num_unasked + 1) % _ASKED
@@ -171,7 +161,7 @@ class Favourite:
 
     @property
     def name(self) -> str | None:
-        """None: no drafter pays."""
+        """Drafter with the largest mean saving; None if none pays."""
         name = max(self._saved, key=self._saved.__getitem__, default=None)
         return name if name is not None and self._saved[name] > 0 else None
 

@@ -1,4 +1,4 @@
-"""Drafters of limited capacity: who has room, and the best assignment (Spin, eqs. 10 to 12)."""
+"""Drafters of limited capacity: room, and the best assignment (Spin, eqs. 10 to 12)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class Places:
-    """Whoever is not among `states` keeps its place; those who are take one as they are decided."""
+    """Places of drafters: requests outside `states` keep theirs, the others take new ones."""
 
     def __init__(self, states: Sequence[RequestState], view: View) -> None:
         self.drafters = usable(view.drafters)
@@ -31,7 +31,7 @@ class Places:
                 self._left[state.drafter] = left + 1
 
     def take(self, name: str | None) -> bool:
-        """Take a place, if the drafter is there and has one; there is always room for none."""
+        """Take a place if there is one; there is always room for no drafter."""
         if name is None:
             return True
         if name not in self._left:
@@ -43,16 +43,15 @@ class Places:
         return left > 0
 
     def room(self, drafters: Iterable[str]) -> list[int | None]:
-        """Places left of each, None for any number."""
+        """Return the places left of each drafter, None for any number."""
         return [self._left[n] for n in drafters]
 
     def first_with_room(self, names: Iterable[str]) -> str | None:
-        """Take a place with the first that has one."""
+        """Take a place with the first drafter that has one."""
         return next((n for n in names if self.take(n)), None)
 
     def by_preference(self, state: RequestState, models: Iterable[str]) -> str | None:
-        """Take a place with a drafter of the first model that has one: with the request's own
-        drafter if it runs that model, else with the one that has the most room."""
+        """Take a place with the first model that has room, best the present drafter."""
         for model in models:
             instances = [d for d in self.drafters.values() if model_of(d) == model]
             instances.sort(key=lambda d: (d.name != state.drafter, -self._free(d)))
@@ -69,11 +68,12 @@ class Places:
 def assign(
     values: FloatArray, room: Sequence[int | None], alone: float | FloatArray = 0.0
 ) -> list[int | None]:
-    """The drafter of each request, or None: the assignment of the greatest sum. Of equals, the
-    earlier drafter, and a drafter before none.
+    """Return the drafter index of each request, or None, with the greatest sum of values.
 
-    values: [N, M], -inf where a drafter is excluded. room: [M] requests that each takes at most
-    (None: any number). alone: value of no drafter, of all or [N]."""
+    Of equals, the earlier drafter, and a drafter before none.
+
+    values: [N, M], -inf where a drafter is excluded. room: [M] most requests of each (None: any
+    number). alone: value of no drafter, for all or [N]."""
     num_requests, num_drafters = values.shape
     if not num_requests:
         return []
@@ -84,11 +84,11 @@ def assign(
     table[:, -1] = alone
     best = table.argmax(axis=1)
     if (np.bincount(best, minlength=num_drafters + 1) > places).any():
-        # A third of a second of imports, once; most servers limit no drafter and never come here.
+        # Importing SciPy takes 0.3 s, and most servers limit no drafter.
         from scipy.optimize import linear_sum_assignment
 
         finite = np.isfinite(table)
-        # Less than anything else could make up for, but a number, as rows must have.
+        # Below any sum, but finite, as rows must be.
         never = -1.0 - 2 * num_requests * float(np.abs(table[finite]).max(initial=0.0))
         column_of = np.repeat(np.arange(num_drafters + 1), places)
         table = np.where(finite, table, never)[:, column_of]

@@ -1,6 +1,7 @@
-"""Seconds that drafts save requests, to their ends, at what a step takes just now: those of a step
-without drafts for all the tokens to come, against those of a step with drafts over the tokens that
-it yields, less the reading of the text. All requests of a step wait for its seconds."""
+"""Seconds that drafts save requests to their ends, at present step times.
+
+A step without drafts for each token to come is compared with steps with drafts over the tokens they
+yield, plus reading of the text. All requests of a step wait for its seconds."""
 
 from __future__ import annotations
 
@@ -18,17 +19,14 @@ from penstock.core.view import View
 
 FloatArray = npt.NDArray[np.float64]
 
-_BEST_RATE = 0.9
-"""Acceptance of a draft token that hardly any drafter exceeds."""
+_BEST_RATE = 0.9  # acceptance of a draft token that hardly any drafter exceeds
 _NODES = np.array([-math.sqrt(3), 0.0, math.sqrt(3)])
 WEIGHTS = np.array([1 / 6, 2 / 3, 1 / 6])
-"""Gauss and Hermite's rule, of three points, for a normal variable."""
+"""Three-point Gauss-Hermite rule for a normal variable."""
 
 
 class Prices:
-    """What a step takes without drafts, with drafts of 1 to K tokens, and with whose. drafters:
-    those that would pay if nearly all that they draft were accepted. base: seconds of a step
-    without any draft. margin: share of the time that a change must save over staying."""
+    """Costs of a step without drafts, and with drafts of 1 to K tokens by drafter."""
 
     def __init__(
         self,
@@ -39,13 +37,13 @@ class Prices:
         longest: int,
         margin: float,
     ) -> None:
-        """num_sharing: requests of a step. longest: K."""
+        """Compute the costs, for `num_sharing` requests a step and drafts up to `longest`."""
         times = view.learn.times
         self.view, self.margin = view, margin
         self.num_sharing = sharing = num_sharing
         self.base = round_seconds(times.target(sharing), host=times.overhead)
         self._lengths = np.arange(1.0, longest + 1)
-        # Rows that are verified besides hold up all requests.
+        # Rows that are verified besides delay all requests.
         rows = pace.num_undrafted_rows
         slower = sharing * (times.target.at(rows + self._lengths) - times.target(rows))
         self._steps = self.base + times.draft_overhead + slower
@@ -56,13 +54,15 @@ class Prices:
             n: d for (n, d), p in zip(drafters.items(), pays.tolist(), strict=True) if p
         }
         self.alone = alone[pays]
-        """[J] seconds of a draft token if everybody shared its time."""
+        """Seconds [J] of a draft token if all requests shared the drafter."""
 
     def per_token(
         self, drafting: FloatArray, tokens: FloatArray, limits: FloatArray | None = None
     ) -> FloatArray:
-        """[...] seconds with the best draft length. drafting: [...] of a draft token; tokens:
-        [..., K] that a round yields; limits: [...] longest drafts."""
+        """Return the seconds per token with the best draft length, [...].
+
+        drafting: [...] of a draft token; tokens: [..., K] yields of a round; limits: [...] longest
+        drafts."""
         seconds = (self._steps + drafting[..., None] * self._lengths) / tokens
         if limits is not None:
             seconds = np.where(self._lengths <= limits[..., None], seconds, np.inf)
@@ -75,7 +75,7 @@ class Prices:
 
 
 class Savings:
-    """[S, J] of S requests and J drafters."""
+    """Savings [S, J] of S requests and J drafters."""
 
     def __init__(self, prices: Prices, states: Sequence[RequestState]) -> None:
         self.states, self.drafters, self.view = states, prices.drafters, prices.view
@@ -88,7 +88,7 @@ class Savings:
             for s, n in zip(states, left, strict=True)
         ]
         self.remaining = np.array(expected)[:, None]
-        """[S, 1] tokens that a request is expected to make yet."""
+        """Expected remaining tokens, [S, 1]."""
         self._limits = None
         if min(left) <= prices.longest:
             self._limits = np.maximum(1.0, np.array(left, dtype=np.float64) - 1)[:, None]
@@ -96,17 +96,16 @@ class Savings:
         self._factors = np.array(shapes)
         unread = [[float(num_unread(s, d)) for d in drafters] for s in states]
         self.unread = np.array(unread)
-        """[S, J] tokens of a request's text that a drafter has not read."""
+        """Tokens of a request's text that a drafter has not read, [S, J]."""
         costs = [
             (1 if view.is_beside(d) else prices.num_sharing) * learn.times.catch_up_of(d.name)
             for d in drafters
         ]
         self.reading = self.unread * costs
-        """[S, J] seconds for which all that wait for a drafter wait until it has read the text."""
+        """Seconds [S, J] that all requests of a drafter wait until it has read the text."""
 
     def share(self, demand: Mapping[str, float]) -> None:
-        """Who bears a drafter's time, which comes before `at`. demand: share of the requests that
-        would have a drafter if everybody shared its time."""
+        """Divide the drafters' time by `demand`, the share of requests that each would get."""
         drafters, prices = list(self.drafters.values()), self._prices
         stays = np.array([[s.drafter == d.name for d in drafters] for s in self.states])
         seconds = [
@@ -118,33 +117,34 @@ class Savings:
         self._change = np.where(stays, 1.0, 1.0 + prices.margin)
 
     def at(self, rates: FloatArray) -> FloatArray:
-        """[..., S, J] seconds saved at these acceptances, once the text has been read."""
+        """Return seconds saved at acceptance rates [..., S, J], once the text has been read."""
         per_token = self._prices.per_token(self._drafting, self._tokens(rates), self._limits)
         saved: FloatArray = self.remaining * (self._prices.base - self._change * per_token)
         return saved
 
     def shared(self, rates: FloatArray) -> FloatArray:
-        """[S, J] saved for each token if everybody shared the drafter's time."""
+        """Return seconds [S, J] saved per token if all requests shared the drafter."""
         tokens = self._tokens(rates)
         return self._prices.base - self._prices.per_token(self._prices.alone, tokens, self._limits)
 
     def told(self, mean: FloatArray, variance: FloatArray, information: FloatArray) -> FloatArray:
-        """[3, ..., S, J] seconds saved at what may be known of a drafter in the end, with the
-        probabilities `WEIGHTS`: [S, J] of its log-odds a mean and a variance, and [..., S, J]
-        Fisher's information of what will be seen."""
+        """Return the seconds saved at three possible later estimates, [3, ..., S, J].
+
+        mean, variance: [S, J] of the log-odds; information: [..., S, J] Fisher's; weights:
+        `WEIGHTS`."""
         told = variance * variance * information / (1 + variance * information)
         spread = np.multiply.outer(_NODES, np.sqrt(told))
         return self.at(mean_rate(mean + spread, variance - told))
 
     def _tokens(self, rates: FloatArray) -> FloatArray:
-        """[..., S, J, K] that a round yields."""
+        """Return the yields of a round, [..., S, J, K]."""
         odds = (rates / (1 - rates))[..., None] * self._factors
         tokens: FloatArray = 1 + (odds / (1 + odds)).cumprod(axis=-1).cumsum(axis=-1)
         return tokens
 
 
 def num_unread(state: RequestState, drafter: Drafter) -> int:
-    """Tokens of a request's text that a drafter has to read; look-up reads at once."""
+    """Return the tokens of a request's text that a drafter has to read; 0 for look-up."""
     if drafter.pool is None and not drafter.remote:
         return 0
     return max(0, state.num_unread(drafter.name))
@@ -153,11 +153,10 @@ def num_unread(state: RequestState, drafter: Drafter) -> int:
 def _shares(
     drafter: Drafter, alone: float, prices: Prices, demand: Mapping[str, float]
 ) -> tuple[float, float]:
-    """Seconds of a draft token that a request bears which joins a drafter, or stays. alone: if
-    everybody shared its time."""
+    """Return seconds of a draft token for a request that joins a drafter, and that stays."""
     load, sharing = prices.view.loads.get(drafter.name, 0), prices.num_sharing
     wanted = max(1, round(sharing * demand.get(drafter.name, 0.0)))
-    # Inside a step all wait for a drafter; beside it only those that use it.
+    # Inside a step all requests wait for a drafter; beside it only its own.
     is_beside, times = prices.view.is_beside(drafter), prices.view.learn.times
     found = {sharing: alone}
     for users in (max(load + 1, wanted), max(load, wanted)):
@@ -168,6 +167,6 @@ def _shares(
 
 
 def _token_seconds(drafter: Drafter, batch: int, times: Times) -> float:
-    """Of a draft token. A chain's looked-up tokens take no time."""
+    """Return the seconds of a draft token; a chain's looked-up tokens take none."""
     seconds = times.curve_of(drafter.name)(batch)
     return seconds * times.steps_of(drafter.name) if drafter.is_chained else seconds
