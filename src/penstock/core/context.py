@@ -6,15 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.core.learn import Estimators
-from penstock.core.policies.admission import AdmissionPolicy
-from penstock.core.policies.allocation import AllocationPolicy
-from penstock.core.policies.pipeline import Pipeline
-from penstock.core.policies.selection import SelectionPolicy
+from penstock.core.policies.base import (
+    NO_ROOM,
+    AdmissionPolicy,
+    AllocationPolicy,
+    Loads,
+    Pipeline,
+    Room,
+    SelectionPolicy,
+    View,
+)
 from penstock.core.state import Drafter, DraftStage, RequestState
 from penstock.core.table import Table
 from penstock.core.tenants.fairness import Fairness
 from penstock.core.trials import Trials
-from penstock.core.view import NO_ROOM, Loads, Room, View
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,24 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable
 
-from penstock.core import draft, observe, verify
-from penstock.core.admit import admit, arrive, earlier, new_step
+from penstock.core import draft, observe, target
 from penstock.core.context import Context
 from penstock.core.groups import DecodeGroup
-from penstock.core.kv.blocks import BlockPool
-from penstock.core.kv.memory import KVMemory
+from penstock.core.kv import BlockPool
 from penstock.core.learn import Estimators
-from penstock.core.policies.admission import AdmissionPolicy
-from penstock.core.policies.allocation import AllocationPolicy
-from penstock.core.policies.pipeline import Pipeline
+from penstock.core.policies.base import AdmissionPolicy, AllocationPolicy, Pipeline, SelectionPolicy
 from penstock.core.policies.pipeline.barrier import Barrier
-from penstock.core.policies.selection import SelectionPolicy
 from penstock.core.queues import WaitingRequests
-from penstock.core.speculate import select
 from penstock.core.state import Drafter
-from penstock.core.step import Step
 from penstock.core.sync import HostRequest, sync
-from penstock.core.table import Table
+from penstock.core.table import KVMemory, Table
 from penstock.core.tenants.accounts import Accounts
 from penstock.core.tenants.fairness import Fairness
 from penstock.core.trials import Trials
@@ -142,7 +135,7 @@ class Scheduler:
         table.counters.version += 1
         match event:
             case Arrive(request):
-                return arrive(ctx, request, now)
+                return target.arrive(ctx, request, now)
             case Cancel(request_id):
                 state = table.requests.get(request_id)
                 if state is not None:
@@ -166,13 +159,13 @@ class Scheduler:
         orders: tuple[DraftOrder, ...] = ()
         decodes, wake_at, stalled = None, None, None
         if lane == TARGET:
-            step = self._target_step(now)
+            step = target.compose(ctx, now)
             if step.scheduled:
-                items = verify.items(ctx, step, plan_id)
+                items = target.items(ctx, step, plan_id)
                 if table.drafters:
                     orders = draft.replays(ctx, lane, step.scheduled_states, plan_id, now)
             if step.decoding:
-                decodes = verify.decodes(ctx, step, plan_id)
+                decodes = target.decodes(ctx, step, plan_id)
             wake_at, stalled = step.wake_at, step.stalled
         else:
             orders = draft.orders_of_lane(ctx, lane, plan_id, now)
@@ -194,32 +187,6 @@ class Scheduler:
             wake_at,
             stalled,
         )
-
-    def _target_step(self, now: float) -> Step:
-        """Wait for drafts, or let the admission policy choose who runs."""
-        ctx, table = self._ctx, self.table
-        step = new_step(ctx, now)
-        if not table.drafters:
-            admit(ctx, step)
-            return step
-        select(ctx, table.solo.values(), now)
-        table.counters.version += 1
-        while ctx.uses_lanes:
-            hold = verify.hold(ctx, now)
-            step.wake_at = hold.deadline
-            if hold.until is not None and hold.until > now:
-                step.wake_at = earlier(hold.until, hold.deadline)
-                return step
-            admit(ctx, step)
-            if step.scheduled or step.decoding or not step.num_preempted:
-                break
-            # The requests that were to join the step were preempted for each other's memory: the
-            # others may be ready, and nothing else would ask for them.
-            step = new_step(ctx, now)
-        else:
-            admit(ctx, step)
-        select(ctx, step.scheduled_states, now)
-        return step
 
     def update(self, plan: StepPlan, result: StepResult) -> list[Output]:
         """Take in what a plan came to, once."""

@@ -3,45 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
 from penstock.core.ahead import LinesAhead, Text
-from penstock.core.kv.blocks import BlockPool
+from penstock.core.kv import BlockPool, SequenceKV
 from penstock.core.types import TARGET, DraftOrder, Request, Status, Tenant, Verdict
-
-
-@dataclass(slots=True)
-class SequenceKV:
-    """One request's KV in one model's pool. `num_computed_tokens` positions hold KV, of which
-    those beyond the request's known tokens belong to drafts not yet verified;
-    `num_cached_tokens` of them came from the prefix cache."""
-
-    num_computed_tokens: int = 0
-    blocks: list[int] = field(default_factory=list)
-    num_committed_blocks: int = 0
-    num_cached_tokens: int = 0
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self.blocks)
-
-    def grow(self, pool: BlockPool, num_blocks: int) -> list[int]:
-        """Take more blocks; returns their ids."""
-        new_blocks = pool.allocate(num_blocks)
-        self.blocks += new_blocks
-        return new_blocks
-
-    def give_back(self, pool: BlockPool) -> None:
-        pool.free(self.blocks)
-
-    def start_from(self, pool: BlockPool, cached: Sequence[int]) -> None:
-        """Read blocks of the prefix cache, which `pool.match` has returned."""
-        pool.share(cached)
-        self.blocks = list(cached)
-        self.num_committed_blocks = len(cached)
-        self.num_computed_tokens = len(cached) * pool.block_size
 
 
 class DraftStage(Enum):
@@ -119,6 +87,14 @@ class Drafter:
             return False
         allowed = tenant.drafters
         return allowed is None or self.name in allowed or self.name.partition("#")[0] in allowed
+
+
+class Grant(NamedTuple):
+    """Draft tokens that one request may draft: none once the predicted probability that all of
+    them are accepted falls below `min_survival`."""
+
+    num_draft_tokens: int
+    min_survival: float = 0.0
 
 
 class Outcome(NamedTuple):

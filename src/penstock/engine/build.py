@@ -19,7 +19,7 @@ from penstock.config import (
     as_tenants,
     read_profile,
 )
-from penstock.core.kv.blocks import BlockPool
+from penstock.core.kv import BlockPool
 from penstock.core.loop import Loop
 from penstock.core.policies.registry import make_pipeline
 from penstock.core.scheduler import Scheduler

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from penstock.core.policies.admission import AdmissionPolicy
 from penstock.core.policies.admission.parts.token_budget import check_budget
+from penstock.core.policies.base import AdmissionPolicy
 from penstock.core.policies.options import PositiveInt
 from penstock.core.queues import OrderName
 from penstock.core.state import RequestState

@@ -6,9 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import ClassVar
 
-from penstock.core.policies.pipeline import Pipeline
+from penstock.core.policies.base import Pipeline, View
 from penstock.core.state import RequestState
-from penstock.core.view import View
 
 
 class Barrier(Pipeline):

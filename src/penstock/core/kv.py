@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 
 def hash_blocks(
@@ -160,3 +161,35 @@ class BlockPool:
         block_hash = self._hash_of.pop(block, None)
         if block_hash is not None:
             del self._block_of[block_hash]
+
+
+@dataclass(slots=True)
+class SequenceKV:
+    """One request's KV in one model's pool. `num_computed_tokens` positions hold KV, of which
+    those beyond the request's known tokens belong to drafts not yet verified;
+    `num_cached_tokens` of them came from the prefix cache."""
+
+    num_computed_tokens: int = 0
+    blocks: list[int] = field(default_factory=list)
+    num_committed_blocks: int = 0
+    num_cached_tokens: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.blocks)
+
+    def grow(self, pool: BlockPool, num_blocks: int) -> list[int]:
+        """Take more blocks; returns their ids."""
+        new_blocks = pool.allocate(num_blocks)
+        self.blocks += new_blocks
+        return new_blocks
+
+    def give_back(self, pool: BlockPool) -> None:
+        pool.free(self.blocks)
+
+    def start_from(self, pool: BlockPool, cached: Sequence[int]) -> None:
+        """Read blocks of the prefix cache, which `pool.match` has returned."""
+        pool.share(cached)
+        self.blocks = list(cached)
+        self.num_committed_blocks = len(cached)
+        self.num_computed_tokens = len(cached) * pool.block_size
