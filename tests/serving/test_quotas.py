@@ -9,7 +9,7 @@ import pytest
 from penstock.config import TenantConfig
 from penstock.core.types import Request
 from penstock.serving import quotas
-from penstock.serving.quotas import NotAllowed, Quotas, RateLimited
+from penstock.serving.limits import NotAllowed, Quotas, RateLimited
 
 
 class Clock:

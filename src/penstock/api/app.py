@@ -49,7 +49,7 @@ from penstock.api.responses import (
 )
 from penstock.api.token_bodies import DetokenizeBody, TokenizeBody
 from penstock.config import ServeConfig
-from penstock.serving.intake import RequestClient
+from penstock.serving.client import RequestClient
 
 if TYPE_CHECKING:
     from penstock.engine.tokenizer import Tokenizer

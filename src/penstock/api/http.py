@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from penstock.api.errors import ApiError
-from penstock.serving.intake import Shares, network_of_host
+from penstock.serving.limits import Shares, network_of_host
 from penstock.serving.logs import ACCESS_LOG, request_id
 
 _UNSENT_BYTES = 16 * 1024

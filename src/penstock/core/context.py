@@ -26,7 +26,7 @@ from penstock.core.trials import Trials
 class Context:
     """The table, the policies and what was learned.
 
-    trials: draft rounds with drafters that a policy does not use.
+    trials: draft rounds with drafters that a policy does not use; None where no policy weighs time.
     fairness: between tenants; None where it is off.
     counted: requests of which only lengths are known, and that use no drafter, decode in groups.
     max_num_seqs: requests that the executor has room for at once, whatever the admission policy
@@ -38,7 +38,7 @@ class Context:
     selection: SelectionPolicy
     allocation: AllocationPolicy
     pipeline: Pipeline
-    trials: Trials
+    trials: Trials | None
     fairness: Fairness | None
     max_model_len: int
     counted: bool

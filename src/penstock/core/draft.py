@@ -48,7 +48,8 @@ def select(ctx: Context, states: Iterable[RequestState], now: float) -> None:
     for state in states:
         if state.draft.stage is not DraftStage.OPEN:
             continue
-        ctx.trials.before_choice(state)
+        if ctx.trials is not None:
+            ctx.trials.before_choice(state)
         state.draft = CHOSEN
         wanted = state.request.drafter
         if wanted == NO_DRAFTER or state.request.max_draft_tokens == 0:
@@ -87,7 +88,7 @@ def _ask(ctx: Context, states: list[RequestState], view: View) -> None:
     chosen = ctx.selection.select(states, view)
     for state in states:
         state.drafter = chosen[state.request.id]
-    if ctx.selection.weighs_time:
+    if ctx.trials is not None and ctx.selection.weighs_time:
         ctx.trials.after_choice(states, view)
 
 
@@ -116,7 +117,7 @@ def allocate(
         return {}
     view = ctx.view(ctx.table.drafters, now, room)
     grants = ctx.allocation.allocate(candidates, view)
-    if ctx.allocation.weighs_time:
+    if ctx.trials is not None and ctx.allocation.weighs_time:
         grants = ctx.trials.grant(candidates, grants, view)
     return {c.state.request.id: g for c, g in zip(candidates, grants, strict=True)}
 
@@ -191,8 +192,9 @@ def order(ctx: Context, state: RequestState, num_known: int, grant: Grant) -> Dr
     if catch_up is None:
         return None
     costs = None
-    if drafter.is_chained and length and not ctx.trials.covers(state, drafter.name):
-        costs = _costs(ctx, drafter, length)
+    if drafter.is_chained and length:
+        is_trial = ctx.trials is not None and ctx.trials.covers(state, drafter.name)
+        costs = None if is_trial else _costs(ctx, drafter, length)
     given = _order(state, drafter, catch_up, length)
     return given._replace(min_survival=grant.min_survival, costs=costs)
 

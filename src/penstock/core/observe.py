@@ -35,7 +35,8 @@ def observe(ctx: Context, plan: StepPlan, result: StepResult) -> list[Output]:
     if table.drafters:
         times.observe(result, may_wait=ctx.uses_lanes)
         times.observe_drafting(result)
-        ctx.trials.observe(result)
+        if ctx.trials is not None:
+            ctx.trials.observe(result)
     else:
         times.observe(result, may_wait=False)
     if result.failed_drafters:
@@ -192,7 +193,8 @@ def finish(
 
 def _forget(ctx: Context, state: RequestState) -> None:
     ctx.table.forget(state)
-    ctx.trials.forget(state)
+    if ctx.trials is not None:
+        ctx.trials.forget(state)
     ctx.learn.acceptance.forget(state.request.id)
     ctx.selection.forget(state.request.id)
     ctx.allocation.forget(state.request.id)
@@ -215,7 +217,7 @@ def draft_ready(ctx: Context, event: DraftReady, now: float, *, is_read: bool = 
         return
     num_draft_tokens = max(0, min(event.num_draft_tokens, order.max_draft_tokens))
     ctx.learn.links.observe(event.drafter, num_draft_tokens, now - ordered_at)
-    if drafter is not None and drafter.remote:
+    if drafter is not None and drafter.remote and ctx.trials is not None:
         ctx.trials.measured(event.drafter)
     if is_read:
         _drafted(state, order, num_draft_tokens)

@@ -76,6 +76,7 @@ class Scheduler:
         pools = {d.name: d.pool for d in by_name.values() if d.pool is not None}
         if any(p.block_size != pool.block_size for p in pools.values()):
             raise ValueError("all models must use the same KV block size")
+        weighs_time = selection.weighs_time or allocation.weighs_time
         is_fair = fairness and not admission.may_idle
         known_tenants = {t.name: t for t in tenants}
         groups: dict[Hashable, DecodeGroup] = {}
@@ -96,7 +97,7 @@ class Scheduler:
             selection,
             allocation,
             pipeline or Barrier(Barrier.Options()),
-            Trials(learn.times),
+            Trials(learn.times) if weighs_time else None,
             Fairness(accounts, learn) if is_fair else None,
             max_model_len,
             counted,

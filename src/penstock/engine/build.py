@@ -55,8 +55,7 @@ _LOOK_UPS: dict[str, type[LookupDrafter]] = {NGRAM: LookupDrafter, SUFFIX: Suffi
 class MonotonicClock:
     """Seconds of the machine's monotonic clock."""
 
-    def now(self) -> float:
-        return time.perf_counter()
+    now = staticmethod(time.perf_counter)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,23 +30,24 @@ from penstock.core.types import (
     StepResult,
     Verdict,
 )
-from penstock.engine.batch import BatchWriter, RaggedBatch
 from penstock.engine.drafters.base import LocalDrafter
 from penstock.engine.drafters.drafts import Draft
 from penstock.engine.ends import LazyTokenizer, OutputEnd
 from penstock.engine.grammar import GrammarCompiler, GrammarState
 from penstock.engine.lanes import Lanes
-from penstock.engine.remote import HeldDrafts, RemoteOrders, Weights
-from penstock.engine.runner import Model, ModelRunner
+from penstock.engine.runner import BatchWriter, Model, ModelRunner, RaggedBatch
 from penstock.engine.sequences import BlockTables, TokenBuffer
 from penstock.engine.steps import (
     NO_DRAFT,
     Done,
     DraftsAtHand,
     Failures,
+    HeldDrafts,
+    RemoteOrders,
     StepJob,
     StepMarks,
     Totals,
+    Weights,
     draft_time,
     orders_of,
     sampled_of,
@@ -320,7 +321,8 @@ class LocalExecutor(ABC):
                 continue
             started_at = self._clock.now()
             with drafted.without_if_failing(name):
-                drafter.limit_threads(job.num_threads)
+                if drafter.runner is not None:
+                    drafter.runner.limit_threads(job.num_threads)
                 drafts = drafter.draft(mine, [job.texts[o.request_id] for o in mine])
                 seconds = self._clock.now() - started_at
                 drafted.add(mine, drafts)
@@ -337,7 +339,8 @@ class LocalExecutor(ABC):
                 continue
             started_at = self._clock.now()
             with drafted.without_if_failing(name):
-                drafter.limit_threads(job.num_threads)
+                if drafter.runner is not None:
+                    drafter.runner.limit_threads(job.num_threads)
                 replays += drafter.replay(mine, [job.texts[o.request_id] for o in mine])
                 seconds = self._clock.now() - started_at
                 drafted.times.append(draft_time(mine, seconds))

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.engine.batch import RaggedBatch
 from penstock.engine.kv_cache import PagedKVCache
+from penstock.engine.runner import RaggedBatch
 
 IntArray = npt.NDArray[np.int64]
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.core.types import Request
-from penstock.engine.batch import IntArray
 from penstock.engine.ends import End, OutputEnd
 from penstock.engine.grammar import GrammarState
+from penstock.engine.runner import IntArray
 from penstock.engine.sampling import SamplingRows, TextSoFar
 from penstock.engine.sampling.params import BoolArray
 

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from penstock.core.types import SamplingParams, TokenLogprob
-from penstock.engine.batch import BatchWriter, IntArray, RaggedBatch
-from penstock.engine.runner import ModelRunner
+from penstock.engine.runner import BatchWriter, IntArray, ModelRunner, RaggedBatch
 from penstock.engine.sampling import (
     Changed,
     SamplingRows,

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, Self
 
 from penstock.config import EngineConfig, TenantConfig, as_tenants
-from penstock.core.types import Arrive, Cancel, Event, Output, Reconfigure, Request
+from penstock.core.types import Arrive, Cancel, Event, FinishReason, Output, Reconfigure, Request
 from penstock.serving.fork_context import LOAD_ENGINE
-from penstock.serving.intake import EngineUnavailable, RequestClient, WaitingRoom
+from penstock.serving.limits import (
+    NotAllowed,
+    QueueFull,
+    Quotas,
+    RateLimited,
+    RequestRejected,
+    WaitingRoom,
+)
 from penstock.serving.logs import LogFormat
 from penstock.serving.messages import (
     AuditFinding,
@@ -23,12 +32,252 @@ from penstock.serving.messages import (
     StatsRequest,
 )
 from penstock.serving.process import Supervisor
-from penstock.serving.quotas import Quotas
 
+_READY_WAIT_S = 30.0
+_STOPPED = "the server was stopped before this request was finished"
 _STATS_WAIT_S = 1.0
 _DIED = (
     "the engine process died while it was working on this request; it is being restarted, try again"
 )
+
+
+class EngineUnavailable(RequestRejected):
+    """The engine takes no requests now."""
+
+
+class Unsupported(Exception):
+    """A request that can never be made here; one line."""
+
+
+class OutputSink(Protocol):
+    """Where a request's outputs go."""
+
+    def put(self, output: Output) -> None: ...
+
+
+class OutputStream:
+    """Outputs of some requests as they come, until all have finished. Leaving cancels the rest.
+
+    Iteration raises: QueueFull, EngineUnavailable where the requests were handed on, and whoever
+    they went to says so; TimeoutError after `expire`.
+    """
+
+    def __init__(self, client: RequestClient, request_ids: Iterable[str]) -> None:
+        self._client = client
+        self._open = set(request_ids)
+        self._outputs: asyncio.Queue[Output | RequestRejected | TimeoutError] = asyncio.Queue()
+
+    def put(self, output: Output) -> None:
+        self._outputs.put_nowait(output)
+
+    def expire(self) -> None:
+        """Cancel what is still open; there was no more time."""
+        for request_id in self._open:
+            self._client.cancel(request_id)
+        self.fail(TimeoutError())
+
+    def fail(self, error: RequestRejected | TimeoutError) -> None:
+        """A request was not taken after all, or will not be finished."""
+        self._outputs.put_nowait(error)
+
+    def cancel(self, request_id: str) -> None:
+        """No more of this request; its blocks are freed."""
+        self._open.discard(request_id)
+        self._client.cancel(request_id)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Output:
+        while self._open:
+            output = await self._outputs.get()
+            if not isinstance(output, Output):
+                raise output
+            if output.request_id not in self._open:
+                continue
+            if output.finish_reason is not None:
+                self._open.discard(output.request_id)
+            return output
+        raise StopAsyncIteration
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for request_id in tuple(self._open):
+            self.cancel(request_id)
+
+
+class RequestClient(ABC):
+    """Takes requests, and routes their outputs: the intake of an engine, or of a link to one."""
+
+    def __init__(self, room: WaitingRoom, quotas: Quotas | None = None) -> None:
+        self.room = room
+        self.quotas = quotas or Quotas()
+        self.refused: Counter[tuple[str, str]] = Counter()
+        """Requests that were not taken, by tenant and by reason: `queue_full`, `rate_limit` (come
+        again) or `tenant_limit` (never)."""
+        self._retry_after_s = 0.0
+        self._ready = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._stopping = False
+        self._sinks: dict[str, OutputSink] = {}
+
+    @property
+    @abstractmethod
+    def info(self) -> Ready:
+        """Raises: EngineUnavailable before it is known."""
+
+    @property
+    @abstractmethod
+    def drafters(self) -> tuple[str, ...]:
+        """Names that a request may ask for."""
+
+    @property
+    @abstractmethod
+    def num_restarts(self) -> int:
+        """How often the engine, or the link to it, had to be made again."""
+
+    @property
+    @abstractmethod
+    def _failure(self) -> str | None:
+        """Why no requests can be served now, but for shutting down."""
+
+    @abstractmethod
+    def _start(self, request: Request) -> None:
+        """Have a request made whose outputs have a sink."""
+
+    @abstractmethod
+    def _stop(self, request_id: str) -> None:
+        """Have a request made no further; its sink is gone already."""
+
+    def _fault_of(self, request: Request) -> str | None:
+        """Why a request could never be made here, if it could not. Asked where requests can be
+        served."""
+        return None
+
+    def _check(self, requests: Iterable[Request]) -> None:
+        """Raises: Unsupported."""
+        for fault in filter(None, map(self._fault_of, requests)):
+            raise Unsupported(fault)
+
+    @property
+    def problem(self) -> str | None:
+        """Why no requests can be served now, or None."""
+        return "the server is shutting down" if self._stopping else self._failure
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not finished."""
+        return len(self._sinks)
+
+    async def submit(
+        self, client: str, requests: Sequence[Request], within_s: float | None = None
+    ) -> OutputStream:
+        """Have requests made, after waiting a while for an engine that is away. client: whose
+        places in the waiting room they take; within_s: as there. Raises: QueueFull,
+        EngineUnavailable, RateLimited, NotAllowed, Unsupported."""
+        ids = [request.id for request in requests]
+        self._enter(client, requests, within_s)
+        try:
+            await self._wait_until_ready()
+            self._check(requests)
+        except BaseException:
+            self._leave(ids)
+            raise
+        stream = OutputStream(self, ids)
+        self._open(requests, stream)
+        return stream
+
+    def submit_now(self, client: str, request: Request, sink: OutputSink) -> None:
+        """Have a request made by an engine that is ready. Raises: as `submit`."""
+        self._check_ready()
+        self._check([request])
+        self._enter(client, [request])
+        self._open([request], sink)
+
+    def cancel(self, request_id: str) -> None:
+        """Forget a request, and let the engine free its blocks."""
+        if request_id in self._sinks:
+            self._forget(request_id)
+            self._stop(request_id)
+
+    def sink_of(self, request_id: str) -> OutputSink | None:
+        """Where an unfinished request's outputs go; None if there is no such request."""
+        return self._sinks.get(request_id)
+
+    async def stats(self) -> EngineStats | None:
+        """A snapshot, or None while there is none."""
+        return None
+
+    async def drain(self, grace_s: float) -> None:
+        """Take no more requests; cancel what still runs after `grace_s` seconds."""
+        self._stopping = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), grace_s)
+        self._fail_all(_STOPPED)
+
+    def _enter(
+        self, client: str, requests: Sequence[Request], within_s: float | None = None
+    ) -> None:
+        """Raises: QueueFull, RateLimited, NotAllowed."""
+        ids = [request.id for request in requests]
+        reason = "queue_full"
+        try:
+            self.room.enter(client, ids, within_s)
+            reason = "rate_limit"
+            self.quotas.take(requests)
+        except (QueueFull, RateLimited, NotAllowed) as error:
+            self.room.leave(ids)
+            if isinstance(error, NotAllowed):
+                reason = "tenant_limit"
+            self.refused[requests[0].tenant, reason] += len(requests)
+            raise
+
+    def _leave(self, request_ids: Iterable[str]) -> None:
+        """Requests that are not made, or no more."""
+        self.room.leave(request_ids)
+        for request_id in request_ids:
+            self.quotas.end(request_id)
+
+    async def _wait_until_ready(self) -> None:
+        if self.problem is not None and not self._stopping:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ready.wait(), _READY_WAIT_S)
+        self._check_ready()
+
+    def _check_ready(self) -> None:
+        if self.problem is not None:
+            raise EngineUnavailable(self.problem, self._retry_after_s)
+
+    def _open(self, requests: Sequence[Request], sink: OutputSink) -> None:
+        self._sinks.update((request.id, sink) for request in requests)
+        self._idle.clear()
+        for request in requests:
+            self._start(request)
+
+    def _route(self, output: Output) -> None:
+        sink = self._sinks.get(output.request_id)
+        if sink is None:
+            return
+        self.room.answered(output.request_id)
+        self.quotas.put_out(output.request_id, len(output.token_ids))
+        if output.finish_reason is not None:
+            self._forget(output.request_id)
+        sink.put(output)
+
+    def _forget(self, request_id: str) -> None:
+        del self._sinks[request_id]
+        self._leave([request_id])
+        if not self._sinks:
+            self._idle.set()
+
+    def _fail_all(self, error: str) -> None:
+        """End every open request; the engine is told to cancel them."""
+        for request_id, sink in list(self._sinks.items()):
+            self.cancel(request_id)
+            sink.put(Output(request_id, finish_reason=FinishReason.CANCELLED, error=error))
 
 
 def waiting_limits(tenants: Mapping[str, TenantConfig]) -> dict[str, int]:

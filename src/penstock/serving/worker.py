@@ -151,6 +151,8 @@ class EngineServer:
         self._grammars: dict[str, Future[Any]] = {}
         """Of requests that have not said anything yet: what is held is not compiled again when
         they begin."""
+        self._audits = False
+        """Whether a draft was given to the auditor."""
         engine.executor.remote.connect(self._send_orders)
 
     def serve(self) -> None:
@@ -165,8 +167,9 @@ class EngineServer:
             turn = self._turn([*self._events(messages), *self._broken()])
             if turn.outputs:
                 self._channel.send(Outputs(turn.outputs))
-            for finding in self._engine.auditor.findings():
-                self._channel.send(AuditFinding(*finding))
+            if self._audits:
+                for finding in self._engine.auditor.findings():
+                    self._channel.send(AuditFinding(*finding))
             for message in messages:
                 if isinstance(message, StatsRequest):
                     self._channel.send(self.stats())
@@ -243,6 +246,7 @@ class EngineServer:
         text = executor.text_of(draft.request_id)
         # A draft that comes too late stands behind less than what is verified by now.
         if draft.audit is not None and text is not None and text.length == draft.prefix_len:
+            self._audits = True
             self._engine.auditor.submit(
                 draft.drafter, draft.audit, text, draft.token_ids, draft.weights
             )

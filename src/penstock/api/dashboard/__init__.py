@@ -12,7 +12,7 @@ from fastapi import FastAPI, Header, Response
 from penstock.api.errors import ApiError
 from penstock.api.metrics import Metrics
 from penstock.api.prepare import ApiKeys
-from penstock.serving.intake import RequestClient
+from penstock.serving.client import RequestClient
 
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
