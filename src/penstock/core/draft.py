@@ -40,8 +40,9 @@ _NOTHING = Grant(0)
 
 
 def select(ctx: Context, states: Iterable[RequestState], now: float) -> None:
-    """The drafter that a request names, or the policy's choice, once a round: lanes that asked
-    again could each be told of another."""
+    """Give each request whose round begins its drafter: the one it names, or the policy's choice.
+
+    Once a round: lanes that asked again could each get another answer."""
     if not ctx.table.drafters:
         return
     free = []
@@ -63,7 +64,7 @@ def select(ctx: Context, states: Iterable[RequestState], now: float) -> None:
 
 
 def _choose(ctx: Context, states: list[RequestState], now: float) -> None:
-    """Ask the policy, once for all requests to which the same drafters are open."""
+    """Ask the policy once for all requests with the same permitted drafters."""
     drafters = ctx.table.drafters
     limited = [d for d in drafters.values() if d.is_limited]
     is_restricted = any(t.drafters is not None for t in ctx.table.tenants.values())
@@ -93,8 +94,7 @@ def _ask(ctx: Context, states: list[RequestState], view: View) -> None:
 
 
 def _is_open(ctx: Context, drafter: str, state: RequestState) -> bool:
-    """A request cannot take its prompt where its tenant's may not go, even by name; nor to where
-    it cannot be read; nor use what its tenant may not."""
+    """Return True if the drafter may see the prompt, serve the tenant, and read the text."""
     known = ctx.table.drafters.get(drafter)
     if known is None or not known.may_serve(ctx.table.tenants[state.request.tenant]):
         return False
@@ -104,7 +104,7 @@ def _is_open(ctx: Context, drafter: str, state: RequestState) -> bool:
 def allocate(
     ctx: Context, states: Iterable[RequestState], room: Room, now: float
 ) -> dict[str, Grant]:
-    """Grants by request id; a request that may not draft is left out."""
+    """Return grants by request id; a request that may not draft is left out."""
     candidates = []
     for state in states:
         drafter = ctx.table.drafter_of(state)
@@ -125,8 +125,7 @@ def allocate(
 def grants_of_step(
     ctx: Context, step: Step, scheduled: Sequence[ScheduledTokens]
 ) -> dict[str, Grant]:
-    """Draft lengths by request: drafts that are held, as far as the step's budget goes, then what
-    drafts inside this step."""
+    """Return draft lengths by request: held drafts within the step's budget, then new ones."""
     num_rows = step.num_tokens
     budget = ctx.admission.draft_budget(num_rows)
     grants: dict[str, Grant] = {}
@@ -146,7 +145,7 @@ def grants_of_step(
 
 
 def reserve(ctx: Context, state: RequestState) -> int:
-    """Draft positions that admission keeps free for a running request."""
+    """Return the draft positions that admission keeps free for a running request."""
     if state.draft.stage is DraftStage.HELD:
         return state.draft.num_draft_tokens
     drafter = ctx.table.drafter_of(state)
@@ -156,8 +155,10 @@ def reserve(ctx: Context, state: RequestState) -> int:
 
 
 def limit(state: RequestState, drafter: Drafter) -> int:
-    """Most draft tokens that could still be of use: the target adds one token itself. The drafter
-    reads all of its draft but the last token. All that is left may be on its way already."""
+    """Return the longest draft that could still be of use.
+
+    The target adds one token itself, and the drafter reads all of its draft but the last token. 0
+    if all that is left may be on its way already."""
     most = min(state.num_remaining_tokens - 1, drafter.max_draft_tokens)
     if drafter.max_len is not None:
         most = min(most, drafter.max_len - state.num_known_tokens + 1)
@@ -170,8 +171,9 @@ def limit(state: RequestState, drafter: Drafter) -> int:
 
 
 class CatchUp(NamedTuple):
-    """Known tokens that a drafter has yet to read: the position of the first, their number, and the
-    blocks that are new to the executor."""
+    """Known tokens that a drafter has yet to read.
+
+    start: position of the first. new_blocks: blocks that are new to the executor."""
 
     start: int
     num_tokens: int
@@ -179,8 +181,9 @@ class CatchUp(NamedTuple):
 
 
 def order(ctx: Context, state: RequestState, num_known: int, grant: Grant) -> DraftOrder | None:
-    """Order a catch-up to `num_known` known tokens and what was granted, or None where there is
-    nothing to do or no memory for it: a draft is never worth a preemption."""
+    """Return an order to catch up to `num_known` tokens and draft the grant.
+
+    None where there is nothing to do or no memory: a draft is never worth a preemption."""
     drafter = ctx.table.drafter_of(state)
     if drafter is None:
         return None
@@ -229,8 +232,9 @@ def _catch_up(
     length: int,
     evict: bool = True,
 ) -> CatchUp | None:
-    """A catch-up to `num_known` tokens, with room for `length` draft tokens behind it; None where
-    there is nothing to read or no memory for it."""
+    """Return a catch-up to `num_known` tokens, with room for `length` draft tokens behind it.
+
+    None where there is nothing to read or no memory for it."""
     pool, memory = drafter.pool, ctx.table.memory
     assert pool is not None
     is_new = drafter.name not in state.kv
@@ -250,8 +254,9 @@ def _catch_up(
 
 
 def _make_room(ctx: Context, drafter: Drafter, num_blocks: int, keep: RequestState) -> bool:
-    """A drafter's KV is only a cache: take it from requests that now draft with another, or not at
-    all. Their tables are dropped; they catch up if they come back."""
+    """Take a drafter's KV, which is only a cache, from requests that do not draft with it now.
+
+    They catch up if they come back."""
     assert drafter.pool is not None
     for state in ctx.table.requests.values():
         if state is not keep and state.drafter != drafter.name:
@@ -265,7 +270,7 @@ def _make_room(ctx: Context, drafter: Drafter, num_blocks: int, keep: RequestSta
 
 
 def orders_of_lane(ctx: Context, lane: str, plan_id: int, now: float) -> tuple[DraftOrder, ...]:
-    """For the requests of a lane whose next draft is due, as many as the pipeline takes."""
+    """Return orders for requests of a lane whose next draft is due, as the pipeline chooses."""
     drafter = ctx.table.drafters.get(lane)
     due = _due(ctx, now)
     waiting = due.by_lane.get(lane, [])
@@ -313,14 +318,14 @@ def _due(ctx: Context, now: float) -> DueDrafts:
 
 
 def divide(ctx: Context) -> list[RequestState]:
-    """Tell the pipeline who drafts in a lane, and return them."""
+    """Tell the pipeline which requests draft in lanes, and return them."""
     states = _beside(ctx)
     ctx.pipeline.divide(states)
     return states
 
 
 def _beside(ctx: Context) -> list[RequestState]:
-    """Who decodes with a drafter that works in a lane."""
+    """Return the decoding requests whose drafters work in lanes."""
     beside = {
         n for n, d in ctx.table.drafters.items() if d.up and not d.silent and ctx.is_beside(d)
     }
@@ -328,8 +333,9 @@ def _beside(ctx: Context) -> list[RequestState]:
 
 
 def _at_hand(ctx: Context, state: RequestState, drafter: str, granted: int) -> tuple[int, ...]:
-    """What was sent ahead, as far as it is granted; nothing where it is less, and waiting for all
-    of it makes more tokens a second."""
+    """Return tokens that were sent ahead, as far as granted.
+
+    Nothing where they are fewer, and waiting for all of the grant yields more tokens per second."""
     tokens = state.at_hand(drafter)[:granted]
     if not tokens or len(tokens) == granted:
         return tokens
@@ -354,8 +360,10 @@ def _lane_order(
 
 
 def expire(ctx: Context, now: float) -> None:
-    """Give up what is overdue. A draft server that misses a deadline gets no more orders until it
-    is heard from, so that it delays the others once and not in every round."""
+    """Give up overdue drafts.
+
+    A draft server that misses a deadline gets no more orders until it is heard from, so that it
+    delays the others once and not in every round."""
     table = ctx.table
     ordered = [(s, s.draft.order) for s in table.running.values() if s.draft.order is not None]
     for _, given in ordered:
@@ -370,7 +378,7 @@ def expire(ctx: Context, now: float) -> None:
 
 
 def up(ctx: Context, event: DrafterUp) -> None:
-    """A known drafter is back, or a draft server has come."""
+    """Take in that a known drafter is back, or that a draft server has connected."""
     drafters = ctx.table.drafters
     drafter = drafters.setdefault(event.drafter, Drafter(event.drafter, remote=True))
     if drafter.remote:
@@ -380,8 +388,10 @@ def up(ctx: Context, event: DrafterUp) -> None:
 
 
 def down(ctx: Context, name: str) -> None:
-    """Its KV and its drafts are lost; its requests finish their round without them, so that a late
-    draft cannot answer a new order after it has come back."""
+    """Drop the KV and drafts of a lost drafter.
+
+    Its requests finish their round without a draft, so that a late one cannot answer a new order.
+    """
     table = ctx.table
     drafter = table.drafters.get(name)
     if drafter is None:
@@ -405,9 +415,10 @@ def down(ctx: Context, name: str) -> None:
 def replays(
     ctx: Context, lane: str, states: Iterable[RequestState], plan_id: int, now: float
 ) -> tuple[DraftOrder, ...]:
-    """Orders for what the policy would like to have read by the drafters of a lane, those that
-    draft inside the step in the target's, and the most important first. They take only memory that
-    is free, and are registered with the plan."""
+    """Return and register orders for the replays that the policy proposes in a lane.
+
+    Drafters inside the step belong to the target's lane. Replays use only free memory, the most
+    important first."""
     if not ctx.selection.proposes_replays:
         return ()
     drafters = {
@@ -432,7 +443,7 @@ def replays(
 
 
 def _replay(ctx: Context, proposal: ReplayProposal, drafter: Drafter) -> DraftOrder | None:
-    """None where it has nothing to read, or cannot, or is at work on the request already."""
+    """Return an order, or None where nothing can be read or the drafter works on the request."""
     state, name = proposal.state, drafter.name
     if any(name in pools for pools in state.plans.values()) or not drafter.can_read(state):
         return None

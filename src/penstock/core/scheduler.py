@@ -1,9 +1,7 @@
 """The scheduler: synchronous, deterministic methods over one table.
 
-`apply` takes in events, `schedule` composes a lane's next step (admit, speculate, draft, verify:
-a module each), `update` takes in what it came to (observe). `sync` is for hosts that keep requests
-by themselves.
-"""
+`apply` takes in events, `schedule` composes a lane's next step (`target`, `draft`), `update` takes
+in its result (`observe`). `sync` is for hosts that keep requests by themselves."""
 
 from __future__ import annotations
 
@@ -50,10 +48,8 @@ class Scheduler:
     """Composes admission, selection and allocation over paged KV memory.
 
     pool: the target's KV; `drafters` have pools of their own, with the same block size. pipeline:
-    when the target waits for drafters that have lanes (default: rounds). counted: requests of which
-    only lengths are known are advanced together; it changes no decision. max_num_seqs: the
-    executor's room; None is no limit.
-    """
+    default `barrier`. counted: requests of which only lengths are known advance together; it
+    changes no decision. max_num_seqs: the executor's room; None is no limit."""
 
     def __init__(
         self,
@@ -106,7 +102,7 @@ class Scheduler:
 
     @property
     def learn(self) -> Estimators:
-        """What was learned so far."""
+        """The estimators."""
         return self._ctx.learn
 
     @property
@@ -116,7 +112,7 @@ class Scheduler:
 
     @property
     def lanes(self) -> tuple[str, ...]:
-        """Drafters' lanes first, so that a draft can start before the next verification."""
+        """Lanes, drafters' first, so that a draft can start before the next verification."""
         drafters = self.table.drafters
         if not drafters:
             return _TARGET_ALONE
@@ -127,7 +123,7 @@ class Scheduler:
         return len(self.table.requests)
 
     def apply(self, event: Event, now: float) -> list[Output]:
-        """Take in something from outside."""
+        """Take in an event."""
         ctx, table = self._ctx, self.table
         if isinstance(event, DraftAhead):
             # It changes no draft that is due.
@@ -152,7 +148,7 @@ class Scheduler:
         return []
 
     def schedule(self, now: float, lane: str = TARGET) -> StepPlan:
-        """Compose the lane's next step. An empty plan means that there is nothing to do now."""
+        """Compose the lane's next step; an empty plan means that there is nothing to do now."""
         ctx, table = self._ctx, self.table
         plan_id = table.counters.plans
         table.counters.plans += 1
@@ -190,7 +186,7 @@ class Scheduler:
         )
 
     def update(self, plan: StepPlan, result: StepResult) -> list[Output]:
-        """Take in what a plan came to, once."""
+        """Take in the result of a plan, once."""
         table = self.table
         if plan.id not in table.in_flight:
             return []
@@ -201,8 +197,9 @@ class Scheduler:
         return observe.observe(self._ctx, plan, result)
 
     def sync(self, running: Iterable[HostRequest], preempted: Iterable[str] = ()) -> None:
-        """Take over from a host how requests stand: `running` ones run and are in no plan any more;
-        `preempted` ones, by id, have lost their memory. Requests not named stay as they are, and
-        ids that are unknown are skipped. How many blocks are free is the pool's to say."""
+        """Take over the state of requests from a host.
+
+        running: in no plan any more; preempted: ids that have lost their memory. Others stay as
+        they are, and unknown ids are skipped. The pool tells how many blocks are free."""
         self.table.counters.version += 1
         sync(self.table, running, preempted)

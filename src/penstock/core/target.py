@@ -1,4 +1,4 @@
-"""Phases 1 and 5: who runs in the target's step, and the known and draft tokens it computes."""
+"""Phases 1 and 5: the requests of the target's step, and its known and draft tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NOTHING = Grant(0)
 
 
 def arrive(ctx: Context, request: Request, now: float) -> list[Output]:
-    """A request arrives: it waits, or is refused at once."""
+    """Let a request wait, or refuse it."""
     error = refusal(ctx, request)
     if error is not None:
         return [Output(request.id, finish_reason=FinishReason.REFUSED, error=error)]
@@ -51,7 +51,7 @@ def arrive(ctx: Context, request: Request, now: float) -> list[Output]:
 
 
 def refusal(ctx: Context, request: Request) -> str | None:
-    """Why a request can never be served, in one line; None if it can."""
+    """Return the reason why a request can never be served, in one line; None if it can."""
     pool = ctx.table.memory.pools[TARGET]
     total = request.prompt_len + request.max_tokens
     if request.id in ctx.table.requests:
@@ -75,7 +75,7 @@ def refusal(ctx: Context, request: Request) -> str | None:
 
 
 def _can_count(ctx: Context, request: Request) -> bool:
-    """Whether only the request's lengths matter, so that a decode group can count it."""
+    """Return True if only the request's lengths matter, so that a decode group can count it."""
     return (
         ctx.counted
         and request.prompt_token_ids is None
@@ -90,7 +90,7 @@ def _can_count(ctx: Context, request: Request) -> bool:
 
 
 def compose(ctx: Context, now: float) -> Step:
-    """Wait for drafts, or let the admission policy choose who runs."""
+    """Wait for drafts, or let the admission policy choose the requests of a step."""
     table = ctx.table
     step = _new_step(ctx, now)
     if not table.drafters:
@@ -117,15 +117,16 @@ def compose(ctx: Context, now: float) -> Step:
 
 
 class _Hold(NamedTuple):
-    """until: when the target stops waiting for drafts (None: it does not wait). deadline: of the
-    first draft that is on its way."""
+    """A wait for drafts.
+
+    until: when it ends; None: no wait. deadline: of the first draft on its way."""
 
     until: float | None
     deadline: float | None
 
 
 def _hold(ctx: Context, now: float) -> _Hold:
-    """Whether the target waits for drafts. Who is not held back joins by `Pipeline.joins`."""
+    """Give up overdue drafts and ask the pipeline whether the target waits."""
     draft.expire(ctx, now)
     draft.divide(ctx)
     table = ctx.table
@@ -137,14 +138,13 @@ def _hold(ctx: Context, now: float) -> _Hold:
 
 
 def _new_step(ctx: Context, now: float) -> Step:
-    """An empty step of the target."""
     victim = newest if ctx.fairness is None else ctx.fairness.victim
     rules = StepRules(ctx.max_num_seqs, ctx.may_run, partial(draft.reserve, ctx), victim)
     return Step(ctx.table, ctx.learn, rules, now)
 
 
 def _admit(ctx: Context, step: Step) -> None:
-    """Let the admission policy choose who runs."""
+    """Let the admission policy compose the step."""
     woken = step.wake_at
     if ctx.fairness is None:
         ctx.admission.compose(step)
@@ -156,14 +156,14 @@ def _admit(ctx: Context, step: Step) -> None:
 
 
 def _is_steady(ctx: Context, step: Step) -> bool:
-    """Whether the next step would be composed in the same way if nothing comes or ends."""
+    """Return True if the next step would be composed alike unless a request comes or ends."""
     if ctx.fairness is not None and not ctx.fairness.is_steady(step):
         return False
     return ctx.admission.is_steady(step)
 
 
 def _earlier(a: float | None, b: float | None) -> float | None:
-    """The earlier of two times; None and infinity are never."""
+    """Return the earlier of two times; None and infinity are never."""
     earliest = min(math.inf if a is None else a, math.inf if b is None else b)
     return None if earliest == math.inf else earliest
 
@@ -172,8 +172,7 @@ def _earlier(a: float | None, b: float | None) -> float | None:
 
 
 def items(ctx: Context, step: Step, plan_id: int) -> tuple[VerifyItem, ...]:
-    """For every scheduled request, in their order, with its draft and room in the target's KV for
-    it."""
+    """Return an item for every scheduled request, with its draft and KV blocks."""
     scheduled = list(step.scheduled.values())
     grants = {}
     if ctx.table.drafters or any(s.state.draft.stage is DraftStage.HELD for s in scheduled):
@@ -187,7 +186,7 @@ def items(ctx: Context, step: Step, plan_id: int) -> tuple[VerifyItem, ...]:
 
 
 def decodes(ctx: Context, step: Step, plan_id: int) -> DecodeRun:
-    """What decode groups do, and for how many steps if nothing else happens in them."""
+    """Return the step of decode groups, repeated as long as nothing else happens."""
     repeatable = not step.scheduled and _is_steady(ctx, step)
     return decode_run(step.decoding, step.pool, plan_id, repeatable, step.wake_at)
 
@@ -230,8 +229,9 @@ def _item(ctx: Context, scheduled: ScheduledTokens, grant: Grant) -> VerifyItem:
 
 
 def _order_inside(ctx: Context, scheduled: ScheduledTokens, grant: Grant) -> DraftOrder | None:
-    """A draft inside the step. What the drafter has not read of the prompt it reads then: many
-    requests never draft, or with another one."""
+    """Return an order for a draft inside the step.
+
+    The drafter reads the prompt only then: many requests never draft with it."""
     state = scheduled.state
     drafter = ctx.table.drafter_of(state)
     if drafter is None or ctx.is_beside(drafter) or not grant.num_draft_tokens:
@@ -242,7 +242,7 @@ def _order_inside(ctx: Context, scheduled: ScheduledTokens, grant: Grant) -> Dra
 
 
 def _grow_for_draft(ctx: Context, scheduled: ScheduledTokens, length: int) -> int:
-    """Room in the target's KV for as much of a draft as fits into free blocks."""
+    """Return the length of a draft that fits the target's free blocks, and take them."""
     pool = ctx.table.memory.pools[TARGET]
     num_blocks = scheduled.state.kv_of(TARGET).num_blocks
     end = scheduled.start + scheduled.num_tokens

@@ -24,8 +24,9 @@ _ROUNDING = 1e-9
 
 
 class DraftCandidate(NamedTuple):
-    """A request that could draft with `drafter`, at most `limit` tokens this round, of which the
-    first `num_at_hand` need not be waited for."""
+    """A request that could draft with `drafter`, at most `limit` tokens in this round.
+
+    The first `num_at_hand` of them were sent ahead."""
 
     state: RequestState
     drafter: str
@@ -34,8 +35,10 @@ class DraftCandidate(NamedTuple):
 
 
 class Room(NamedTuple):
-    """What the step holds besides drafts: `budget` draft positions may join the `num_rows` target
-    positions that are certain, of which `num_sampled` end in a token."""
+    """Contents of the step besides drafts.
+
+    budget: draft positions that may join. num_rows: target positions that are certain, of which
+    `num_sampled` yield a token."""
 
     budget: int = 0
     num_rows: int = 0
@@ -47,10 +50,11 @@ NO_ROOM = Room()
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The moment of a decision. drafters: by name; some may be down or silent. loads: running
-    requests by drafter's name, those to be decided on included. beside: drafters with lanes of
-    their own, which work at the same time as the target. room: of the step that is composed.
-    is_fair: what is short is shared out between tenants, by weight."""
+    """Read-only state at the moment of a decision.
+
+    drafters: by name; some may be down or silent. loads: running requests by drafter, those to be
+    decided on included. beside: drafters with lanes of their own. room: of the step that is
+    composed. is_fair: scarce resources are divided between tenants by weight."""
 
     drafters: Mapping[str, Drafter]
     learn: Estimators
@@ -62,23 +66,24 @@ class View:
     is_fair: bool = False
 
     def is_beside(self, drafter: Drafter) -> bool:
-        """Whether it works beside the target, not inside its step."""
+        """Return True if the drafter works in a lane beside the target."""
         return drafter.name in self.beside
 
     def budgets(
         self, candidates: Sequence[DraftCandidate], wanted: Sequence[int]
     ) -> list[tuple[list[int], int]]:
-        """Groups of candidates, by index, each with its part of the budget: one group with all of
-        it, or where it is short of what is wanted and tenants share it, weighted max-min fair
-        parts of a group for each tenant."""
-        everybody = [(list(range(len(candidates))), self.room.budget)]
+        """Return groups of candidates, by index, each with its part of the draft budget.
+
+        One group gets all of it, unless it is short of `wanted` and tenants share it: then each
+        tenant's group gets a weighted max-min fair part."""
+        whole = [(list(range(len(candidates))), self.room.budget)]
         if not self.is_fair or sum(wanted) <= self.room.budget:
-            return everybody
+            return whole
         groups: dict[str, list[int]] = {}
         for i, candidate in enumerate(candidates):
             groups.setdefault(candidate.state.request.tenant, []).append(i)
         if len(groups) == 1:
-            return everybody
+            return whole
         demands = np.array([sum(wanted[i] for i in g) for g in groups.values()], dtype=float)
         weights = np.array([self.tenants[name].weight for name in groups])
         shares = max_min_shares(self.room.budget, demands, weights)
@@ -113,16 +118,17 @@ class Loads(Mapping[str, int]):
 
 
 class AdmissionPolicy(ABC):
-    """Base of admission policies; only `compose` is required."""
+    """Composes the target's step: schedules, admits and preempts. Only `compose` is required."""
 
     name: ClassVar[str]
     cuts_prompts: bool = True
-    """Whether it may schedule part of a prompt; if not, a step must have room for all of it."""
+    """False if a step must have room for all of a prompt."""
     may_idle: bool = False
-    """Whether it may leave requests waiting for ever, as a paper's rule to the letter may. Fairness
-    between tenants does not apply to such a policy."""
+    """True if it may leave requests waiting forever, as a paper's exact rule may.
+
+    Fairness between tenants does not apply to such a policy."""
     order: OrderName = "arrival"
-    """In which order the requests of a queue are tried."""
+    """Order in which the requests of a queue are tried."""
     token_budget = 0
     """Positions of a step, drafts included; 0: no speculation."""
 
@@ -134,32 +140,33 @@ class AdmissionPolicy(ABC):
         """Schedule the step."""
 
     def is_steady(self, step: Step) -> bool:
-        """Whether `compose`, asked again for the step after this one, would do the same as long as
-        no request arrives or ends: then many steps are planned at once where nothing else
-        happens in them."""
+        """Return True if `compose` would repeat itself unless a request arrives or ends.
+
+        Several steps are then planned at once."""
         return False
 
     def draft_budget(self, num_tokens: int) -> int:
-        """Draft positions that may join a step of so many known tokens."""
+        """Return the draft positions that may join a step of `num_tokens` known tokens."""
         return max(0, self.token_budget - num_tokens)
 
     def queue_of(self, state: RequestState) -> Hashable:
-        """Key of the queue in which a request waits."""
+        """Return the key of the queue in which a request waits."""
         return None
 
     def shortage(self, step: Step, state: RequestState) -> tuple[int, int]:
-        """What keeps a waiting request out for longer than a step, as `Step.shortage`."""
+        """Return what keeps a request waiting for longer than a step, as `Step.shortage`."""
         return step.shortage(state)
 
     def new_queue(self, estimators: Estimators) -> ArrivalQueue:
-        """An empty queue, which keeps the order."""
+        """Return an empty queue of the policy's order."""
         return make_queue(self.order, estimators)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayProposal:
-    """A drafter should read a request's verified text, if it has time: to have its KV ready, or
-    also to `evaluate` what it would have drafted."""
+    """A proposal that a drafter with time to spare reads a request's verified text.
+
+    evaluate: also count the tokens that it would have drafted."""
 
     state: RequestState
     drafter: str
@@ -167,9 +174,10 @@ class ReplayProposal:
 
 
 class SelectionPolicy(ABC):
-    """Chooses a drafter for every request that leaves the choice open. weighs_time: it leaves out
-    drafters that take longer than they save; those without requests are then measured by `Trials`.
-    """
+    """Chooses a drafter for every request that leaves the choice open.
+
+    weighs_time: it leaves out drafters that take longer than they save; those without requests are
+    then measured by `Trials`."""
 
     name: ClassVar[str]
     weighs_time: ClassVar[bool] = False
@@ -179,35 +187,37 @@ class SelectionPolicy(ABC):
 
     @property
     def proposes_replays(self) -> bool:
-        """Whether it is worth asking for `replays` now."""
+        """True if `replays` is worth a call now."""
         return type(self).replays is not SelectionPolicy.replays
 
     @abstractmethod
     def select(self, states: Sequence[RequestState], view: View) -> dict[str, str | None]:
-        """A drafter's name, or None for no draft, by request id; asked once a round for each."""
+        """Return a drafter's name (None: no draft) by request id; called once a round for each."""
 
     def observe(self, outcomes: Sequence[Outcome], view: View) -> None:  # noqa: B027
         """Take in all verdicts of one target step."""
 
     def replays(self, states: Sequence[RequestState], view: View) -> list[ReplayProposal]:
-        """What should be read beside drafting; the least important last."""
+        """Return proposals, the least important last."""
         return []
 
     def replayed(self, state: RequestState, replayed: Replayed) -> None:  # noqa: B027
         """Take in the result of a replay."""
 
     def forget(self, request_id: str) -> None:  # noqa: B027
-        """The request has ended."""
+        """Drop the state of an ended request."""
 
 
 def usable(drafters: Mapping[str, Drafter]) -> dict[str, Drafter]:
-    """Those that can take a request now."""
+    """Return the drafters that can take a request now."""
     return {n: d for n, d in drafters.items() if d.up and not d.silent}
 
 
 class AllocationPolicy(ABC):
-    """Decides how many tokens each request may draft. weighs_time: it grants nothing where drafting
-    takes longer than it saves; drafters without grants are then measured by `Trials`."""
+    """Decides how many tokens each request may draft.
+
+    weighs_time: it grants nothing where drafting takes longer than it saves; drafters without
+    grants are then measured by `Trials`."""
 
     name: ClassVar[str]
     weighs_time: ClassVar[bool] = False
@@ -217,60 +227,64 @@ class AllocationPolicy(ABC):
 
     @abstractmethod
     def allocate(self, candidates: Sequence[DraftCandidate], view: View) -> list[Grant]:
-        """A grant for each candidate, together within `view.room.budget`. Where drafters have
-        lanes of their own the candidates are all requests that speculate, whether or not they may
-        start a draft now: the same prices hold for everybody."""
+        """Return a grant for each candidate, together within `view.room.budget`.
+
+        With drafters in lanes the candidates are all requests that speculate, whether or not they
+        may start a draft now: the same prices hold for all."""
 
     def reserve(self, state: RequestState) -> int:
-        """Most tokens that a request would ever be granted: by default the option `k_max`."""
+        """Return the largest grant that a request could get: by default the option `k_max`."""
         return int(self.options.k_max)
 
     def observe(self, outcomes: Sequence[Outcome], now: float) -> None:  # noqa: B027
         """Take in all verdicts of one target step."""
 
     def forget(self, request_id: str) -> None:  # noqa: B027
-        """A request is over."""
+        """Drop the state of an ended request."""
 
 
 class Pipeline(ABC):
-    """Decides whom a lane drafts for, whether the target waits for drafts, and for which."""
+    """Decides when drafters draft, whether the target waits, and which drafts it verifies.
+
+    Admission decides which requests join the step."""
 
     name: ClassVar[str]
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        """None."""
+        """No options."""
 
     def __init__(self, options: Any = None) -> None:
         self.options = options
 
     @property
     def drafts_beside(self) -> bool:
-        """Whether the drafters of this machine that have lanes use them; else they draft inside the
-        target's step. It may change when a step has ended."""
+        """True if local drafters with lanes use them; else they draft inside the target's step.
+
+        It may change when a step has ended."""
         return True
 
     def divide(self, states: Sequence[RequestState]) -> None:  # noqa: B027
-        """Take in who drafts in a lane now: decoding requests with their drafters."""
+        """Take in the decoding requests whose drafters work in lanes."""
 
     def next_drafts(self, lane: str, due: Sequence[RequestState]) -> Sequence[RequestState]:
-        """For whom a lane drafts in its next step, of those whose drafts are due."""
+        """Return the requests of a lane's next step, of those whose drafts are due."""
         return due
 
     @abstractmethod
     def hold_until(
         self, ready: Sequence[RequestState], pending: Sequence[RequestState], view: View
     ) -> float | None:
-        """Until when to wait, unless a draft comes or is given up before; None: verify now.
+        """Return the time until which the target waits for drafts; None: verify now.
 
-        ready: decoding requests that the target could verify, with or without a draft; pending:
-        those whose drafts are on their way."""
+        It ends early when a draft comes or is given up. ready: decoding requests that the target
+        could verify, with or without a draft; pending: those whose drafts are on their way."""
 
     def joins(self, state: RequestState) -> bool:
-        """Whether a request may be verified in the step that `hold_until` let start."""
+        """Return True if a request may be verified in the step that `hold_until` let start."""
         return True
 
     def stepped(  # noqa: B027
         self, running: Iterable[RequestState], view: View, result: StepResult
     ) -> None:
-        """A target step has ended."""
+        """Take in the end of a target step."""
