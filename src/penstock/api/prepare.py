@@ -1,4 +1,4 @@
-"""From a request body and an API key to what the engine is asked for."""
+"""From a request body and an API key to the engine's requests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _DEFAULT_COMPLETION_TOKENS = 16
 _GREEDY_BELOW = 1e-5
 
 _LONG_TEXT = 8192
-"""Characters; longer texts are tokenised in a thread, so that streams do not stand still."""
+"""Characters. Longer texts are tokenised in a thread, so that streams do not stand still."""
 
 _COST_PER_TEXT = 100
 """Overhead of tokenising any text, in characters."""
@@ -47,28 +47,28 @@ _COMPILE_S = 20.0
 
 
 class Caller(NamedTuple):
-    """tenant: whose requests they are. client: who shares the server with others: a tenant where
-    there are keys, else a network."""
+    """Sender of a request.
+
+    tenant: owner of its requests. client: holder of places in the server: a tenant where there are
+    keys, else a network."""
 
     tenant: str
     client: str
 
 
 class ApiKeys:
-    """Who a request is from. Without any key configured, everybody is the default tenant.
+    """Maps API keys to tenants. Without any key, all requests are of the default tenant.
 
-    operators: hashes of keys for what is said of all tenants; without any, every tenant's key is
-        one
-    """
+    operators: hashes of keys for data of all tenants; without any, every tenant's key is one"""
 
     def __init__(self, tenants: Mapping[str, TenantConfig], operators: Iterable[str] = ()) -> None:
-        # Looked up by a digest that nobody else can compute: in constant time, that is to say in
+        # Looked up by a digest that others cannot compute: in constant time, that is to say in
         # one that tells nothing about the keys.
         self._secret = secrets.token_bytes(32)
         self.change(tenants, operators)
 
     def change(self, tenants: Mapping[str, TenantConfig], operators: Iterable[str]) -> None:
-        """Other keys from now on, all at once."""
+        """Replace all keys at once."""
         known = {
             self._blinded(key): name for name, tenant in tenants.items() for key in tenant.api_keys
         }
@@ -78,7 +78,7 @@ class ApiKeys:
         )
 
     def caller(self, authorization: str | None, network: str) -> Caller:
-        """Who an `Authorization` header from a network stands for. Raises: ApiError with 401."""
+        """Return the sender by `Authorization` header and network. Raises: ApiError with 401."""
         if not self._tenants:
             return Caller(DEFAULT_TENANT, network)
         tenant = self._tenants.get(self._blinded(_hash_in(authorization)))
@@ -87,8 +87,7 @@ class ApiKeys:
         return Caller(tenant, tenant)
 
     def viewer(self, authorization: str | None) -> str | None:
-        """The only tenant whose requests a key lets one see; None: all. Raises: ApiError with
-        401."""
+        """Return the only tenant that a key may view; None: all. Raises: ApiError with 401."""
         if self._is_operator(authorization):
             return None
         if not self._tenants:
@@ -109,7 +108,7 @@ class ApiKeys:
 
 
 def _hash_in(authorization: str | None) -> str:
-    """Of the key in an `Authorization` header. Raises: ApiError with 401."""
+    """Return the hash of the key in an `Authorization` header. Raises: ApiError with 401."""
     scheme, _, key = (authorization or "").partition(" ")
     if scheme.lower() != "bearer" or not key:
         message = "an API key is required: send the header Authorization: Bearer KEY"
@@ -124,9 +123,9 @@ class _Chat:
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]]
     is_asked: bool = True
-    """The assistant's turn has begun."""
+    """True if the assistant's turn has begun."""
     lead: str = ""
-    """What that turn begins with."""
+    """Beginning of that turn."""
 
     @classmethod
     def of(
@@ -138,7 +137,7 @@ class _Chat:
 
     @property
     def size(self) -> int:
-        """Work to tokenise it, in characters."""
+        """Cost of tokenising it, in characters."""
         calls = [call for m in self.messages for call in m.get("tool_calls", ())]
         written = len(json.dumps([*self.tools, *calls])) if self.tools or calls else 0
         return written + sum(_COST_PER_TEXT + len(m["content"]) for m in self.messages)
@@ -148,11 +147,10 @@ class _Chat:
 class RequestBuilder:
     """Turns bodies into engine requests for one model.
 
-    verification: of every request, or None: `coupled` with a seed, `ratio` without.
-    drafters: names that a request may ask for now; draft servers come and go.
-    max_choices: of one body of a client, over all its prompts: what can wait at once.
-    quotas: what tenants may ask for.
-    """
+    verification: of every request, or None: `coupled` with a seed, `ratio` without
+    drafters: names that a request may give now; draft servers come and go
+    max_choices: limit of one client's body, over all its prompts
+    quotas: limits of tenants"""
 
     model_name: str
     tokenizer: Tokenizer
@@ -165,7 +163,7 @@ class RequestBuilder:
     _long_texts: Executor = field(
         default_factory=lambda: ThreadPoolExecutor(1, "penstock-tokenizer")
     )
-    """Long texts wait for each other: each takes up to a thousand times its size in memory."""
+    """One thread: tokenising a text takes up to a thousand times its size in memory."""
 
     def __post_init__(self) -> None:
         eos = sorted(self.engine.eos_token_ids)
@@ -269,7 +267,7 @@ class RequestBuilder:
         return choices
 
     async def token_ids(self, body: TokenizeBody) -> list[int]:
-        """Of a text or a conversation, as long as the context. Raises: ApiError."""
+        """Return the tokens of a text or a conversation within the context. Raises: ApiError."""
         if body.model is not None:
             self.check_model(body.model)
         adds = body.add_special_tokens
@@ -284,7 +282,7 @@ class RequestBuilder:
         return await self._tokenise(chat.size, encode_chat, chat)
 
     async def text(self, body: DetokenizeBody) -> str:
-        """Of tokens, special ones included. Raises: ApiError."""
+        """Return the text of tokens, special ones included. Raises: ApiError."""
         if body.model is not None:
             self.check_model(body.model)
         self._check_ids(body.tokens, "tokens")
@@ -292,13 +290,13 @@ class RequestBuilder:
         return await self._tokenise(len(body.tokens), decode, body.tokens)
 
     async def _tokenise(self, size: int, work: Callable[[_T], _U], given: _T) -> _U:
-        """Raises: as `work`."""
+        """Run `work`, in a thread for long texts. Raises: as `work`."""
         if size <= _LONG_TEXT:
             return work(given)
         return await asyncio.get_running_loop().run_in_executor(self._long_texts, work, given)
 
     def check_model(self, name: str) -> None:
-        """Raises: ApiError for any but this server's."""
+        """Raises: ApiError for any model but this server's."""
         if name != self.model_name:
             raise ApiError(
                 404,
@@ -308,7 +306,7 @@ class RequestBuilder:
             )
 
     def _check(self, body: GenerationBody, caller: Caller, num_prompts: int) -> None:
-        """What can be said before anything is tokenised. Raises: ApiError."""
+        """Check what does not depend on the prompt's tokens. Raises: ApiError."""
         if body.model is not None:
             self.check_model(body.model)
         drafters = (AUTO_DRAFTER, NO_DRAFTER, *self._drafters_of(caller.tenant))
@@ -481,7 +479,7 @@ async def _compiled(
 
 
 def derived_seed(seed: int, n: int) -> int:
-    """Seed of choice `n`: the first has the request's own, the others are independent of it."""
+    """Return the seed of choice `n`: the request's own for the first, else an independent one."""
     if n == 0:
         return seed
     digest = hashlib.blake2b(seed.to_bytes(8, "little") + n.to_bytes(4, "little"), digest_size=8)

@@ -131,7 +131,7 @@ class Step:
     # --- decoding -------------------------------------------------------------------------------
 
     def assign(self, state: RequestState, key: Hashable, until: int | None = None) -> None:
-        """Let a request decode in the group of this key only, until it has so many output tokens."""
+        """Let a request decode in the group of this key only, up to `until` output tokens."""
         self._table.key_of[state.request.id] = key
         if isinstance(state, CountedState):
             state.until = until

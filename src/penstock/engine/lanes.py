@@ -47,19 +47,17 @@ class Ticket:
 
 
 class TicketQueue:
-    """Plans use a model in the order in which they were submitted. What must be dropped between two
-    of them is dropped between them, whoever carries them out: a plan that is already inside keeps
-    what it reads.
+    """Turns of plans on one model, in the order in which they were submitted.
 
-    To be used by the submitting thread alone, except for the tickets that it hands out.
-    """
+    Changes (dropped tables, forgotten requests) are applied between turns: a plan at work keeps
+    what it reads. For the submitting thread alone, except for the tickets that it hands out."""
 
     def __init__(self) -> None:
         self._last: Ticket | None = None
         self._changes: list[Change] = []
 
     def change(self, change: Change) -> None:
-        """To be applied before every later turn; at once if nobody is at work."""
+        """Apply a change before every later turn; at once if the model is idle."""
         self._changes.append(change)
         if self._last is None or self._last.has_ended:
             for waiting in self._changes:
@@ -67,14 +65,14 @@ class TicketQueue:
             self._changes = []
 
     def take(self) -> Ticket:
-        """The next turn. It must be begun and ended, in any thread."""
+        """Return the next turn. It must be begun and ended, in any thread."""
         self._last = Ticket(self._last, self._changes)
         self._changes = []
         return self._last
 
 
 class Wakeup:
-    """Something to wait for together with sockets; any thread may give the sign."""
+    """A signal to wait for together with sockets; any thread may give it."""
 
     def __init__(self) -> None:
         self._reader, self._writer = socket.socketpair()
@@ -83,31 +81,29 @@ class Wakeup:
             weakref.finalize(self, end.close)
 
     def fileno(self) -> int:
-        """Readable after a sign."""
+        """Return a descriptor that is readable after a signal."""
         return self._reader.fileno()
 
     def give(self) -> None:
-        """Give the sign; several before it is heard are one."""
+        """Give the signal; several before it is cleared are one."""
         with contextlib.suppress(OSError):  # full, or closed with the program
             self._writer.send(b"\0")
 
     def clear(self) -> None:
-        """It has been heard."""
+        """Clear the signal."""
         with contextlib.suppress(BlockingIOError):
             while self._reader.recv(4096):
                 pass
 
     def wait(self, timeout: float | None) -> None:
-        """Until the sign, at most `timeout` seconds (None: for ever)."""
+        """Wait for the signal, at most `timeout` seconds (None: no limit)."""
         select.select([self], [], [], timeout)
 
 
 class Lanes(Generic[_Result]):
-    """A thread for every lane that is used; each does its jobs in order. Results, or what a job
-    raised, come back to whoever asks. The threads end with this object.
+    """A thread for every lane that is used; each does its jobs in order. They end with this object.
 
-    models: what the lanes share, each with a queue
-    """
+    models: shared by the lanes, each with a queue"""
 
     def __init__(self, models: Iterable[str] = ()) -> None:
         self.wakeup = Wakeup()
@@ -118,14 +114,14 @@ class Lanes(Generic[_Result]):
 
     @property
     def num_busy(self) -> int:
-        """Lanes that have a job whose result nobody has taken."""
+        """Lanes that have a job whose result was not taken."""
         return sum(num > 0 for num in self._num_jobs.values())
 
     def is_busy(self, lane: str) -> bool:
         return self._num_jobs[lane] > 0
 
     def start(self, lane: str, job: Callable[[], _Result]) -> None:
-        """Have a job done in the lane's thread."""
+        """Run a job in the lane's thread."""
         if lane not in self._threads:
             self._threads[lane] = ThreadPoolExecutor(1, thread_name_prefix=lane)
         self._num_jobs[lane] += 1
@@ -133,9 +129,8 @@ class Lanes(Generic[_Result]):
         future.add_done_callback(partial(_report, lane, self._ended, self.wakeup))
 
     def take(self) -> list[_Result]:
-        """Results since the last call, in the order in which they came. Raises what a job
-        raised."""
-        # Before looking, so that no sign is lost; and though nobody is busy, for a result may have
+        """Return results since the last call, in order. Raises what a job raised."""
+        # Before looking, so that no sign is lost; and even if no lane is busy, for a result may have
         # been taken before its sign was given, which would then stay.
         self.wakeup.clear()
         results = []

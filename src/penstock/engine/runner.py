@@ -28,13 +28,12 @@ class RaggedBatch:
     that end at ``seq_lens[i] - 1``. The keys and values of the rows are written to the paged cache
     before attention, which is causal over positions ``0..seq_lens[i] - 1``.
 
-    token_ids:    [num_tokens] int32
-    positions:    [num_tokens] int32, absolute
-    query_start:  [num_seqs + 1] int32, non-decreasing, from 0 to num_tokens
-    seq_lens:     [num_seqs] int32, tokens of context including this batch's rows
+    token_ids: [num_tokens] int32
+    positions: [num_tokens] int32, absolute
+    query_start: [num_seqs + 1] int32, non-decreasing, from 0 to num_tokens
+    seq_lens: [num_seqs] int32, tokens of context including this batch's rows
     block_tables: [num_seqs, max_blocks] int32; block j holds positions j*block_size onward
-    logits_rows:  [num_logits] int32, ascending rows of which logits are wanted
-    """
+    logits_rows: [num_logits] int32, ascending rows of which logits are wanted"""
 
     token_ids: IntArray
     positions: IntArray
@@ -52,7 +51,7 @@ class RaggedBatch:
         return int(self.seq_lens.shape[0])
 
     def slot_mapping(self, block_size: int) -> npt.NDArray[np.int64]:
-        """Cache slot (block * block_size + offset) of every row: [num_tokens] int64."""
+        """Return the cache slot (block * block_size + offset) of every row: [num_tokens] int64."""
         counts = np.diff(self.query_start)
         seq_of_row = np.repeat(np.arange(self.num_seqs), counts)
         blocks = self.block_tables[seq_of_row, self.positions // block_size].astype(np.int64)
@@ -60,8 +59,9 @@ class RaggedBatch:
 
 
 class BatchWriter:
-    """A ragged batch in the making, sequence by sequence. Lists grow faster than small arrays can
-    be joined, and most sequences bring a few rows."""
+    """Builds a ragged batch, sequence by sequence.
+
+    It appends to lists, which is faster than joining small arrays."""
 
     def __init__(self) -> None:
         self._token_ids: list[int] = []
@@ -71,7 +71,7 @@ class BatchWriter:
         self._logits_rows: list[int] = []
 
     def add(self, start: int, token_ids: Sequence[int], num_logits: int) -> None:
-        """Rows of one sequence from position `start`; logits are wanted of the last ones."""
+        """Add rows of one sequence from position `start`; the last `num_logits` yield logits."""
         end = start + len(token_ids)
         self._token_ids += token_ids
         self._positions += range(start, end)
@@ -86,7 +86,7 @@ class BatchWriter:
         return max(self._seq_lens)
 
     def batch(self, block_tables: IntArray) -> RaggedBatch:
-        """block_tables: [sequences, max_blocks] int32."""
+        """Return the batch. block_tables: [sequences, max_blocks] int32."""
         return RaggedBatch(
             token_ids=np.array(self._token_ids, dtype=np.int32),
             positions=np.array(self._positions, dtype=np.int32),
@@ -98,11 +98,9 @@ class BatchWriter:
 
 
 class Model(ABC):
-    """A model with its paged KV cache, whoever computes it: what memory it has, and steps that are
-    only timed.
+    """A model with its paged KV cache, as the executor measures it.
 
-    keeps_batches: a step with the requests of the step before is the usual one, and faster.
-    """
+    keeps_batches: a step with the requests of the step before is the usual one, and faster"""
 
     num_blocks: int
     block_size: int
@@ -115,28 +113,27 @@ class Model(ABC):
 
     @abstractmethod
     def dummy_run(self, batch: RaggedBatch) -> None:
-        """A step and its samples, for nothing but the time that it takes."""
+        """Compute a step and its samples, to be timed."""
 
     def limit_threads(self, num_threads: int) -> None:  # noqa: B027
-        """Compute with at most so many threads from now on: others are at work."""
+        """Compute with at most `num_threads` threads from now on."""
 
     def num_that_fit(self, num_tokens: int) -> int:
-        """Requests of so many tokens that the KV cache holds."""
+        """Return the number of requests of `num_tokens` tokens that fit the KV cache."""
         return self.num_blocks // self.blocks_for(num_tokens)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """KV blocks of so many tokens."""
+        """Return the KV blocks of `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
 
 class ModelRunner(Model):
     """Weights, paged KV cache and forward pass of one model.
 
-    A backend may compute how it likes, but never changes which function it computes: logits equal
-    the reference within rounding, and rows of one sequence do not depend on the others in a batch.
+    Every backend computes the same function: logits equal the reference within rounding, and rows
+    of one sequence do not depend on the others in a batch.
 
-    sample: draws the target's seeded samples from logits.
-    """
+    sample: draws the target's seeded samples from logits"""
 
     config: DecoderConfig
     sample: TokenSampler
@@ -156,12 +153,11 @@ class ModelRunner(Model):
         params: SamplingRows,
         kept: IntArray,
     ) -> tuple[list[int], torch.Tensor] | None:
-        """`forward` and the target's samples of its rows in one call that brings back only the
-        logits of some rows, [len(kept), vocab_size]; None where there is no such call.
+        """Run `forward` and draw the target's samples in one call; None if there is none.
 
-        row_start: [num_requests + 1], the rows of logits of each request; params: of which
-        temperature and seed are read; kept: int32, rows of logits, rising
-        """
+        Returns samples and only the logits of the rows `kept` (int32, rising): [len(kept),
+        vocab_size]. row_start: [num_requests + 1], rows of logits of each request; params:
+        temperature and seed are read."""
         return None
 
     def propose(
@@ -173,12 +169,10 @@ class ModelRunner(Model):
         starts: npt.NDArray[np.int64],
         stop: Stop | None = None,
     ) -> Drafts | None:
-        """Read a batch and draft up to limits[i] tokens behind sequence i, in one call; None where
-        it must go step by step.
+        """Read a batch and draft up to limits[i] tokens for sequence i; None if it must go in steps.
 
-        ratio: [num_seqs], whose drafts are sampled from the drafter's own distribution; params:
-        unfiltered; starts: [num_seqs] int64, positions at which the drafts begin; stop: where
-        drafts end before their limit, if they may
+        ratio: [num_seqs], drafts sampled from the drafter's own distribution; params: unfiltered;
+        starts: [num_seqs] int64, positions at which the drafts begin; stop: early stopping, if any
         """
         return None
 

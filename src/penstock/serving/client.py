@@ -46,11 +46,11 @@ class EngineUnavailable(RequestRejected):
 
 
 class Unsupported(Exception):
-    """A request that can never be made here; one line."""
+    """A request that this engine can never serve; one line."""
 
 
 class OutputSink(Protocol):
-    """Where a request's outputs go."""
+    """Receiver of a request's outputs."""
 
     def put(self, output: Output) -> None: ...
 
@@ -58,9 +58,8 @@ class OutputSink(Protocol):
 class OutputStream:
     """Outputs of some requests as they come, until all have finished. Leaving cancels the rest.
 
-    Iteration raises: QueueFull, EngineUnavailable where the requests were handed on, and whoever
-    they went to says so; TimeoutError after `expire`.
-    """
+    Iteration raises: QueueFull, EngineUnavailable from an engine that requests were forwarded to;
+    TimeoutError after `expire`."""
 
     def __init__(self, client: RequestClient, request_ids: Iterable[str]) -> None:
         self._client = client
@@ -71,17 +70,17 @@ class OutputStream:
         self._outputs.put_nowait(output)
 
     def expire(self) -> None:
-        """Cancel what is still open; there was no more time."""
+        """Cancel unfinished requests after their time limit."""
         for request_id in self._open:
             self._client.cancel(request_id)
         self.fail(TimeoutError())
 
     def fail(self, error: RequestRejected | TimeoutError) -> None:
-        """A request was not taken after all, or will not be finished."""
+        """Pass on that a request was refused late, or will not be finished."""
         self._outputs.put_nowait(error)
 
     def cancel(self, request_id: str) -> None:
-        """No more of this request; its blocks are freed."""
+        """Cancel a request, which frees its blocks."""
         self._open.discard(request_id)
         self._client.cancel(request_id)
 
@@ -109,14 +108,15 @@ class OutputStream:
 
 
 class RequestClient(ABC):
-    """Takes requests, and routes their outputs: the intake of an engine, or of a link to one."""
+    """Submits requests to an engine, or over a link to one, and routes their outputs."""
 
     def __init__(self, room: WaitingRoom, quotas: Quotas | None = None) -> None:
         self.room = room
         self.quotas = quotas or Quotas()
         self.refused: Counter[tuple[str, str]] = Counter()
-        """Requests that were not taken, by tenant and by reason: `queue_full`, `rate_limit` (come
-        again) or `tenant_limit` (never)."""
+        """Refused requests by (tenant, reason): `queue_full`, `rate_limit` or `tenant_limit`.
+
+        The first two may be sent again, the last one never."""
         self._retry_after_s = 0.0
         self._ready = asyncio.Event()
         self._idle = asyncio.Event()
@@ -127,34 +127,33 @@ class RequestClient(ABC):
     @property
     @abstractmethod
     def info(self) -> Ready:
-        """Raises: EngineUnavailable before it is known."""
+        """Description of the engine. Raises: EngineUnavailable before it is known."""
 
     @property
     @abstractmethod
     def drafters(self) -> tuple[str, ...]:
-        """Names that a request may ask for."""
+        """Names that a request may give."""
 
     @property
     @abstractmethod
     def num_restarts(self) -> int:
-        """How often the engine, or the link to it, had to be made again."""
+        """Restarts of the engine, or of the link to it."""
 
     @property
     @abstractmethod
     def _failure(self) -> str | None:
-        """Why no requests can be served now, but for shutting down."""
+        """Reason why no requests can be served now, apart from shutting down."""
 
     @abstractmethod
     def _start(self, request: Request) -> None:
-        """Have a request made whose outputs have a sink."""
+        """Send a request whose outputs have a sink."""
 
     @abstractmethod
     def _stop(self, request_id: str) -> None:
-        """Have a request made no further; its sink is gone already."""
+        """Cancel a request in the engine; its sink is gone already."""
 
     def _fault_of(self, request: Request) -> str | None:
-        """Why a request could never be made here, if it could not. Asked where requests can be
-        served."""
+        """Return the reason why a request can never be served here, if so."""
         return None
 
     def _check(self, requests: Iterable[Request]) -> None:
@@ -164,20 +163,21 @@ class RequestClient(ABC):
 
     @property
     def problem(self) -> str | None:
-        """Why no requests can be served now, or None."""
+        """Reason why no requests can be served now, or None."""
         return "the server is shutting down" if self._stopping else self._failure
 
     @property
     def num_open(self) -> int:
-        """Requests that have not finished."""
+        """Unfinished requests."""
         return len(self._sinks)
 
     async def submit(
         self, client: str, requests: Sequence[Request], within_s: float | None = None
     ) -> OutputStream:
-        """Have requests made, after waiting a while for an engine that is away. client: whose
-        places in the waiting room they take; within_s: as there. Raises: QueueFull,
-        EngineUnavailable, RateLimited, NotAllowed, Unsupported."""
+        """Submit requests, after waiting a while for an engine that is away.
+
+        client: holder of their places in the waiting room; within_s: as in `WaitingRoom.enter`.
+        Raises: QueueFull, EngineUnavailable, RateLimited, NotAllowed, Unsupported."""
         ids = [request.id for request in requests]
         self._enter(client, requests, within_s)
         try:
@@ -191,7 +191,7 @@ class RequestClient(ABC):
         return stream
 
     def submit_now(self, client: str, request: Request, sink: OutputSink) -> None:
-        """Have a request made by an engine that is ready. Raises: as `submit`."""
+        """Submit a request to an engine that is ready. Raises: as `submit`."""
         self._check_ready()
         self._check([request])
         self._enter(client, [request])
@@ -204,15 +204,15 @@ class RequestClient(ABC):
             self._stop(request_id)
 
     def sink_of(self, request_id: str) -> OutputSink | None:
-        """Where an unfinished request's outputs go; None if there is no such request."""
+        """Return the sink of an unfinished request, if there is such a request."""
         return self._sinks.get(request_id)
 
     async def stats(self) -> EngineStats | None:
-        """A snapshot, or None while there is none."""
+        """Return a snapshot, or None while there is none."""
         return None
 
     async def drain(self, grace_s: float) -> None:
-        """Take no more requests; cancel what still runs after `grace_s` seconds."""
+        """Take no more requests; cancel unfinished ones after `grace_s` seconds."""
         self._stopping = True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace_s)
@@ -236,7 +236,7 @@ class RequestClient(ABC):
             raise
 
     def _leave(self, request_ids: Iterable[str]) -> None:
-        """Requests that are not made, or no more."""
+        """Return the places and quota of requests that were refused or have ended."""
         self.room.leave(request_ids)
         for request_id in request_ids:
             self.quotas.end(request_id)
@@ -281,13 +281,13 @@ class RequestClient(ABC):
 
 
 def waiting_limits(tenants: Mapping[str, TenantConfig]) -> dict[str, int]:
-    """Places in the waiting room of tenants that have a limit of their own."""
+    """Return places in the waiting room of tenants that have a limit of their own."""
     limits = {name: t.max_waiting_requests for name, t in tenants.items()}
     return {name: most for name, most in limits.items() if most is not None}
 
 
 class DraftServers(Protocol):
-    """The draft servers that are connected. drafters: their names, as the scheduler has them."""
+    """Connected draft servers. drafters: their names in the scheduler."""
 
     tenants: Mapping[str, TenantConfig]
 
@@ -303,9 +303,8 @@ class DraftServers(Protocol):
 class EngineClient(RequestClient):
     """Requests of one engine process, which is kept running.
 
-    max_waiting: requests that may be without a first output at once
-    factory: what the process builds its engine with, "package.module:function"
-    """
+    max_waiting: limit of requests without a first output
+    factory: "package.module:function" that builds the engine in its process"""
 
     def __init__(
         self,
@@ -342,7 +341,7 @@ class EngineClient(RequestClient):
         await super().drain(grace_s)
 
     async def close(self) -> None:
-        """End the process now. Requests that still run get an error."""
+        """End the process now. Unfinished requests get an error."""
         await super().drain(0.0)
         await self._supervisor.close()
 
@@ -362,7 +361,7 @@ class EngineClient(RequestClient):
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        """The engine's own, and the draft servers that are connected."""
+        """The engine's own drafters and the connected draft servers."""
         remote = () if self._draft_servers is None else self._draft_servers.drafters
         return (*self.info.drafters, *remote)
 
@@ -389,7 +388,7 @@ class EngineClient(RequestClient):
         self.post(Cancel(request_id))
 
     async def stats(self) -> EngineStats | None:
-        """A fresh snapshot, the last one if the engine is slow to answer, None while it is away."""
+        """Return a fresh snapshot, the last one if the engine is slow, None while it is away."""
         if not self._ready.is_set():
             return None
         answer: asyncio.Future[EngineStats | None] = asyncio.get_running_loop().create_future()
@@ -400,7 +399,7 @@ class EngineClient(RequestClient):
         return self._stats
 
     def post(self, event: Event | RemoteDraft) -> None:
-        """Queue an event; all of one pass of the event loop go up as one message."""
+        """Queue an event; all of one pass of the event loop are sent as one message."""
         if not self._events:
             asyncio.get_running_loop().call_soon(self._flush)
         self._events.append(event)
@@ -411,8 +410,9 @@ class EngineClient(RequestClient):
             self._supervisor.send(Events(events))
 
     def reconfigure(self, tenants: Mapping[str, TenantConfig]) -> None:
-        """Let tenants have these settings from now on; requests that run go on. The engine of one
-        that is not named any more keeps its share for what it still has open."""
+        """Change the settings of tenants; unfinished requests go on.
+
+        In the engine, a tenant that is no longer named keeps its share for its open requests."""
         self.room.change_limits(waiting_limits(tenants))
         self.quotas.change(tenants)
         self._changed = Reconfigure(tuple(as_tenants(tenants)))
@@ -423,7 +423,7 @@ class EngineClient(RequestClient):
     # --- what the engine says -------------------------------------------------------------------
 
     def follow(self, draft_servers: DraftServers) -> None:
-        """Tell draft servers what comes from now on."""
+        """Pass messages on to draft servers from now on."""
         self._draft_servers = draft_servers
 
     def on_message(self, message: object) -> None:
@@ -459,7 +459,7 @@ class EngineClient(RequestClient):
         self._ready.set()
 
     def on_silence(self, is_silent: bool) -> None:
-        """No requests are taken meanwhile. One that is only slow is ready again later."""
+        """Take no requests while the engine is silent; a slow one is ready again later."""
         if is_silent:
             self._last_failure = "the engine gives no sign of life"
             self._ready.clear()

@@ -1,4 +1,4 @@
-"""Limits of requests: places in the waiting room, and what each tenant may ask for."""
+"""Limits of requests: places in the waiting room, and quotas of tenants."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from penstock.transport.checks import TokenBucket
 
 _SHORTEST_S, _LONGEST_S = 1.0, 60.0
 _RATE_S = 30.0
-"""Time over which the rate of first outputs is counted."""
+"""Seconds over which the rate of first outputs is counted."""
 _FEW = 8
-"""Fewer say little about the rate."""
+"""First outputs below which the rate is unknown."""
 _MINUTE_S = 60.0
 
 
 class RequestRejected(Exception):
-    """One line. retry_after_s: seconds after which a request may be taken."""
+    """A request that was not taken; one line. retry_after_s: seconds until it may be."""
 
     def __init__(self, message: str, retry_after_s: float = _SHORTEST_S) -> None:
         super().__init__(message)
@@ -34,9 +34,10 @@ class QueueFull(RequestRejected):
 
 
 def network_of_host(host: str) -> str:
-    """Whose requests share one limit where there are no API keys: the address, or of IPv6 the /64
-    network, which is one subscriber's. Empty for what is no address; brackets and a zone may be
-    there."""
+    """Return the network that shares one limit where there are no API keys.
+
+    It is the address, or of IPv6 the /64 network, which is one subscriber's; empty for what is no
+    address. Brackets and a zone are allowed."""
     try:
         address = ip_address(host.strip("[]").partition("%")[0])
     except ValueError:
@@ -51,11 +52,10 @@ class Shares:
     """Places of some kind: for requests in a queue, for bytes in memory.
 
     A client with a limit of its own may hold that many. Any other may hold no more than it leaves
-    free: half of all if it is alone, a third each where two want all. So whoever comes next always
-    finds room. (Dynamic thresholds with α = 1: Choudhury and Hahne, IEEE/ACM ToN 6(2), 1998.)
+    free: half of all if it is alone, a third each where two want all. So the next one always finds
+    room. (Dynamic thresholds with α = 1: Choudhury and Hahne, IEEE/ACM ToN 6(2), 1998.)
 
-    limits: by client
-    """
+    limits: by client"""
 
     def __init__(self, size: int, limits: Mapping[str, int] | None = None) -> None:
         self.size = size
@@ -67,7 +67,7 @@ class Shares:
         return self._held.get(client, 0)
 
     def most_of(self, client: str) -> int:
-        """What a client may hold while nobody else holds anything."""
+        """Return the places that a client may hold while no other holds any."""
         return min(self.limits.get(client, max(self.size // 2, 1)), self.size)
 
     def take(self, client: str, num: int) -> bool:
@@ -87,12 +87,10 @@ class Shares:
 
 
 class WaitingRoom:
-    """Requests that have had no output yet. size: most of them at once; limits: by client; clock:
-    in seconds.
+    """Requests that have had no output yet.
 
-    Clients that are refused are told when to come again, at the rate at which requests have lately
-    had their first output, one after the other.
-    """
+    A refused client is told when to come again, by the recent rate of first outputs. size: limit of
+    requests; limits: by client; clock: in seconds."""
 
     def __init__(
         self,
@@ -105,23 +103,25 @@ class WaitingRoom:
         self._num_of: Counter[str] = Counter()
         self._clock = clock
         self._busy_since = 0.0
-        """Since when the room has not been empty."""
+        """Time since when the room has not been empty."""
         self._answered: deque[float] = deque()
-        """When requests had their first output since then, of the last `_RATE_S`."""
+        """Times of first outputs since then, of the last `_RATE_S`."""
         self._num_refused = 0
-        """Requests that were refused, less those that have left since."""
+        """Refused requests, less those that have left since."""
 
     def most_of(self, client: str) -> int:
-        """Requests of a client that can ever wait at once."""
+        """Return the largest number of a client's requests that can wait at once."""
         return self._places.most_of(client)
 
     def change_limits(self, limits: Mapping[str, int]) -> None:
-        """Other limits by client. Who holds more than that keeps it, and gets no more."""
+        """Replace limits by client. A client above its new limit keeps its places."""
         self._places.limits = limits
 
     def enter(self, client: str, request_ids: Sequence[str], within_s: float | None = None) -> None:
-        """within_s: how long they may wait; those that would wait longer, if clients take turns,
-        are refused at once. Raises: QueueFull."""
+        """Take places. Raises: QueueFull.
+
+        within_s: longest wait; requests that would wait longer, if clients take turns, are refused
+        at once."""
         num, waiting = len(request_ids), self._num_of.get(client, 0)
         if not self._client_of:
             self._busy_since, self._num_refused = self._clock(), 0
@@ -148,7 +148,7 @@ class WaitingRoom:
         self._num_of[client] += num
 
     def _rate(self) -> float | None:
-        """First outputs a second, lately and while requests waited; None while there are few."""
+        """Return recent first outputs per second while requests waited; None if there are few."""
         now = self._clock()
         while self._answered and self._answered[0] < now - _RATE_S:
             self._answered.popleft()
@@ -156,13 +156,13 @@ class WaitingRoom:
         return len(self._answered) / seconds if len(self._answered) >= _FEW and seconds else None
 
     def answered(self, request_id: str) -> None:
-        """A request has an output; it need not be its first."""
+        """Note an output of a request, which need not be its first."""
         if request_id in self._client_of:
             self._answered.append(self._clock())
             self.leave([request_id])
 
     def leave(self, request_ids: Iterable[str]) -> None:
-        """Requests that are no longer wanted, or are not here any more."""
+        """Free the places of requests."""
         for request_id in request_ids:
             client = self._client_of.pop(request_id, None)
             if client is not None:
@@ -174,8 +174,9 @@ class WaitingRoom:
 
 
 class RateLimited(Exception):
-    """A tenant has asked for its share of a minute already. retry_after_s: seconds after which what
-    it asked for would be taken, unless it has asked for more by then."""
+    """A tenant has used its share of a minute.
+
+    retry_after_s: seconds until the request would be taken, unless the tenant sends others."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
@@ -183,7 +184,7 @@ class RateLimited(Exception):
 
 
 class NotAllowed(Exception):
-    """A tenant may never ask for this. param: the field of a request that says it."""
+    """A request beyond a tenant's limits. param: the field at fault."""
 
     def __init__(self, message: str, param: str) -> None:
         super().__init__(message)
@@ -191,22 +192,24 @@ class NotAllowed(Exception):
 
 
 class _Rates(NamedTuple):
-    """A tenant's limits as they are filled up again; None is no limit."""
+    """Refilling limits of a tenant; None is no limit."""
 
     requests: TokenBucket | None
     tokens: TokenBucket | None
 
 
 class _Reserved(NamedTuple):
-    """Tokens that a request was taken for."""
+    """Tokens that a request has reserved."""
 
     bucket: TokenBucket
     num_tokens: int
 
 
 class Quotas:
-    """Takes requests in by their tenants' limits. A request takes its prompt and all that it may
-    put out from its tenant's tokens; what it did not put out is given back when it ends."""
+    """Admits requests within their tenants' quotas.
+
+    A request reserves its prompt and its `max_tokens` from its tenant's tokens; unused output
+    tokens are given back when it ends."""
 
     def __init__(self, tenants: Mapping[str, TenantConfig] | None = None) -> None:
         self._tenants: Mapping[str, TenantConfig] = {}
@@ -215,7 +218,7 @@ class Quotas:
         self.change(tenants or {})
 
     def change(self, tenants: Mapping[str, TenantConfig]) -> None:
-        """Other limits from now on. What is used of one that stays the same remains used."""
+        """Replace limits. The use of an unchanged limit is kept."""
         before, kept = self._tenants, self._rates
         self._tenants, self._rates = tenants, {}
         now = time.monotonic()
@@ -230,11 +233,11 @@ class Quotas:
             self._rates[name] = _Rates(requests, tokens or _bucket(new.tokens_per_minute, now))
 
     def of(self, tenant: str) -> TenantConfig:
-        """A tenant's settings; those by default for one that has none."""
+        """Return a tenant's settings; the defaults for one that has none."""
         return self._tenants.get(tenant, _DEFAULT)
 
     def most_output(self, tenant: str, prompt_len: int) -> int | None:
-        """Output tokens that a tenant's request with such a prompt may ask for; None: any."""
+        """Return the limit of output tokens of a tenant's request; None: no limit."""
         limits = self.of(tenant)
         most = [] if limits.max_output_tokens is None else [limits.max_output_tokens]
         if limits.tokens_per_minute is not None:
@@ -242,7 +245,7 @@ class Quotas:
         return min(most, default=None)
 
     def take(self, requests: Sequence[Request]) -> None:
-        """Requests of one tenant, all or none. Raises: NotAllowed, RateLimited."""
+        """Admit requests of one tenant, all or none. Raises: NotAllowed, RateLimited."""
         tenant = requests[0].tenant
         limits, rates = self.of(tenant), self._rates.get(tenant)
         _check_lengths(limits, requests)
@@ -271,14 +274,14 @@ class Quotas:
                 self._reserved[r.id] = _Reserved(rates.tokens, r.max_tokens)
 
     def put_out(self, request_id: str, num_tokens: int) -> None:
-        """A request has put out so many tokens."""
+        """Count output tokens of a request."""
         reserved = self._reserved.get(request_id)
         if reserved is not None:
             left = reserved._replace(num_tokens=reserved.num_tokens - num_tokens)
             self._reserved[request_id] = left
 
     def end(self, request_id: str) -> None:
-        """A request puts nothing more out."""
+        """Give back what an ended request has reserved and not used."""
         reserved = self._reserved.pop(request_id, None)
         if reserved is not None:
             reserved.bucket.give_back(reserved.num_tokens)
