@@ -9,7 +9,8 @@ from tokenizers.processors import TemplateProcessing
 
 from penstock.api.bodies import ChatBody, CompletionBody
 from penstock.api.errors import ApiError
-from penstock.api.prepare import Caller, RequestBuilder, derived_seed
+from penstock.api.http import Caller
+from penstock.api.prepare import RequestBuilder, derived_seed
 from penstock.config import TenantConfig
 from penstock.core.types import Request
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer

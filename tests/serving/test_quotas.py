@@ -8,7 +8,7 @@ import pytest
 
 from penstock.config import TenantConfig
 from penstock.core.types import Request
-from penstock.serving import quotas
+from penstock.serving import limits
 from penstock.serving.limits import NotAllowed, Quotas, RateLimited
 
 
@@ -22,7 +22,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(quotas, "time", made)
+    monkeypatch.setattr(limits, "time", made)
     return made
 
 

@@ -1,25 +1,24 @@
-"""From a request body and an API key to the engine's requests."""
+"""From request bodies to the engine's requests."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import hmac
 import json
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from penstock.api.bodies import ChatBody, ChatMessage, CompletionBody, GenerationBody, Tool
 from penstock.api.body import Structure
 from penstock.api.choices import ResponseChoice, TextStream
 from penstock.api.errors import ApiError
+from penstock.api.http import Caller
 from penstock.api.token_bodies import DetokenizeBody, TokenizeBody
 from penstock.api.tool_use import tool_use
-from penstock.config import DEFAULT_TENANT, TenantConfig, hash_of_key
 from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, Request, SamplingParams, StopStrings
 from penstock.engine.grammar import GrammarCompiler, GrammarError, grammar_of
 from penstock.serving.limits import Quotas
@@ -44,76 +43,6 @@ _COST_PER_TEXT = 100
 
 _COMPILE_S = 20.0
 """Timeout of a grammar, including those queued before it and the loading of the vocabulary."""
-
-
-class Caller(NamedTuple):
-    """Sender of a request.
-
-    tenant: owner of its requests. client: holder of places in the server: a tenant where there are
-    keys, else a network."""
-
-    tenant: str
-    client: str
-
-
-class ApiKeys:
-    """Maps API keys to tenants. Without any key, all requests are of the default tenant.
-
-    operators: hashes of keys for data of all tenants; without any, every tenant's key is one"""
-
-    def __init__(self, tenants: Mapping[str, TenantConfig], operators: Iterable[str] = ()) -> None:
-        # Looked up by a digest that others cannot compute: in constant time, that is to say in
-        # one that tells nothing about the keys.
-        self._secret = secrets.token_bytes(32)
-        self.change(tenants, operators)
-
-    def change(self, tenants: Mapping[str, TenantConfig], operators: Iterable[str]) -> None:
-        """Replace all keys at once."""
-        known = {
-            self._blinded(key): name for name, tenant in tenants.items() for key in tenant.api_keys
-        }
-        self._tenants, self._operators = (
-            known,
-            frozenset(map(self._blinded, operators)) or known.keys(),
-        )
-
-    def caller(self, authorization: str | None, network: str) -> Caller:
-        """Return the sender by `Authorization` header and network. Raises: ApiError with 401."""
-        if not self._tenants:
-            return Caller(DEFAULT_TENANT, network)
-        tenant = self._tenants.get(self._blinded(_hash_in(authorization)))
-        if tenant is None:
-            raise ApiError(401, "the API key is not known", code="invalid_api_key")
-        return Caller(tenant, tenant)
-
-    def viewer(self, authorization: str | None) -> str | None:
-        """Return the only tenant that a key may view; None: all. Raises: ApiError with 401."""
-        if self._is_operator(authorization):
-            return None
-        if not self._tenants:
-            self.check_operator(authorization)
-        return self.caller(authorization, "").tenant
-
-    def check_operator(self, authorization: str | None) -> None:
-        """Raises: ApiError with 401."""
-        if not self._is_operator(authorization):
-            raise ApiError(401, "this API key is none for metrics", code="invalid_api_key")
-
-    def _is_operator(self, authorization: str | None) -> bool:
-        """Raises: ApiError with 401."""
-        return not self._operators or self._blinded(_hash_in(authorization)) in self._operators
-
-    def _blinded(self, key_hash: str) -> bytes:
-        return hmac.digest(self._secret, key_hash.encode(), "sha256")
-
-
-def _hash_in(authorization: str | None) -> str:
-    """Return the hash of the key in an `Authorization` header. Raises: ApiError with 401."""
-    scheme, _, key = (authorization or "").partition(" ")
-    if scheme.lower() != "bearer" or not key:
-        message = "an API key is required: send the header Authorization: Bearer KEY"
-        raise ApiError(401, message, code="missing_api_key")
-    return hash_of_key(key.strip())
 
 
 @dataclass(frozen=True, slots=True)

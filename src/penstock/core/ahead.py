@@ -18,25 +18,27 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 LEAST_CHANCE = 0.05
-"""No token is drafted ahead that is less likely than this to be right."""
+"""Lowest probability of a token that is drafted ahead."""
 
 MAX_ROWS = 8
-"""Most lines that grow in one step: an order that comes meanwhile waits for its end."""
+"""Limit of lines that grow in one step: an order that comes meanwhile waits for its end."""
 
 ROW_COST = 0.5
 """Time of a drafting step for each line beside the first, in steps of one: measured for the bundled
 drafters on one core at 5d79ef34. Larger models pay less."""
 
 MAX_LINES = 32
-"""Most lines of one request that are kept."""
+"""Limit of lines kept per request."""
 
 MAX_AHEAD_TOKENS = 64
-"""Most tokens of one request that are kept beyond its text, and that one message brings."""
+"""Limit of tokens kept beyond a request's text, and of those in one message."""
 
 
 class LinePiece(NamedTuple):
-    """Tokens of line `line` from position `start` of the text on. `parent`: only with a line's
-    first tokens: the line that it leaves there, or itself where it follows the text."""
+    """Tokens of line `line` from position `start` of the text on.
+
+    parent: only with a line's first tokens: the line that it leaves there, or itself where it
+    follows the text."""
 
     line: int
     start: int
@@ -46,8 +48,10 @@ class LinePiece(NamedTuple):
 
 @dataclass(slots=True)
 class _KeptLine:
-    """parent: the line on whose tokens before `start` it stands; None once those are verified.
-    token_ids: from `start` on; of what is verified none is kept."""
+    """A line that is kept.
+
+    parent: the line on whose tokens before `start` it stands; None once those are verified.
+    token_ids: from `start` on, without verified ones."""
 
     parent: int | None
     start: int
@@ -59,7 +63,7 @@ class _KeptLine:
 
 
 class Text(NamedTuple):
-    """The end of a verified text: the tokens from position `first` on."""
+    """End of a verified text: the tokens from position `first` on."""
 
     first: int
     token_ids: Sequence[int]
@@ -70,7 +74,7 @@ class Text(NamedTuple):
 
 
 class LinesAhead:
-    """What one draft server has sent ahead for one request."""
+    """Lines that one draft server has sent ahead for one request."""
 
     def __init__(self, drafter: str) -> None:
         self.drafter = drafter
@@ -82,8 +86,9 @@ class LinesAhead:
         return sum(len(line.token_ids) for line in self._lines.values())
 
     def take(self, pieces: Iterable[LinePiece], text: Text) -> int:
-        """Add what has come, and follow the text; returns how many tokens were added. Pieces of
-        unknown lines, repeated ones, and what is beyond the bounds are left out."""
+        """Add received pieces, and follow the text; returns the number of tokens added.
+
+        Pieces of unknown lines, repeated ones, and tokens beyond the limits are left out."""
         added = 0
         for piece in pieces:
             before = self.num_tokens
@@ -115,7 +120,7 @@ class LinesAhead:
         self._lines[piece.line] = _KeptLine(parent, piece.start, list(piece.token_ids))
 
     def follow(self, text: Text) -> None:
-        """Drop what the text has contradicted, and what it has passed."""
+        """Drop tokens that the text has contradicted or passed."""
         wrong: dict[int, int] = {}
         for name, line in self._lines.items():
             if line.parent is not None and not self._hangs(name, line, text, wrong):
@@ -135,8 +140,10 @@ class LinesAhead:
                 line.start += passed
 
     def _hangs(self, name: int, line: _KeptLine, text: Text, wrong: dict[int, int]) -> bool:
-        """Whether the tokens of a line can be compared with the text by now: its parent's before
-        them are verified. Where they are not right it is noted as wrong."""
+        """Return True if a line's tokens can be compared with the text by now.
+
+        Its parent's tokens before them are verified; if they are wrong, the line is noted as wrong.
+        """
         assert line.parent is not None
         known = line.parent in self._lines
         if not known or wrong.get(line.parent, line.start) < line.start:
@@ -148,8 +155,9 @@ class LinesAhead:
         return True
 
     def path(self, length: int) -> tuple[int, ...]:
-        """The likeliest tokens behind a text of `length` that has been followed; older lines are
-        likelier than those that leave them."""
+        """Return the likeliest tokens behind a text of `length` that has been followed.
+
+        Older lines are likelier than those that leave them."""
         for line in self._lines.values():
             if line.parent is None and line.start <= length < line.end:
                 return tuple(line.token_ids[length - line.start :])
@@ -160,9 +168,10 @@ class LinesAhead:
 
 
 class Odds(NamedTuple):
-    """Of one line, as its drafter sees it. reached: probability that the text comes to its
-    beginning; accepted: of each of its tokens, behind all before it; left: of which tokens another
-    line has left already; can_grow: one more token can be drafted."""
+    """Probabilities of one line, as its drafter sees it.
+
+    reached: the text comes to its beginning; accepted: each of its tokens, behind all before it;
+    left: tokens that another line has left already; can_grow: one more token can be drafted."""
 
     reached: float
     accepted: Sequence[float]
@@ -171,8 +180,9 @@ class Odds(NamedTuple):
 
 
 class DraftSpot(NamedTuple):
-    """Where the next token could be drafted, and how likely it would be right: behind the end of a
-    line, or (`at`) instead of one of its tokens."""
+    """A place for the next draft token, and its probability to be right.
+
+    It is behind the end of a line, or (`at`) instead of one of its tokens."""
 
     chance: float
     line: int
@@ -180,15 +190,16 @@ class DraftSpot(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """first: probability that a drafter's first choice is right; runner_up: that the second one is,
-    where the first is not."""
+    """Probabilities of a drafter's choices.
+
+    first: the first is right; runner_up: the second is, where the first is not."""
 
     first: float
     runner_up: float
 
 
 def spots_of(lines: Sequence[Odds], choices: Choices, least: float) -> list[DraftSpot]:
-    """All spots that are not less likely than `least`."""
+    """Return all spots with at least the probability `least`."""
     spots = []
     for index, (reached, accepted, left, can_grow) in enumerate(lines):
         for at, chance in enumerate(accepted):
@@ -201,8 +212,9 @@ def spots_of(lines: Sequence[Odds], choices: Choices, least: float) -> list[Draf
 
 
 def num_worth(chances: Sequence[float]) -> int:
-    """Of spots with these chances, the likeliest first, how many to draft in one step: as many as
-    make the most right tokens a second."""
+    """Return how many spots to draft in one step: as many as yield the most right tokens a second.
+
+    chances: of the spots, the likeliest first."""
     total = 0.0
     for num, chance in enumerate(chances[:MAX_ROWS]):
         if chance * (1 + ROW_COST * (num - 1)) < ROW_COST * total:

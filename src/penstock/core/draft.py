@@ -40,9 +40,7 @@ _NOTHING = Grant(0)
 
 
 def select(ctx: Context, states: Iterable[RequestState], now: float) -> None:
-    """Give each request whose round begins its drafter: the one it names, or the policy's choice.
-
-    Once a round: lanes that asked again could each get another answer."""
+    """Give each request whose round begins the drafter it names, or the policy's choice."""
     if not ctx.table.drafters:
         return
     free = []
@@ -254,9 +252,7 @@ def _catch_up(
 
 
 def _make_room(ctx: Context, drafter: Drafter, num_blocks: int, keep: RequestState) -> bool:
-    """Take a drafter's KV, which is only a cache, from requests that do not draft with it now.
-
-    They catch up if they come back."""
+    """Take a drafter's KV, which is only a cache, from requests that do not draft with it now."""
     assert drafter.pool is not None
     for state in ctx.table.requests.values():
         if state is not keep and state.drafter != drafter.name:
@@ -333,9 +329,7 @@ def _beside(ctx: Context) -> list[RequestState]:
 
 
 def _at_hand(ctx: Context, state: RequestState, drafter: str, granted: int) -> tuple[int, ...]:
-    """Return tokens that were sent ahead, as far as granted.
-
-    Nothing where they are fewer, and waiting for all of the grant yields more tokens per second."""
+    """Return tokens sent ahead; fewer than granted only if waiting for all would be slower."""
     tokens = state.at_hand(drafter)[:granted]
     if not tokens or len(tokens) == granted:
         return tokens
@@ -388,10 +382,7 @@ def up(ctx: Context, event: DrafterUp) -> None:
 
 
 def down(ctx: Context, name: str) -> None:
-    """Drop the KV and drafts of a lost drafter.
-
-    Its requests finish their round without a draft, so that a late one cannot answer a new order.
-    """
+    """Drop the KV and drafts of a lost drafter; its requests finish their round without a draft."""
     table = ctx.table
     drafter = table.drafters.get(name)
     if drafter is None:

@@ -1,6 +1,7 @@
-"""Decoding requests of which only lengths are known, advanced together: a group counts steps for
-all its members at once, so that a step costs the same for three requests as for three hundred. The
-decisions are those that the same requests get one by one, which the tests compare."""
+"""Decode groups: requests of which only lengths are known, advanced together.
+
+A step costs the same for any number of members. The decisions equal those for single requests,
+which the tests compare."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ class CountedState(RequestState):
         self.num_announced = 0
         """Output tokens announced so far."""
         self.until: int | None = None
-        """Leave the group with so many output tokens, if the request goes on so long."""
+        """Number of output tokens at which it leaves the group."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -91,8 +92,9 @@ class CountedState(RequestState):
         )
 
     def append_counted(self, num_tokens: int) -> int:
-        """Add verified output of which only the number is known. Returns how many tokens nobody was
-        told of yet: those too that it had made in a group before it was preempted."""
+        """Add verified output of known length only; returns the number of tokens to announce.
+
+        These include tokens made in a group before a preemption."""
         self._num_output += num_tokens
         num_new = self._num_output - self.num_announced
         self.num_announced += num_new
@@ -116,8 +118,10 @@ class CountedState(RequestState):
 
 @dataclass(slots=True)
 class _Decoded:
-    """What a group's members of one tenant have decoded. `kv_tokens` is their context at tick
-    `tick`; `num_rows` tokens, behind `num_kv_tokens` of context, are not accounted for yet."""
+    """Decoded tokens of a group's members of one tenant.
+
+    kv_tokens: their context at tick `tick`. num_rows: tokens, behind `num_kv_tokens` of context,
+    that were not accounted for yet."""
 
     tick: int
     num: int = 0
@@ -160,7 +164,7 @@ class DecodeGroup:
 
     @property
     def num_known_tokens(self) -> int:
-        """Prompts and outputs so far, of all members."""
+        """Prompt and output tokens of all members."""
         return self.num_kv_tokens + len(self.members)
 
     def join(self, state: CountedState) -> None:
@@ -182,8 +186,9 @@ class DecodeGroup:
         heapq.heappush(self._leaving, (state.leaves_at, state.order, state))
 
     def leave(self, state: CountedState) -> None:
-        """Give a member its own counters and blocks back, one more if its next token is being
-        computed now."""
+        """Give a member its own counters and blocks back.
+
+        It gets one more if its next token is being computed."""
         request_id = state.request.id
         del self.members[request_id]
         known, num_output = self._origins.pop(request_id)
@@ -200,7 +205,7 @@ class DecodeGroup:
         state.kv[TARGET] = CountedKV(computed, -(-held // self._block_size))
 
     def _count(self, tenant: str, num: int, kv_tokens: int) -> None:
-        """So many members of a tenant more, and tokens of their context."""
+        """Add `num` members of a tenant and tokens of their context."""
         decoded = self._by_tenant.get(tenant)
         if decoded is None:
             decoded = self._by_tenant[tenant] = _Decoded(self.ticks)
@@ -209,7 +214,7 @@ class DecodeGroup:
         decoded.kv_tokens += kv_tokens
 
     def take_decoded(self) -> list[tuple[str, int, int]]:
-        """By tenant: tokens decoded since the last call, and the sum of their contexts."""
+        """Return by tenant the tokens decoded since the last call and the sum of their contexts."""
         taken = []
         for tenant, decoded in list(self._by_tenant.items()):
             decoded.advance(self.ticks)
@@ -221,22 +226,22 @@ class DecodeGroup:
         return taken
 
     def kv_tokens_by_tenant(self) -> dict[str, int]:
-        """Context of each tenant's members."""
+        """Return the context of each tenant's members."""
         for decoded in self._by_tenant.values():
             decoded.advance(self.ticks)
         return {tenant: d.kv_tokens for tenant, d in self._by_tenant.items()}
 
     def lengths(self) -> npt.NDArray[np.int64]:
-        """[members, 2]: known and output tokens of each."""
+        """Return known and output tokens of each member, [members, 2]."""
         origins = chain.from_iterable(self._origins.values())
         return np.fromiter(origins, np.int64).reshape(-1, 2) + self.ticks
 
     def first_token_times(self) -> npt.NDArray[np.float64]:
-        """[members]: when each had its first token, in the order of `lengths`."""
+        """Return first token times, [members], in the order of `lengths`."""
         return np.fromiter((s.first_token_at for s in self.members.values()), np.float64)
 
     def num_new_blocks(self, ticks: int = 1) -> int:
-        """Blocks that the next `ticks` tokens of every member need."""
+        """Return the blocks that the next `ticks` tokens of every member need."""
         if ticks == 1:
             return self._phases[-self.ticks % self._block_size]
         whole, rest = divmod(ticks, self._block_size)
@@ -249,7 +254,7 @@ class DecodeGroup:
 
     @property
     def ticks_left(self) -> int:
-        """Steps until the next member leaves."""
+        """Return the steps until the next member leaves."""
         leaving = self._leaving
         while leaving:
             leaves_at, _, state = leaving[0]
@@ -259,8 +264,9 @@ class DecodeGroup:
         return 0
 
     def advance(self, ticks: int) -> list[CountedState]:
-        """Give every member `ticks` tokens, no more than `ticks_left`. Members whose time has come
-        leave, and are returned in the order of their arrival."""
+        """Give every member `ticks` tokens, no more than `ticks_left`.
+
+        Returns members that leave, in the order of their arrival."""
         self.ticks += ticks
         self.num_kv_tokens += ticks * len(self.members)
         left: list[CountedState] = []
@@ -280,8 +286,9 @@ def decode_run(
     repeatable: bool,
     until: float | None,
 ) -> DecodeRun:
-    """What groups do in a plan, and how often they may do it again, if `repeatable`, before a
-    member leaves or memory runs out."""
+    """Return the step of groups, with its repetitions if `repeatable`.
+
+    It repeats until a member leaves or memory runs out."""
     num_requests, num_kv_tokens = 0, 0
     for group in groups:
         group.plan_id = plan_id
@@ -301,7 +308,7 @@ def decode_run(
 
 
 def num_later_blocks(groups: Sequence[DecodeGroup], ticks: int) -> int:
-    """Blocks that `ticks` steps need beyond those of the first."""
+    """Return the blocks that `ticks` steps need beyond those of the first."""
     num = 0
     for group in groups:
         num += group.num_new_blocks(ticks) - group.num_new_blocks()

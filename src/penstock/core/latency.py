@@ -1,5 +1,6 @@
-"""How fast a request has to go from now on to meet its client's target: some seconds are left, and
-some tokens are to be made in them. TPOT is a mean over the output after the first token."""
+"""Pace that a request needs to meet its client's latency target.
+
+TPOT is a mean over the output after the first token."""
 
 from __future__ import annotations
 
@@ -9,21 +10,21 @@ from penstock.core.state import RequestState
 
 
 class Remaining(NamedTuple):
-    """seconds: until the last of `tokens` more is due; not positive where that was missed."""
+    """Seconds until the last of `tokens` more is due; not positive if that was missed."""
 
     seconds: float
     tokens: float
 
     @property
     def rate(self) -> float:
-        """Tokens a second that are needed; 0 where none would do."""
+        """Tokens per second that are needed; 0 where none would do."""
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
 
 def remaining(state: RequestState, now: float, mean_tokens: float) -> Remaining | None:
-    """Of a request that has its first token, by the target that asks for more; None without one.
-    mean_tokens: that it has yet to make, where nothing else is known; TPOT looks at nothing else.
-    """
+    """Return the stricter target of a request that has its first token; None without one.
+
+    mean_tokens: output still expected, where nothing else is known; TPOT does not read it."""
     tpot, deadline = state.request.latency
     found = []
     if tpot is not None:
@@ -37,7 +38,7 @@ def remaining(state: RequestState, now: float, mean_tokens: float) -> Remaining 
 
 
 def _tokens_to_deadline(state: RequestState, mean_tokens: float) -> float:
-    """As many as its client expects, or usual, but no more than it may make."""
+    """Return the client's estimate, or the usual length, limited to what the request may make."""
     expected = state.request.expected_output_tokens
     tokens = mean_tokens if expected is None else expected - state.num_output_tokens
     return max(1.0, min(tokens, state.num_remaining_tokens))

@@ -251,10 +251,7 @@ def _drafted(state: RequestState, order: DraftOrder, num_proposed: int) -> None:
 
 
 def _end_orders(ctx: Context, plan: StepPlan, result: StepResult) -> None:
-    """Settle a plan's own orders.
-
-    A lane that ended without a draft lets the request go on without; a draft server answers later.
-    """
+    """Settle a plan's own orders; those of draft servers are answered later."""
     _end_replays(ctx, plan, result)
     for ready in result.drafts:
         is_read = ready.request_id not in result.unread

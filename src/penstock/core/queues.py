@@ -1,5 +1,6 @@
-"""Requests that wait to be admitted: in which queue, and in which order they are tried. A queue is
-asked for its `first` request, or iterated, as if every request were admitted in turn."""
+"""Queues of requests that wait to be admitted, and their orders.
+
+`first` and iteration give the order in which requests would be admitted one by one."""
 
 from __future__ import annotations
 
@@ -14,9 +15,11 @@ from penstock.core.state import RequestState
 from penstock.fluid.step_profile import StepWork
 
 OrderName = Literal["arrival", "size_aware", "slack"]
-"""`arrival`: first come, first served. `size_aware`: shortest prompt first; `slack`: whoever has to
-start first to meet its deadline, then the others; both as far as that delays no request by more
-than the share `DELAY` of its wait in order of arrival."""
+"""Order of a queue.
+
+`arrival`: first come, first served. `size_aware`: shortest prompt first. `slack`: by the latest
+start that meets a deadline, then the others. The last two delay no request by more than the share
+`DELAY` of its wait in order of arrival."""
 
 DELAY = 0.25
 """Work that may pass a request, as a share of the work before it and of its own."""
@@ -40,29 +43,29 @@ class ArrivalQueue:
 
     @property
     def first(self) -> RequestState | None:
-        """Who is to be admitted next."""
+        """Return the next request to be admitted."""
         return next(iter(self._by_age.values()), None)
 
     def append(self, state: RequestState) -> None:
-        """A request arrives."""
+        """Add a request that has arrived."""
         self._by_age[state.request.id] = state
 
     def appendleft(self, state: RequestState) -> None:
-        """A running request is preempted."""
+        """Add a preempted request."""
         self._by_age[state.request.id] = state
         self._by_age.move_to_end(state.request.id, last=False)
 
     def remove(self, state: RequestState) -> None:
-        """A request gives up. Raises: KeyError if it does not wait."""
+        """Remove a cancelled request. Raises: KeyError if it does not wait."""
         del self._by_age[state.request.id]
 
     def admit(self, state: RequestState) -> None:
-        """A request is admitted. Raises: KeyError if it does not wait."""
+        """Remove an admitted request. Raises: KeyError if it does not wait."""
         self.remove(state)
 
 
 class _Entry(NamedTuple):
-    """A waiting request as it is sorted; no two have the same `order`."""
+    """Sort key of a waiting request; no two have the same `order`."""
 
     size: float
     order: int
@@ -71,14 +74,15 @@ class _Entry(NamedTuple):
 
 
 class SizeAwareQueue(ArrivalQueue):
-    """The smallest first, as far as the oldest may be passed: while a request is the oldest, others
-    pass it with up to `delay` times its own work; what is beyond that is deducted from the next
-    one's.
+    """Smallest first, within a bound on how much work may pass the oldest request.
 
-    So a request starts after at most 1 + `delay` times the work that was there before it, besides
-    `delay` times its own and one other request. In the fluid limit no rule with that bound has a
-    lower mean wait. size_of: what is small; work_of: seconds, or anything like it, to serve a
-    request. Both are asked once, when it arrives: estimates move while it waits."""
+    While a request is the oldest, others pass it with up to `delay` times its own work; work beyond
+    that is deducted from the next one's allowance. So a request starts after at most 1 + `delay`
+    times the work that was there before it, besides `delay` times its own and one other request. In
+    the fluid limit no rule with that bound has a lower mean wait.
+
+    size_of: the sort key; work_of: service time in any unit. Both are read once, on arrival:
+    estimates move while a request waits."""
 
     def __init__(
         self,
@@ -92,9 +96,9 @@ class SizeAwareQueue(ArrivalQueue):
         self._delay = delay
         self._by_size: list[_Entry] = []
         self._entries: dict[str, _Entry] = {}
-        """The same, by request id: all that wait but the preempted ones."""
+        """Entries by request id, without the preempted ones."""
         self._balance = 0.0
-        """Work by which the next requests are to be passed the less: 0, or negative."""
+        """Work deducted from the next allowances: 0 or negative."""
 
     def __iter__(self) -> Iterator[RequestState]:
         balance, entries = self._balance, self._entries
@@ -151,8 +155,9 @@ class SizeAwareQueue(ArrivalQueue):
 
 
 def shortest_output_first() -> SizeAwareQueue:
-    """By expected output tokens, however long others wait for it. A request whose client expects
-    nothing counts with its `max_tokens`."""
+    """Order by expected output tokens, without a bound on waiting.
+
+    A request without a client's estimate counts with its `max_tokens`."""
 
     def output(state: RequestState) -> float:
         return state.request.expected_output_tokens or state.request.max_tokens
@@ -161,7 +166,7 @@ def shortest_output_first() -> SizeAwareQueue:
 
 
 def make_queue(order: OrderName, estimators: Estimators) -> ArrivalQueue:
-    """An empty queue."""
+    """Return an empty queue."""
     if order == "arrival":
         return ArrivalQueue()
 
@@ -186,8 +191,9 @@ def make_queue(order: OrderName, estimators: Estimators) -> ArrivalQueue:
 
 
 class WaitingRequests:
-    """One queue for each key of the policy; a policy without keys has one queue. The key is asked
-    for once, when a request begins to wait. The order within a queue is the queue's own affair."""
+    """One queue for each key of the policy; a policy without keys has one queue.
+
+    The key is read once, when a request begins to wait."""
 
     def __init__(
         self,
@@ -207,7 +213,7 @@ class WaitingRequests:
             yield from queue
 
     def queue(self, key: Hashable = None) -> ArrivalQueue:
-        """The queue of a key. Look only."""
+        """Return the queue of a key, read-only."""
         queue = self._queues.get(key)
         if queue is None:
             queue = self._queues[key] = self._new_queue()
@@ -218,22 +224,22 @@ class WaitingRequests:
         return self._queues.values()
 
     def append(self, state: RequestState) -> None:
-        """A request arrives."""
+        """Add a request that has arrived."""
         self._new_queue_of(state).append(state)
 
     def appendleft(self, state: RequestState) -> None:
-        """A running request is preempted."""
+        """Add a preempted request."""
         self._new_queue_of(state).appendleft(state)
 
     def remove(self, state: RequestState) -> None:
-        """A request gives up. Raises: KeyError if it does not wait."""
+        """Remove a cancelled request. Raises: KeyError if it does not wait."""
         self._queue_of.pop(state.request.id).remove(state)
 
     def admit(self, state: RequestState) -> None:
-        """A request is admitted. Raises: KeyError if it does not wait."""
+        """Remove an admitted request. Raises: KeyError if it does not wait."""
         self._queue_of.pop(state.request.id).admit(state)
 
     def _new_queue_of(self, state: RequestState) -> ArrivalQueue:
-        """The queue in which a request begins to wait."""
+        """Return the queue in which a request begins to wait."""
         queue = self._queue_of[state.request.id] = self.queue(self._key_of(state))
         return queue

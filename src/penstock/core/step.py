@@ -122,7 +122,7 @@ class Step:
         return np.concatenate(times), np.concatenate(tokens)
 
     def running_lengths(self) -> npt.NDArray[np.int64]:
-        """[running, 2]: known and output tokens of every running request, in no order."""
+        """Return known and output tokens of every running request, [running, 2], in no order."""
         solo = [(s.num_known_tokens, s.num_output_tokens) for s in self._table.solo.values()]
         parts = [np.array(solo, dtype=np.int64).reshape(-1, 2)]
         parts += [g.lengths() for g in self._table.groups.values()]
@@ -141,7 +141,7 @@ class Step:
         return self._table.key_of.get(state.request.id)
 
     def ungrouped(self) -> list[RequestState]:
-        """Running requests outside decode groups, oldest first."""
+        """Return running requests outside decode groups, oldest first."""
         return list(self._table.solo.values())
 
     def num_decodes(self, key: Hashable = None) -> int:
@@ -150,7 +150,7 @@ class Step:
         return (len(group) if group else 0) + len(self._solo_decodes(key))
 
     def _solo_decodes(self, key: Hashable) -> list[RequestState]:
-        """Those of them that are looked at one by one, oldest first."""
+        """Return those of them outside the group, oldest first."""
         key_of, may_run = self._table.key_of, self._rules.may_run
         return [
             s
@@ -219,7 +219,7 @@ class Step:
     # --- prefill --------------------------------------------------------------------------------
 
     def prefills(self) -> list[RequestState]:
-        """Yield running requests with more than their next token to compute, oldest first."""
+        """Return running requests with more than their next token to compute, oldest first."""
         may_run = self._rules.may_run
         return [s for s in self._table.solo.values() if not s.is_decoding and may_run(s)]
 

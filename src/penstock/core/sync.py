@@ -1,8 +1,7 @@
-"""Takes over how requests stand from a host that keeps them by itself, as vLLM does.
+"""Takes over the state of requests from a host that keeps it, as vLLM does.
 
-The scheduler advances requests by the results of its own plans. A host that may do otherwise than
-planned tells it before each plan what is true.
-"""
+The scheduler advances requests by the results of its own plans. A host that may deviate from them
+reports the actual state before each plan."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ class HostRequest(NamedTuple):
     """A running request as its host counts it, as if steps in flight had ended.
 
     num_output_tokens: made so far. num_computed_tokens: positions whose KV is computed, in
-    `num_blocks` blocks. in_flight: it can be scheduled only when a step in flight has ended.
-    """
+    `num_blocks` blocks. in_flight: it can be scheduled only when a step in flight has ended."""
 
     request_id: str
     num_output_tokens: int
@@ -30,7 +28,7 @@ class HostRequest(NamedTuple):
 
 
 def sync(table: Table, running: Iterable[HostRequest], preempted: Iterable[str]) -> None:
-    """Set requests to what their host says; see `Scheduler.sync`."""
+    """Set requests to their host's state; see `Scheduler.sync`."""
     for told in running:
         state = table.requests.get(told.request_id)
         if state is None:
@@ -46,7 +44,7 @@ def sync(table: Table, running: Iterable[HostRequest], preempted: Iterable[str])
 
 
 def _set(table: Table, state: RequestState, told: HostRequest) -> None:
-    """A member of a decode group stays in it if the group counts the same, and is in no plan."""
+    """Set one request; a member of a decode group stays in it if the counts agree."""
     if isinstance(state, CountedState) and state.decode_group is not None:
         counted = (state.num_output_tokens, state.num_computed_tokens)
         is_same = counted == (told.num_output_tokens, told.num_computed_tokens)

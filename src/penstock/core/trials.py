@@ -1,9 +1,9 @@
-"""Trials: draft rounds with a drafter that is not used, so that its times stay known (ADR 18).
+"""Trials: draft rounds with an unused drafter, so that its times stay known (ADR 18).
 
-A policy that weighs time does not use a drafter that does not pay by the times it knows, which may
-be wrong. So a request drafts a few tokens with it now and then. Trials take a small share of the
-target's time, and a larger one while there is more doubt: at the start, and when the target's own
-steps have become faster or slower since."""
+A policy that weighs time leaves out a drafter that does not pay by its known times, which may be
+wrong. So a request drafts a few tokens with it from time to time. Trials take a small share of the
+target's time, and a larger one at the start and after the target's own steps have become faster or
+slower."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from penstock.core.types import TARGET, StepResult
 _SHARE = 0.005
 """Largest share of the target's time for trials."""
 _DOUBTFUL_SHARE = 0.02
-"""The same while there is doubt."""
+"""Largest share while times are in doubt."""
 _MOST_DOUBTFUL = 3
-"""Trials after which there is no doubt any more."""
+"""Trials after which times are no longer in doubt."""
 _FIRST_STEPS = 16
 """Steps of the target without a drafter before its first trial."""
 _OTHER_PACE = 1.25
-"""Factor of the target's step time from which on the machine counts as another."""
+"""Factor of the target's step time from which on times are in doubt again."""
 _NUM_ROUNDS = 2
 """Measured rounds of a trial: the first one mostly reads."""
 _MOST_STEPS = 8
@@ -35,9 +35,11 @@ _NUM_TOKENS = 4
 
 @dataclass(slots=True)
 class _Watch:
-    """One drafter. since: when it was measured last, in seconds of the target; pace: seconds of a
-    target's step then. cost: of its last trial, in seconds beyond what its tokens were worth.
-    num_trials: in a row, without use."""
+    """Trial state of one drafter.
+
+    since: its last measurement, in seconds of target steps; pace: seconds per target step then.
+    cost: of its last trial, in seconds beyond the value of its tokens. num_trials: in a row,
+    without use."""
 
     since: float
     pace: float
@@ -47,8 +49,9 @@ class _Watch:
 
 @dataclass(slots=True)
 class _Trial:
-    """A request that drafts with a drafter in its coming rounds. chosen: what the selection policy
-    has chosen for it."""
+    """A request that drafts with a drafter in its next rounds.
+
+    chosen: the selection policy's choice for it."""
 
     state: RequestState
     drafter: str
@@ -72,7 +75,7 @@ class Trials:
         self._trial: _Trial | None = None
 
     def covers(self, state: RequestState, drafter: str) -> bool:
-        """True if a trial has this request draft with this drafter, whatever that costs."""
+        """Return True if a trial has this request draft with this drafter, at any cost."""
         trial = self._trial
         return (
             trial is not None
@@ -84,7 +87,7 @@ class Trials:
     # --- selection ------------------------------------------------------------------------------
 
     def before_choice(self, state: RequestState) -> None:
-        """Give a request whose next round begins the drafter that was chosen for it."""
+        """Give a request whose round begins the drafter that was chosen for it."""
         trial = self._trial
         if trial is not None and trial.state is state:
             state.drafter = trial.chosen
@@ -92,8 +95,7 @@ class Trials:
                 self._trial = None
 
     def after_choice(self, states: Sequence[RequestState], view: View) -> None:
-        """Let a request of a trial use its drafter, or begin the trial of one that the policy has
-        chosen for no request."""
+        """Give a trial's request its drafter, or begin the trial of an unused drafter."""
         open_to = usable(view.drafters)
         if self._trial is None:
             used = {s.drafter for s in states} | {n for n, num in view.loads.items() if num}
@@ -114,7 +116,7 @@ class Trials:
     def grant(
         self, candidates: Sequence[DraftCandidate], grants: list[Grant], view: View
     ) -> list[Grant]:
-        """Add the draft of a trial to what the policy has granted."""
+        """Add the draft of a trial to the policy's grants."""
         if self._trial is None:
             self._begin_unused(candidates, grants, view)
         for i, (state, drafter, limit, _) in enumerate(candidates):
@@ -129,8 +131,9 @@ class Trials:
     def _begin_unused(
         self, candidates: Sequence[DraftCandidate], grants: Sequence[Grant], view: View
     ) -> None:
-        """The trial of a drafter with which all requests could draft, and none does. Whether the
-        model of a chain is asked cannot be told from what is granted."""
+        """Begin the trial of a drafter that all requests could use and none does.
+
+        Grants do not tell if a chain asks its model."""
         used = {
             c.drafter
             for c, grant in zip(candidates, grants, strict=True)
@@ -181,7 +184,7 @@ class Trials:
                 self.measured(timed.drafter)
 
     def measured(self, drafter: str) -> None:
-        """A drafter has drafted, in a trial or not."""
+        """Note that a drafter has drafted, in a trial or not."""
         watch, pace = self._watches.get(drafter), self._times.target(1)
         trial = self._trial
         if trial is not None and trial.drafter == drafter and not trial.is_over:
@@ -198,7 +201,7 @@ class Trials:
         watch.num_trials += 1
 
     def forget(self, state: RequestState) -> None:
-        """A request has ended."""
+        """End the trial of a request that has ended."""
         trial = self._trial
         if trial is not None and trial.state is state:
             if not trial.is_over:

@@ -130,8 +130,8 @@ class Lanes(Generic[_Result]):
 
     def take(self) -> list[_Result]:
         """Return results since the last call, in order. Raises what a job raised."""
-        # Before looking, so that no sign is lost; and even if no lane is busy, for a result may have
-        # been taken before its sign was given, which would then stay.
+        # First, so that no signal is lost; and even if no lane is busy, since a result may have been
+        # taken before its signal, which would then stay.
         self.wakeup.clear()
         results = []
         while self._ended:

@@ -169,7 +169,7 @@ class ModelRunner(Model):
         starts: npt.NDArray[np.int64],
         stop: Stop | None = None,
     ) -> Drafts | None:
-        """Read a batch and draft up to limits[i] tokens for sequence i; None if it must go in steps.
+        """Read a batch and draft up to limits[i] tokens per sequence; None if not in one call.
 
         ratio: [num_seqs], drafts sampled from the drafter's own distribution; params: unfiltered;
         starts: [num_seqs] int64, positions at which the drafts begin; stop: early stopping, if any
