@@ -8,7 +8,6 @@ import pytest
 
 from penstock.config import TenantConfig
 from penstock.core.types import Request
-from penstock.serving import limits
 from penstock.serving.limits import NotAllowed, Quotas, RateLimited
 
 
@@ -22,7 +21,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(limits, "time", made)
+    monkeypatch.setattr("penstock.serving.limits.time", made)
     return made
 
 

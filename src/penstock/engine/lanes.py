@@ -130,8 +130,8 @@ class Lanes(Generic[_Result]):
 
     def take(self) -> list[_Result]:
         """Return results since the last call, in order. Raises what a job raised."""
-        # First, so that no signal is lost; and even if no lane is busy, since a result may have been
-        # taken before its signal, which would then stay.
+        # First, so that no signal is lost; even if no lane is busy: a result may have been taken
+        # before its signal, which would then stay.
         self.wakeup.clear()
         results = []
         while self._ended:
