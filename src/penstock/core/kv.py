@@ -46,7 +46,7 @@ class BlockPool:
         self._empty: list[int] = []
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._refs: list[int] = []
-        """Of every block that was ever used: ids are handed out from 0 on."""
+        """Reference counts of every block that was ever used: ids are handed out from 0 on."""
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
 

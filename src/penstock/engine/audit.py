@@ -1,10 +1,9 @@
-"""Drafts of other machines recomputed here, by the same small model.
+"""Recomputes drafts of draft servers with the same small model.
 
-`ratio` verification is exact only if a draft token was sampled from the distribution that is
-reported. A sample of drafts is therefore computed again: the distribution from the model, and the
-draw from the distribution, since all noise is a function of (seed, position). For a draft that is
-compared with the target's own sample, the guess is computed again; a false one costs its server
-acceptance and nobody anything.
+`ratio` verification is exact only if a draft token was sampled from the reported distribution. A
+sample of drafts is therefore computed again: the distribution from the model, and the draw from the
+distribution, since all noise is a function of (seed, position). For a draft that is compared with
+the target's own sample, the guess is computed again; a false one only costs its server acceptance.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from penstock.engine.sequences import TokenBuffer
 from penstock.engine.steps import Weights
 
 MAX_TOKENS = 4096
-"""Longer texts are not audited: it would take seconds."""
+"""Length limit of audited texts: longer ones would take seconds."""
 
 _BLOCK_SIZE = 16
 _MAX_WAITING = 8
 
 
 class Audit(NamedTuple):
-    """A draft to be recomputed by the drafter `model`; `text` is what it stands behind."""
+    """A draft to be recomputed by the drafter `model`. text: the known tokens before it."""
 
     drafter: str
     model: str
@@ -46,9 +45,11 @@ class Audit(NamedTuple):
 
 
 class AuditResult(NamedTuple):
-    """What an audit came to. num_false_draws: tokens that the reported distribution does not give
-    at their positions, or, without one, that the model does not foresee. distance: the mean total
-    variation of the distributions; 0 without any."""
+    """Result of an audit.
+
+    num_false_draws: tokens that the reported distribution does not give at their positions, or,
+    without one, that the model does not predict. distance: mean total variation of the
+    distributions; 0 without any."""
 
     drafter: str
     weighted: bool
@@ -58,7 +59,7 @@ class AuditResult(NamedTuple):
 
 
 class Auditor:
-    """Recomputes drafts in a thread of its own; when it is behind it lets some go."""
+    """Recomputes drafts in a thread of its own; when it is behind, it skips some."""
 
     def __init__(self, models: Mapping[str, Path]) -> None:
         self._models = dict(models)
@@ -75,7 +76,7 @@ class Auditor:
         token_ids: tuple[int, ...],
         weights: Sequence[Weights] | None,
     ) -> None:
-        """Recompute a draft behind `text` before long, if it can be."""
+        """Recompute a draft behind `text` soon, if it can be."""
         is_long = text.length + len(token_ids) > MAX_TOKENS
         if model not in self._models or not token_ids or is_long:
             return
@@ -89,7 +90,7 @@ class Auditor:
             self._waiting.put_nowait(Audit(drafter, model, known, sampling, token_ids, weights))
 
     def findings(self) -> list[AuditResult]:
-        """Those that are new since the last call."""
+        """Return results since the last call."""
         found = []
         while not self._found.empty():
             found.append(self._found.get_nowait())
@@ -129,7 +130,7 @@ class Auditor:
         )
 
     def _logits(self, audit: Audit) -> torch.Tensor:
-        """[draft tokens, V]: what the model says where each of them stands."""
+        """Return the model's logits of the draft's positions, [draft tokens, V]."""
         runner = self._runner(audit.model)
         known = (*audit.text, *audit.token_ids[:-1])
         writer = BatchWriter()
@@ -149,7 +150,7 @@ class Auditor:
 
 
 def _cut(probs: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """Rows [n, V] reduced to their likeliest tokens, and normalised again."""
+    """Return rows [n, V] reduced to their likeliest tokens, and normalised again."""
     kept = torch.zeros_like(probs)
     for row, out, size in zip(probs, kept, sizes, strict=True):
         top = row.topk(size)

@@ -1,4 +1,4 @@
-"""From a configuration to a running engine: load the models, size the memory, measure, compose."""
+"""Builds an engine from a configuration: load the models, size the memory, measure, compose."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class MonotonicClock:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """Everything that a process needs to serve one target."""
+    """Parts of a process that serves one target."""
 
     loop: Loop
     scheduler: Scheduler
@@ -78,7 +78,7 @@ class Engine:
     scores_prompts: bool = True
 
     def describe(self) -> dict[str, Any]:
-        """Facts for `/health`, logs and reports."""
+        """Return facts for `/health`, logs and reports."""
         return {
             "target": self.target,
             "drafters": list(self.executor.drafters),
@@ -93,12 +93,9 @@ class Engine:
 def load_engine(config: EngineConfig, *, calibrated: bool = True) -> Engine:
     """Load the models and compose the engine.
 
-    calibrated: measure step times at the start; without, policies that go by them must not be
-    asked.
-
-    Raises: CheckpointError for a checkpoint that cannot be used, ConfigError for settings that do
-    not fit each other or this machine.
-    """
+    calibrated: measure step times at the start; without, policies that weigh time must not be used.
+    Raises: CheckpointError for an unusable checkpoint, ConfigError for settings that conflict or do
+    not fit this machine."""
     torch.manual_seed(0)
     place = resolve_placement(config)
     if config.vllm is None:
@@ -152,8 +149,9 @@ def _models(config: EngineConfig, place: Placement) -> Models:
 
 
 def _models_beside_vllm(config: EngineConfig, place: Placement) -> Models:
-    """Drafters get as much memory as the target, where the host has it. Raises: CheckpointError,
-    ConfigError."""
+    """Load drafters, with as much memory as the target where the host has it.
+
+    Raises: CheckpointError, ConfigError."""
     tokenizers = _tokenizers(config)
     shapes = _drafter_shapes(config)
     # Its kernels are PyTorch's, whatever the drafters' are.
@@ -201,7 +199,7 @@ def _scheduler(config: EngineConfig, models: Models) -> Scheduler:
 
 
 def _drafter(config: EngineConfig, models: Models, name: str) -> Drafter:
-    """As the scheduler sees it; limited where the target can read what it cannot."""
+    """Return the scheduler's drafter; limited where the target can read more."""
     is_chained = DrafterParts.of(config.drafters[name]).is_chain
     shape = models.shapes.get(name)
     drafts_text = name in models.tokenizers
@@ -223,7 +221,7 @@ def _drafter(config: EngineConfig, models: Models, name: str) -> Drafter:
 
 
 def _shapes(config: EngineConfig) -> dict[str, DecoderConfig]:
-    """Of the target and of every drafter that is a model, by name."""
+    """Return the shapes of the target and of every drafter that is a model, by name."""
     return {TARGET: DecoderConfig.from_pretrained(config.target), **_drafter_shapes(config)}
 
 
@@ -234,8 +232,10 @@ def _drafter_shapes(config: EngineConfig) -> dict[str, DecoderConfig]:
 
 
 def _tokenizers(config: EngineConfig) -> dict[str, Tokenizer]:
-    """Of drafters with another tokenizer than the target, by name, and then the target's under
-    TARGET: to others token ids mean the same, and they need none."""
+    """Return tokenizers of drafters with another one than the target, by name.
+
+    The target's is added under TARGET. Other drafters share the target's token ids and need none.
+    """
     found: dict[str, Tokenizer] = {}
     models = config.drafter_models
     if not models:
@@ -258,5 +258,5 @@ def _tokenizers(config: EngineConfig) -> dict[str, Tokenizer]:
 
 
 def _pool(config: EngineConfig, num_blocks: int, *, shared: bool = True) -> BlockPool:
-    """shared: between requests, where the configuration has it so."""
+    """Return a pool. shared: between requests, where the configuration allows it."""
     return BlockPool(num_blocks, config.block_size, prefix_caching=shared and config.prefix_caching)

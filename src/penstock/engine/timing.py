@@ -1,4 +1,4 @@
-"""Steps of made-up requests, timed alone and together. No request may be running."""
+"""Times steps of made-up requests, alone and together. No request may be running."""
 
 from __future__ import annotations
 
@@ -23,21 +23,23 @@ _ROUNDS = 5
 
 
 def dummy_verify(target: Model, counts: Sequence[int], context: int) -> None:
-    """One step over `counts[i]` positions of request i behind `context` tokens, all of which are
-    sampled."""
+    """Run one step over `counts[i]` positions of request i behind `context` tokens.
+
+    All of them are sampled."""
     target.dummy_run(_batch(target, counts, context, all_logits=True))
 
 
 def dummy_prefill(target: Model, chunk: int, context: int) -> None:
-    """One step over `chunk` positions of a prompt, of which the last is sampled."""
+    """Run one step over `chunk` positions of a prompt, of which the last is sampled."""
     target.dummy_run(_batch(target, (chunk,), context, all_logits=False))
 
 
 def dummy_draft(
     drafter: LocalDrafter, batch: int, num_steps: int, num_read: int = 1, context: int = 0
 ) -> None:
-    """Read `num_read` tokens of each of `batch` requests behind `context` others, then draft. The
-    others are taken as read, which only a model can do."""
+    """Read `num_read` tokens of each of `batch` requests behind `context` others, then draft.
+
+    The others are taken as read, which only a model can do."""
     known = context + num_read
     each = 0 if drafter.runner is None else drafter.runner.blocks_for(known + num_steps)
     sampling = SamplingParams(temperature=0.0)
@@ -56,7 +58,7 @@ def dummy_draft(
 
 
 def best_seconds(clock: Clock, run: Callable[[], None], repeats: int) -> float:
-    """The shortest of several runs: whatever else the machine does only ever adds to one."""
+    """Return the shortest of several runs: other load only ever adds time."""
     best = float("inf")
     for _ in range(repeats):
         began = clock.now()
@@ -68,11 +70,10 @@ def best_seconds(clock: Clock, run: Callable[[], None], repeats: int) -> float:
 def slowdowns(
     executor: LocalExecutor, drafter: LocalDrafter, clock: Clock, context: int, seconds: float
 ) -> tuple[float, float]:
-    """How many times as long a drafter's step takes beside a working target, and the target's
-    beside it; each at least 1, the median of several tries of `seconds` each.
+    """Return the slowdown of a drafter's step beside a working target, and of the target's.
 
-    The kernels' threads are shared as the executor shares them. context: tokens before the step;
-    both must fit into memory.
+    Each is at least 1, the median of several tries of `seconds` each. The kernels' threads are
+    shared as the executor shares them. context: tokens before the step; both must fit into memory.
     """
     target, num_threads = executor.target, executor.num_threads
     pace = partial(_Stopwatch, clock)
@@ -103,14 +104,14 @@ def slowdowns(
 
 
 class _Stopwatch:
-    """Runs something over and over, and knows when each time ended."""
+    """Runs a step repeatedly and records the end times."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._times: list[float] = []
 
     def run(self, step: Callable[[], None], seconds: float) -> _Stopwatch:
-        """For at least so long, and at least once."""
+        """Run for at least `seconds`, and at least once."""
         with torch.inference_mode():
             self._times.append(self._clock.now())
             while len(self._times) < 2 or self._times[-1] - self._times[0] < seconds:
@@ -123,7 +124,7 @@ class _Stopwatch:
         return (self._times[-1] - self._times[0]) / (len(self._times) - 1)
 
     def during(self, seconds: float) -> float:
-        """The mean of those that ended in the first so many seconds, or of the first alone."""
+        """Return the mean of runs that ended in the first `seconds`, or of the first alone."""
         inside = [t for t in self._times if t - self._times[0] <= seconds]
         ended = inside if len(inside) > 1 else self._times[:2]
         return (ended[-1] - ended[0]) / (len(ended) - 1)
