@@ -15,7 +15,7 @@ import pytest
 from tests.engine.small_family import write_family
 
 from penstock.config import ServeConfig
-from penstock.core.policies.admission import AdmissionPolicy
+from penstock.core.policies.base import AdmissionPolicy
 from penstock.engine.build import load_engine
 
 Cli = Callable[..., tuple[int, str, str]]

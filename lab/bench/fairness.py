@@ -27,7 +27,7 @@ from lab.common.oracles import BestFilter, Clairvoyant, KnowsRates
 from lab.common.results import DATA, Results, parser, save
 from lab.common.rounds import FloatArray, GeometricClients, RecordedClient, jumping_rates, play
 from lab.common.statistics import SEEDS, interval, jain
-from penstock.core.policies.allocation import AllocationPolicy
+from penstock.core.policies.base import AllocationPolicy
 from penstock.core.policies.registry import make_policy
 from penstock.fluid.fair import geometric_lengths
 from penstock.sim.acceptance import read_records

@@ -25,12 +25,12 @@ import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from penstock.engine.batch import RaggedBatch
 from penstock.engine.eager import EagerRunner
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.quantized import GROUP_FORMATS, QuantizedMatrix, Stored, Weight
 from penstock.engine.models.weights import weight_specs
 from penstock.engine.native.runner import NativeRunner
+from penstock.engine.runner import RaggedBatch
 from penstock.engine.sampling.noise import Salt
 
 GGML = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")

@@ -33,9 +33,9 @@ from lab.common.claims import ClaimVerdict, bar
 from lab.common.results import Results, parser, table, tell
 from lab.zoo.corpora import GENERATORS, examples
 from penstock.engine.backends import load_runner
-from penstock.engine.batch import BatchWriter
 from penstock.engine.models.checkpoint import CheckpointError, is_gguf
 from penstock.engine.native import loading
+from penstock.engine.runner import BatchWriter
 from penstock.engine.tokenizer import load_tokenizer
 from penstock.zoo.registry import bundled_models, model_path
 

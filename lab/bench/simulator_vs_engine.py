@@ -36,7 +36,7 @@ from lab.common.claims import bar
 from lab.common.results import Results, parser, table, tell
 from lab.common.step_recorder import StepRecorder
 from penstock.config import EngineConfig
-from penstock.core.kv.blocks import BlockPool
+from penstock.core.kv import BlockPool
 from penstock.core.learn import Estimators
 from penstock.core.loop import Loop
 from penstock.core.policies.registry import make_policy

@@ -180,7 +180,7 @@ class PenstockServer(Server):
 
     def prepare(self, settings: dict[str, Any]) -> None:
         from lab.common.step_recorder import StepRecorder
-        from penstock.core.kv.blocks import BlockPool
+        from penstock.core.kv import BlockPool
         from penstock.core.learn import Estimators
         from penstock.core.loop import Loop
         from penstock.core.policies.registry import make_policy

@@ -22,7 +22,7 @@ import torch
 from lab.common.experiment import LabError, Trial
 from lab.common.statistics import FloatArray, rotated
 from penstock.config import NGRAM, EngineConfig, PolicyConfig
-from penstock.core.kv.blocks import BlockPool
+from penstock.core.kv import BlockPool
 from penstock.core.loop import Loop
 from penstock.core.policies.registry import make_pipeline
 from penstock.core.scheduler import Scheduler

@@ -11,13 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from lab.common.rounds import RecordedClient
-from penstock.core.policies.allocation import AllocationPolicy, Grant
 from penstock.core.policies.allocation.goodspeed_adaptive import GoodSpeedAdaptive
 from penstock.core.policies.allocation.parts.gradient import GoodputAverages, tokens_by_tenant
+from penstock.core.policies.base import AllocationPolicy, DraftCandidate, SelectionPolicy, View
 from penstock.core.policies.registry import policies, register
-from penstock.core.policies.selection import SelectionPolicy
-from penstock.core.state import Outcome, RequestState
-from penstock.core.view import DraftCandidate, View
+from penstock.core.state import Grant, Outcome, RequestState
 from penstock.fluid.fair import draft_lengths
 
 FloatArray = npt.NDArray[np.float64]

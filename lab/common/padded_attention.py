@@ -17,12 +17,12 @@ from lab.common.live import LiveScene
 from penstock.engine.attention import AttentionFactory
 from penstock.engine.attention.decomposed import DecomposedAttention
 from penstock.engine.attention.packed import PackedAttention
-from penstock.engine.batch import RaggedBatch
 from penstock.engine.build import Engine
 from penstock.engine.calibrate import calibrate
 from penstock.engine.eager import EagerRunner
 from penstock.engine.gather import Gathered, IntArray, KVGather, by_kind, seen
 from penstock.engine.kv_cache import PagedKVCache
+from penstock.engine.runner import RaggedBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,11 @@ import torch
 
 from penstock.engine.attention import Attention, AttentionFactory
 from penstock.engine.attention.packed import PackedAttention
-from penstock.engine.batch import RaggedBatch
 from penstock.engine.kv_cache import PagedKVCache
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.weights import weight_specs
+from penstock.engine.runner import RaggedBatch
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16

@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 
 from penstock.core.learn import Estimators
 from penstock.core.learn.streams import Evidence
-from penstock.core.policies.allocation import AllocationPolicy
+from penstock.core.policies.base import AllocationPolicy, DraftCandidate, Room, View
 from penstock.core.state import Outcome, RequestState
 from penstock.core.types import Request, Tenant, Verdict
-from penstock.core.view import DraftCandidate, Room, View
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]

@@ -16,12 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from lab.common.statistics import FloatArray
-from penstock.core.kv.blocks import BlockPool
+from penstock.core.kv import BlockPool, SequenceKV
 from penstock.core.learn import Estimators, seed_estimators
-from penstock.core.policies.selection import SelectionPolicy
-from penstock.core.state import Drafter, Outcome, RequestState, SequenceKV
+from penstock.core.policies.base import SelectionPolicy, View
+from penstock.core.state import Drafter, Outcome, RequestState
 from penstock.core.types import TARGET, Request, Status, Verdict
-from penstock.core.view import View
 from penstock.fluid.step_profile import StepProfile
 
 _ENDLESS = 10**9

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from penstock.core.kv.blocks import BlockPool
+from penstock.core.kv import BlockPool
 from penstock.core.learn import Estimators, seed_estimators
 from penstock.core.learn.times import drafter_profiles
 from penstock.core.policies.pipeline.parts.planner import (

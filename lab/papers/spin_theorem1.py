@@ -34,7 +34,7 @@ from lab.common.report import Plot, draw, write_table
 from lab.common.slots import Regret, Slots
 from lab.common.statistics import SEEDS, FloatArray, Interval, interval, ratio
 from penstock.config import PolicyConfig
-from penstock.core.policies.selection import SelectionPolicy
+from penstock.core.policies.base import SelectionPolicy
 from penstock.core.policies.selection.papers.lbss import Lbss
 from penstock.core.policies.selection.parts.goodput import ObservedGoodput
 from penstock.sim.acceptance import DomainAcceptance

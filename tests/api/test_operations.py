@@ -19,9 +19,8 @@ import penstock
 from penstock.api.app import create_app
 from penstock.config import hash_of_key
 from penstock.engine.tokenizer import load_tokenizer
-from penstock.serving.intake import WaitingRoom
+from penstock.serving.limits import Quotas, WaitingRoom
 from penstock.serving.messages import Ready
-from penstock.serving.quotas import Quotas
 
 METRICS = (
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total",

@@ -9,12 +9,13 @@ from tokenizers.processors import TemplateProcessing
 
 from penstock.api.bodies import ChatBody, CompletionBody
 from penstock.api.errors import ApiError
-from penstock.api.prepare import Caller, RequestBuilder, derived_seed
+from penstock.api.http import Caller
+from penstock.api.prepare import RequestBuilder, derived_seed
 from penstock.config import TenantConfig
 from penstock.core.types import Request
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
+from penstock.serving.limits import Quotas
 from penstock.serving.messages import Ready
-from penstock.serving.quotas import Quotas
 
 SOMEONE = Caller("someone", "someone")
 READY = Ready(TOKENIZER, 100, 4096, frozenset({2}), ("small", "ngram"), {})

@@ -21,7 +21,7 @@ from tests.serving.fakes import SLOW_FACTORY
 from tests.serving.harness import FORKS, eventually, load_libraries_once, serve_config
 
 from penstock.api.errors import ApiError
-from penstock.api.prepare import ApiKeys
+from penstock.api.http import ApiKeys
 from penstock.api.reload import Reload
 from penstock.api.server import serve
 from penstock.config import ConfigError, ServeConfig, TenantConfig, hash_of_key, read_yaml

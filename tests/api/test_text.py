@@ -8,11 +8,12 @@ from tests.engine.test_tokenizer import CHAT, metaspace, save
 
 from penstock.api.bodies import ChatBody, CompletionBody
 from penstock.api.choices import TextStream
-from penstock.api.prepare import Caller, RequestBuilder
+from penstock.api.http import Caller
+from penstock.api.prepare import RequestBuilder
 from penstock.core.types import Output, TokenLogprob
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
+from penstock.serving.limits import Quotas
 from penstock.serving.messages import Ready
-from penstock.serving.quotas import Quotas
 
 LOGPROB = TokenLogprob(-1.0, ())
 

@@ -6,7 +6,7 @@ import pytest
 from tests.core.fakes import ToyDrafter, ToyExecutor
 from tests.core.world import ADMISSIONS, World, make_request, make_scheduler
 
-from penstock.core.kv.blocks import BlockPool
+from penstock.core.kv import BlockPool
 from penstock.core.learn import Estimators
 from penstock.core.policies.registry import PolicyError, make_policy
 from penstock.core.scheduler import Scheduler

@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.core.draft import limit
 from penstock.core.learn import Estimators
-from penstock.core.policies.allocation import AllocationPolicy, Grant
+from penstock.core.policies.base import AllocationPolicy, DraftCandidate, Room, View
 from penstock.core.policies.registry import PolicyError, make_policy
-from penstock.core.speculate import limit
-from penstock.core.state import Drafter, Outcome, RequestState
+from penstock.core.state import Drafter, Grant, Outcome, RequestState
 from penstock.core.types import Request, Tenant, Verdict
-from penstock.core.view import DraftCandidate, Room, View
 
 
 def candidates(*limits: int, drafter: str = "d") -> list[DraftCandidate]:

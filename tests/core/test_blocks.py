@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.core.kv.blocks import BlockPool, hash_blocks
+from penstock.core.kv import BlockPool, hash_blocks
 
 
 def test_hashes_chain_over_the_whole_prefix() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from penstock.core.ahead import LinePiece
-from penstock.core.kv.blocks import BlockPool
-from penstock.core.policies.allocation import AllocationPolicy, Grant
+from penstock.core.kv import BlockPool
+from penstock.core.policies.base import AllocationPolicy, DraftCandidate, Room, View
 from penstock.core.policies.registry import make_pipeline, make_policy
 from penstock.core.scheduler import Scheduler
-from penstock.core.state import DraftStage, Outcome, RequestState
+from penstock.core.state import DraftStage, Grant, Outcome, RequestState
 from penstock.core.types import (
     TARGET,
     Arrive,
@@ -25,7 +25,6 @@ from penstock.core.types import (
     Tenant,
     Verdict,
 )
-from penstock.core.view import DraftCandidate, Room, View
 
 VERIFY_S = 0.03
 

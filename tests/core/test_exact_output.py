@@ -12,14 +12,14 @@ from tests.core.fakes import Corruption, ToyDrafter, ToyExecutor
 from tests.core.world import Chaos, World, make_request, make_scheduler
 from tests.products import covering
 
-from penstock.core import admit, observe
+from penstock.core import observe, target
 from penstock.core.context import Context
-from penstock.core.kv.blocks import BlockPool, hash_blocks
-from penstock.core.kv.memory import KVMemory
+from penstock.core.kv import BlockPool, hash_blocks
+from penstock.core.policies.base import SelectionPolicy, View
 from penstock.core.policies.registry import make_policy
-from penstock.core.policies.selection import SelectionPolicy
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import DraftRound, DraftStage, RequestState
+from penstock.core.table import KVMemory
 from penstock.core.types import (
     DraftReady,
     FinishReason,
@@ -28,7 +28,6 @@ from penstock.core.types import (
     StepPlan,
     StepResult,
 )
-from penstock.core.view import View
 
 DRAFTERS = (
     ToyDrafter("good", accuracy=0.85),
@@ -180,7 +179,7 @@ def test_notices_prefixes_shared_between_tenants(monkeypatch: pytest.MonkeyPatch
     def unsalted(token_ids: Sequence[int], block_size: int, salt: str) -> tuple[bytes, ...]:
         return hash_blocks(token_ids, block_size, "")
 
-    monkeypatch.setattr(admit, "hash_blocks", unsalted)
+    monkeypatch.setattr(target, "hash_blocks", unsalted)
     assert_noticed()
 
 

@@ -6,7 +6,7 @@ from tests.core.fakes import ToyExecutor
 from tests.core.world import make_request, make_scheduler, replace_policies
 
 from penstock.core.loop import Loop
-from penstock.core.policies.admission import AdmissionPolicy
+from penstock.core.policies.base import AdmissionPolicy
 from penstock.core.step import Step
 from penstock.core.types import TARGET, Arrive, Cancel, FinishReason, Output, StepPlan, StepResult
 from penstock.sim.clock import VirtualClock

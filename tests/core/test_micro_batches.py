@@ -12,7 +12,7 @@ from tests.core.fakes import ToyDrafter, ToyExecutor
 from tests.core.world import Rotating, World, make_request, make_scheduler
 
 from penstock.core.learn import Estimators
-from penstock.core.policies.pipeline import Pipeline
+from penstock.core.policies.base import Pipeline, View
 from penstock.core.policies.pipeline.auto import Auto
 from penstock.core.policies.pipeline.micro_batches import MicroBatches
 from penstock.core.policies.pipeline.parts.division import Division
@@ -27,7 +27,6 @@ from penstock.core.types import (
     StepResult,
     Verdict,
 )
-from penstock.core.view import View
 from penstock.fluid.step_profile import DrafterProfile, StepProfile
 
 A_DEVICE_EACH = StepProfile(

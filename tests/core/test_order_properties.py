@@ -16,7 +16,7 @@ from tests.core.world import ADMISSIONS, World, make_request
 
 import penstock.sim.run
 from penstock.config import PolicyConfig
-from penstock.core.kv.blocks import BlockPool
+from penstock.core.kv import BlockPool
 from penstock.core.learn import Estimators
 from penstock.core.policies.registry import make_policy, option_types, policy_names
 from penstock.core.queues import OrderName

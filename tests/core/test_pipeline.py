@@ -7,11 +7,11 @@ import math
 import pytest
 
 from penstock.core.learn import Estimators
+from penstock.core.policies.base import View
 from penstock.core.policies.pipeline.asynchronous import Asynchronous
 from penstock.core.policies.registry import make_pipeline
 from penstock.core.state import DraftRound, DraftStage, RequestState
 from penstock.core.types import DraftOrder, Request
-from penstock.core.view import View
 from penstock.fluid.step_profile import StepProfile
 
 

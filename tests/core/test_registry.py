@@ -112,7 +112,7 @@ OWN = {
     "admission": '''
 from dataclasses import dataclass
 from typing import ClassVar
-from penstock.core.policies.admission import AdmissionPolicy
+from penstock.core.policies.base import AdmissionPolicy
 
 class Own(AdmissionPolicy):
     """Decodes first, then prompts one after the other."""
@@ -138,7 +138,7 @@ POLICY = Own
     "selection": '''
 from dataclasses import dataclass
 from typing import ClassVar
-from penstock.core.policies.selection import SelectionPolicy
+from penstock.core.policies.base import SelectionPolicy
 
 class Own(SelectionPolicy):
     """The last of the drafters."""
@@ -159,7 +159,8 @@ POLICY = Own
     "allocation": '''
 from dataclasses import dataclass
 from typing import ClassVar
-from penstock.core.policies.allocation import AllocationPolicy, Grant
+from penstock.core.policies.base import AllocationPolicy
+from penstock.core.state import Grant
 
 class Own(AllocationPolicy):
     """One token for everybody, while they last."""
@@ -183,7 +184,7 @@ POLICY = Own
     "pipeline": '''
 from dataclasses import dataclass
 from typing import ClassVar
-from penstock.core.policies.pipeline import Pipeline
+from penstock.core.policies.base import Pipeline
 
 class Own(Pipeline):
     """Never waits."""

@@ -6,11 +6,11 @@ import pytest
 from tests.core.fakes import ToyDrafter, ToyExecutor, target_only
 from tests.core.world import World, kv_of, make_request, make_scheduler
 
-from penstock.core.kv.blocks import BlockPool, hash_blocks
-from penstock.core.kv.memory import KVMemory
+from penstock.core.kv import BlockPool, hash_blocks
 from penstock.core.policies.registry import make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter, RequestState
+from penstock.core.table import KVMemory
 from penstock.core.types import (
     TARGET,
     Arrive,

@@ -4,11 +4,10 @@ from tests.core.fakes import ToyDrafter, ToyExecutor
 from tests.core.world import World, make_request, make_scheduler
 
 from penstock.core.learn import Estimators
+from penstock.core.policies.base import SelectionPolicy, View
 from penstock.core.policies.registry import make_policy
-from penstock.core.policies.selection import SelectionPolicy
 from penstock.core.state import Drafter, RequestState
 from penstock.core.types import DrafterDown, DraftSource, Request
-from penstock.core.view import View
 
 STATES = [RequestState(Request(name, 4, 4), i) for i, name in enumerate("rs")]
 

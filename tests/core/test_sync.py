@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.core.world import ADMISSION
 
-from penstock.core.kv.blocks import BlockPool
+from penstock.core.kv import BlockPool
 from penstock.core.policies.registry import make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.sync import HostRequest

@@ -9,12 +9,11 @@ from typing import Any
 
 from tests.core.fakes import ToyDrafter, ToyExecutor, target_only
 
-from penstock.core.kv.blocks import BlockPool
+from penstock.core.kv import BlockPool
 from penstock.core.learn import Estimators
 from penstock.core.loop import Loop
-from penstock.core.policies.pipeline import Pipeline
+from penstock.core.policies.base import Pipeline, ReplayProposal, SelectionPolicy, View
 from penstock.core.policies.registry import make_pipeline, make_policy, policy_names
-from penstock.core.policies.selection import ReplayProposal, SelectionPolicy
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter, RequestState
 from penstock.core.types import (
@@ -32,7 +31,6 @@ from penstock.core.types import (
     StepResult,
     Tenant,
 )
-from penstock.core.view import View
 from penstock.sim.clock import VirtualClock
 
 ADMISSION = {"max_num_batched_tokens": 64, "max_num_seqs": 16}

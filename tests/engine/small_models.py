@@ -28,8 +28,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from penstock.engine.batch import RaggedBatch
-from penstock.engine.runner import ModelRunner
+from penstock.engine.runner import ModelRunner, RaggedBatch
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 89,

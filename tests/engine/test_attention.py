@@ -21,10 +21,10 @@ from penstock.engine.attention.packed import (
 )
 from penstock.engine.attention.reference import ReferenceAttention
 from penstock.engine.backends import ATTENTION
-from penstock.engine.batch import RaggedBatch
 from penstock.engine.gather import KVGather
 from penstock.engine.kv_cache import PagedKVCache, kv_bytes_per_token
 from penstock.engine.models.config import DecoderConfig
+from penstock.engine.runner import RaggedBatch
 from penstock.fluid.packing import cut, decompose
 
 CPU = torch.device("cpu")

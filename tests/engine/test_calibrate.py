@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from penstock.core.learn import Estimators
-from penstock.engine.batch import RaggedBatch
 from penstock.engine.calibrate import calibrate
 from penstock.engine.executor import RunnerExecutor
 from penstock.engine.models.config import DecoderConfig
-from penstock.engine.runner import ModelRunner
+from penstock.engine.runner import ModelRunner, RaggedBatch
 
 
 class TimedRunner(ModelRunner):

@@ -19,7 +19,6 @@ from tests.products import covering, slow
 
 from penstock.config import EngineConfig
 from penstock.core.types import DraftOrder, Request, RoundCosts, SamplingParams
-from penstock.engine.batch import RaggedBatch
 from penstock.engine.build import Engine, load_engine
 from penstock.engine.drafters.chain import ChainDrafter
 from penstock.engine.drafters.drafts import Draft
@@ -32,6 +31,7 @@ from penstock.engine.drafters.sources import (
     expected_tokens,
     round_seconds,
 )
+from penstock.engine.runner import RaggedBatch
 from penstock.engine.sampling import VerifyBatch, sample_coupled, verify
 from penstock.engine.sequences import TokenBuffer
 from penstock.engine.verifier import Verifier

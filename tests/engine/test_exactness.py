@@ -17,15 +17,14 @@ from tests.engine.small_family import VOCAB
 from tests.products import covering, slow
 
 from penstock.config import NGRAM, EngineConfig
-from penstock.core.kv.blocks import BlockPool
+from penstock.core.kv import BlockPool
 from penstock.core.learn import Estimators
 from penstock.core.loop import Loop
-from penstock.core.policies.allocation import AllocationPolicy, Grant
+from penstock.core.policies.base import AllocationPolicy, DraftCandidate, View
 from penstock.core.policies.registry import make_pipeline, make_policy
 from penstock.core.scheduler import Scheduler
-from penstock.core.state import RequestState
+from penstock.core.state import Grant, RequestState
 from penstock.core.types import Arrive, Cancel, Request, SamplingParams
-from penstock.core.view import DraftCandidate, View
 from penstock.engine.attention import decomposed
 from penstock.engine.backends import ATTENTION
 from penstock.engine.build import Engine, load_engine

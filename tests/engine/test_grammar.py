@@ -19,7 +19,7 @@ from tests.engine.test_exactness import run
 from lab.bench.structured import check_schemas, models_of
 from lab.bench.structured_schemas import BY_HAND, SORTS
 from penstock.config import NGRAM, EngineConfig
-from penstock.core.kv.blocks import BlockPool
+from penstock.core.kv import BlockPool
 from penstock.core.loop import Loop
 from penstock.core.policies.registry import make_pipeline, make_policy
 from penstock.core.scheduler import Scheduler

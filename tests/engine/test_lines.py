@@ -25,10 +25,10 @@ from penstock.core.ahead import MAX_AHEAD_TOKENS, MAX_LINES, LinesAhead, Text
 from penstock.core.drafting.lines import SessionOrder
 from penstock.core.drafting.sessions import DraftingSessions
 from penstock.core.types import SamplingParams
-from penstock.engine.batch import RaggedBatch
 from penstock.engine.drafters.model import ModelDrafter
 from penstock.engine.drafters.proposers import LookupProposer, ModelProposer
 from penstock.engine.eager import EagerRunner
+from penstock.engine.runner import RaggedBatch
 
 COUPLED = [GREEDY, SEEDED, FILTERED]
 Make = Callable[..., tuple[DraftingSessions, CountingRunner]]

@@ -13,8 +13,8 @@ from tests.engine.small_models import CASES, SHAPE, Checkpoint, Checkpoints, Pag
 from tests.products import covering
 
 from penstock.engine.backends import ATTENTION
-from penstock.engine.batch import RaggedBatch
 from penstock.engine.eager import EagerRunner
+from penstock.engine.runner import RaggedBatch
 
 CPU = torch.device("cpu")
 TOLERANCE = {"rtol": 0.0, "atol": 1e-4}

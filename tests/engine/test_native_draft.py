@@ -12,10 +12,10 @@ from tests.engine.small_models import SHAPE, Checkpoint, Checkpoints, Paging, to
 
 from penstock.core.learn.confidence import EDGES, Stop
 from penstock.core.types import DraftOrder, Request, SamplingParams, Verdict
-from penstock.engine.batch import RaggedBatch
 from penstock.engine.drafters.model import ModelDrafter
 from penstock.engine.native.runner import NativeRunner
 from penstock.engine.native.sampler import sample_unfiltered
+from penstock.engine.runner import RaggedBatch
 from penstock.engine.sampling import SamplingRows
 from penstock.engine.sampling import sample_coupled as sample_reference
 from penstock.engine.sampling.noise import Salt

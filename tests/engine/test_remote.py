@@ -28,12 +28,12 @@ from penstock.core.types import (
 )
 from penstock.engine.build import Engine, load_engine
 from penstock.engine.drafters.drafts import Draft
-from penstock.engine.remote import HeldDrafts
 from penstock.engine.sampling import SamplingRows
 from penstock.engine.sampling.filters import filtered_probs
 from penstock.engine.sampling.noise import Salt, draft_seeds, row_keys, uniform
 from penstock.engine.sampling.params import IntArray
 from penstock.engine.sequences import TokenBuffer
+from penstock.engine.steps import HeldDrafts
 from penstock.transport.wire import WEIGHT_SUM, truncate
 
 PROMPT = tuple(b"from elsewhere ")

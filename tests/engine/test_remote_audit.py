@@ -11,12 +11,12 @@ from tests.engine.small_family import VOCAB
 
 from penstock.core.types import Request, SamplingParams
 from penstock.engine.audit import Audit, Auditor
-from penstock.engine.batch import RaggedBatch
 from penstock.engine.eager import EagerRunner
-from penstock.engine.remote import Weights
+from penstock.engine.runner import RaggedBatch
 from penstock.engine.sampling import SamplingRows, draw_draft, sample_coupled
 from penstock.engine.sampling.filters import filtered_probs
 from penstock.engine.sequences import TokenBuffer
+from penstock.engine.steps import Weights
 from penstock.transport.wire import truncate, weight_rows
 
 TEXT = tuple(b"an honest day's work ")

@@ -16,11 +16,10 @@ from tests.engine.small_family import VOCAB
 from tests.engine.test_exactness import DRAFTERS, SAMPLINGS, load, make_loop, make_requests, run
 from tests.products import covering, slow
 
+from penstock.core.policies.base import ReplayProposal, SelectionPolicy, View
 from penstock.core.policies.registry import make_policy
-from penstock.core.policies.selection import ReplayProposal, SelectionPolicy
 from penstock.core.state import RequestState
 from penstock.core.types import Arrive, DraftOrder, Replayed, Request, SamplingParams
-from penstock.core.view import View
 from penstock.engine.build import Engine
 from penstock.engine.drafters.lookup import LookupDrafter
 from penstock.engine.drafters.model import ModelDrafter

@@ -13,13 +13,12 @@ from tests.engine.test_exactness import DRAFTERS, SAMPLINGS, load, make_loop, ma
 
 from penstock.config import ConfigError
 from penstock.engine.backends import load_runner
-from penstock.engine.batch import BatchWriter
 from penstock.engine.drafters.model import ModelDrafter
 from penstock.engine.executor import RunnerExecutor
 from penstock.engine.models.quantized import QuantizedMatrix
 from penstock.engine.models.rounding import KIND, encode, round_weights
 from penstock.engine.native.runner import NativeRunner
-from penstock.engine.runner import ModelRunner
+from penstock.engine.runner import BatchWriter, ModelRunner
 
 
 def stored(values: torch.Tensor, kind: str) -> QuantizedMatrix:

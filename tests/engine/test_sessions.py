@@ -15,10 +15,10 @@ from penstock.core.drafting.lines import SessionOrder, TopWeights
 from penstock.core.drafting.sessions import DraftingSessions, SessionDraft
 from penstock.core.learn.confidence import Calibration
 from penstock.core.types import SamplingParams
-from penstock.engine.batch import RaggedBatch
 from penstock.engine.drafters.model import ModelDrafter
 from penstock.engine.drafters.proposers import LookupProposer, ModelProposer
 from penstock.engine.eager import EagerRunner
+from penstock.engine.runner import RaggedBatch
 
 PROMPT = tuple(range(40, 60))
 GREEDY = SamplingParams(temperature=0.0)

@@ -18,10 +18,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from penstock.core.drafting.lines import SessionOrder, TopWeights
 from penstock.core.drafting.sessions import DraftingSessions, SessionDraft
 from penstock.core.types import SamplingParams
-from penstock.engine.batch import RaggedBatch
 from penstock.engine.drafters.model import ModelDrafter
 from penstock.engine.drafters.proposers import ModelProposer
 from penstock.engine.eager import EagerRunner
+from penstock.engine.runner import RaggedBatch
 from penstock.engine.sampling import SamplingRows, VerifyBatch, verify
 
 pytestmark = pytest.mark.slow

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from penstock.config import EngineConfig
-from penstock.core.kv.blocks import BlockPool
+from penstock.core.kv import BlockPool
 from penstock.core.types import DraftOrder, Request, SamplingParams
 from penstock.engine.build import Engine, load_engine
 from penstock.engine.drafters.drafts import Draft, Drafts

@@ -11,9 +11,9 @@ import torch
 from tests.engine.small_models import SHAPE, Checkpoints, Paging
 
 from penstock.core.types import Request, SamplingParams
-from penstock.engine.batch import RaggedBatch
 from penstock.engine.native.runner import NativeRunner
 from penstock.engine.native.sampler import sample_natively
+from penstock.engine.runner import RaggedBatch
 from penstock.engine.sampling import SamplingRows, sample_coupled
 from penstock.engine.sequences import TokenBuffer
 from penstock.engine.verifier import Drafted, Samples, Verifier

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from penstock.config import EngineConfig
-from penstock.core.kv.blocks import BlockPool
+from penstock.core.kv import BlockPool
 from penstock.core.loop import Loop
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter

@@ -19,8 +19,8 @@ import torch
 from tests.engine.small_family import VOCAB
 
 from penstock.core.types import SamplingParams, TokenLogprob
-from penstock.engine.batch import RaggedBatch
 from penstock.engine.eager import EagerRunner
+from penstock.engine.runner import RaggedBatch
 from penstock.engine.sampling import SamplingRows, sample_coupled
 from penstock.serving.draft_access import peer_of
 from penstock.transport.checks import ExpectedDraft, Limits, check_draft

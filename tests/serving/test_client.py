@@ -15,8 +15,8 @@ from tests.serving.fakes import FACTORY, SLOW_FACTORY, TOKENIZER, expected_token
 
 from penstock.config import EngineConfig, PolicyConfig
 from penstock.core.types import FinishReason, Output, Request
-from penstock.serving.client import EngineClient
-from penstock.serving.intake import EngineUnavailable, OutputStream, QueueFull
+from penstock.serving.client import EngineClient, EngineUnavailable, OutputStream
+from penstock.serving.limits import QueueFull
 from penstock.serving.process import EngineFailed
 
 PROMPT = (5, 6, 7, 8, 9)

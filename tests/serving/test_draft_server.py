@@ -37,9 +37,9 @@ from penstock.core.types import (
     SamplingParams,
     StopStrings,
 )
+from penstock.serving.client import EngineUnavailable, Unsupported
 from penstock.serving.draft_server import DraftService
 from penstock.serving.drafting import DrafterOptions, load_drafter
-from penstock.serving.intake import EngineUnavailable, Unsupported
 from penstock.serving.link import Endpoint, LinkRefused, VerifierLink
 from penstock.transport.service import add_service
 from penstock.transport.v1 import drafting_pb2 as pb
@@ -345,7 +345,7 @@ class Silent:
 async def test_without_a_stream_requests_are_refused_after_a_while(
     family: dict[str, Path], oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.serving.intake._READY_WAIT_S", 0.1)
+    monkeypatch.setattr("penstock.serving.client._READY_WAIT_S", 0.1)
     verifier = ScriptedVerifier(oracle)
     async with verifier.serving() as port:
         stack = drafting(port, family["near"])

@@ -10,7 +10,7 @@ from collections import deque
 
 import pytest
 
-from penstock.serving.intake import QueueFull, Shares, WaitingRoom
+from penstock.serving.limits import QueueFull, Shares, WaitingRoom
 
 
 class Clock:

@@ -18,8 +18,8 @@ from tests.serving.verified import PROMPT, World
 from penstock.api.app import create_app
 from penstock.config import parse_config
 from penstock.engine.tokenizer import load_tokenizer
-from penstock.serving.client import EngineClient
-from penstock.serving.intake import EngineUnavailable, QueueFull
+from penstock.serving.client import EngineClient, EngineUnavailable
+from penstock.serving.limits import QueueFull
 from penstock.transport.v1 import drafting_pb2 as pb
 
 

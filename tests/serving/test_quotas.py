@@ -8,8 +8,7 @@ import pytest
 
 from penstock.config import TenantConfig
 from penstock.core.types import Request
-from penstock.serving import quotas
-from penstock.serving.quotas import NotAllowed, Quotas, RateLimited
+from penstock.serving.limits import NotAllowed, Quotas, RateLimited
 
 
 class Clock:
@@ -22,7 +21,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(quotas, "time", made)
+    monkeypatch.setattr("penstock.serving.limits.time", made)
     return made
 
 

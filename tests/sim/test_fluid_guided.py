@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from penstock.config import PolicyConfig
-from penstock.core.kv.blocks import BlockPool
+from penstock.core.kv import BlockPool
 from penstock.core.learn import Estimators
 from penstock.core.policies.registry import make_policy
 from penstock.core.scheduler import Scheduler

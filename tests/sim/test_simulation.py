@@ -8,8 +8,8 @@ import pytest
 from tests.core.fakes import ToyDrafter
 from tests.core.world import make_scheduler, replace_policies
 
-from penstock.core.kv.blocks import hash_blocks
-from penstock.core.policies.admission import AdmissionPolicy
+from penstock.core.kv import hash_blocks
+from penstock.core.policies.base import AdmissionPolicy
 from penstock.core.policies.registry import make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.step import Step

@@ -31,12 +31,14 @@ from penstock.api.http import (
     EXPECTED_OUTPUT_TOKENS,
     IGNORED_FIELDS,
     REQUEST_ID,
+    ApiKeys,
     BodyLimit,
+    Caller,
     ResponseHeaders,
     client_network,
 )
 from penstock.api.metrics import Metrics
-from penstock.api.prepare import ApiKeys, Caller, RequestBuilder
+from penstock.api.prepare import RequestBuilder
 from penstock.api.response_bodies import ResponsesBody
 from penstock.api.response_format import ResponsesFormat
 from penstock.api.responses import (
@@ -49,7 +51,7 @@ from penstock.api.responses import (
 )
 from penstock.api.token_bodies import DetokenizeBody, TokenizeBody
 from penstock.config import ServeConfig
-from penstock.serving.intake import RequestClient
+from penstock.serving.client import RequestClient
 
 if TYPE_CHECKING:
     from penstock.engine.tokenizer import Tokenizer

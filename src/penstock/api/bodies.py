@@ -10,9 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic_core import from_json
 
-from penstock.api.body import Body
+from penstock.api.body import Body, StructuredBody
 from penstock.api.errors import ApiError
-from penstock.api.structure import StructuredBody
 from penstock.core.types import (
     AUTO_DRAFTER,
     MAX_LOGPROBS,

@@ -1,10 +1,19 @@
-"""Base of all request bodies."""
+"""Base of all request bodies, and their fields of structured outputs (OpenAI's and vLLM's)."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from penstock.engine.grammar import GrammarKind
+
+_Schema = dict[str, Any] | bool | str
+"""A JSON schema: an object, or its text."""
+
+_Choice = Annotated[list[str], Field(min_length=1, max_length=10_000, fail_fast=True)]
+
+_ANY_OBJECT = {"type": "object"}
 
 
 class Body(BaseModel):
@@ -18,3 +27,89 @@ class Body(BaseModel):
         if isinstance(data, dict):
             return {name: value for name, value in data.items() if value is not None}
         return data
+
+
+class Structure(NamedTuple):
+    """A requested structure, with the field that requests it."""
+
+    field: str
+    kind: GrammarKind
+    value: Any
+
+
+class NamedSchema(Body):
+    """OpenAI's json_schema. strict: ignored; every schema is enforced."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    name: str = ""
+    description: str = ""
+    schema_: _Schema = Field(default=True, alias="schema")
+    strict: bool = True
+
+
+class ResponseFormat(Body):
+    """OpenAI's response_format."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema is to be given with type json_schema, and only with it")
+        return self
+
+
+class StructuredOutputs(Body):
+    """Structured outputs of vLLM. disable_any_whitespace: ignored; JSON has no extra whitespace."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    json_: _Schema | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: _Choice | None = None
+    grammar: str | None = None
+    json_object: bool = False
+    disable_any_whitespace: bool = True
+
+
+class StructuredBody(Body):
+    """Fields of structured outputs, of which one may be given. guided_*: vLLM's older names."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: _Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: _Choice | None = None
+    guided_grammar: str | None = None
+
+    @property
+    def structures(self) -> list[Structure]:
+        """All structures given."""
+        found: list[tuple[str, GrammarKind, Any]] = [
+            ("guided_json", "json", self.guided_json),
+            ("guided_regex", "regex", self.guided_regex),
+            ("guided_choice", "choice", self.guided_choice),
+            ("guided_grammar", "grammar", self.guided_grammar),
+        ]
+        form, options = self.response_format, self.structured_outputs
+        if form is not None and form.type != "text":
+            named = form.json_schema
+            schema = _ANY_OBJECT if named is None else named.schema_
+            found.append(("response_format", "json", schema))
+        if options is not None:
+            found += [
+                ("structured_outputs.json", "json", options.json_),
+                ("structured_outputs.regex", "regex", options.regex),
+                ("structured_outputs.choice", "choice", options.choice),
+                ("structured_outputs.grammar", "grammar", options.grammar),
+                (
+                    "structured_outputs.json_object",
+                    "json",
+                    _ANY_OBJECT if options.json_object else None,
+                ),
+            ]
+        return [Structure(*given) for given in found if given[2] is not None]

@@ -1,15 +1,18 @@
-"""HTTP below the application: connections, body limits and common headers."""
+"""HTTP below the application: connections, body limits, common headers and API keys."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import logging
 import re
+import secrets
 import socket
 import time
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 from uuid import uuid4
 
 import h11
@@ -19,7 +22,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from penstock.api.errors import ApiError
-from penstock.serving.intake import Shares, network_of_host
+from penstock.config import DEFAULT_TENANT, TenantConfig, hash_of_key
+from penstock.serving.limits import Shares, network_of_host
 from penstock.serving.logs import ACCESS_LOG, request_id
 
 _UNSENT_BYTES = 16 * 1024
@@ -255,3 +259,73 @@ class ResponseHeaders:
         finally:
             told["seconds"] = round(time.perf_counter() - began_at, 6)
             _access_log.debug("%s %s", scope["method"], scope["path"], extra={"fields": told})
+
+
+class Caller(NamedTuple):
+    """Sender of a request.
+
+    tenant: owner of its requests. client: holder of places in the server: a tenant where there are
+    keys, else a network."""
+
+    tenant: str
+    client: str
+
+
+class ApiKeys:
+    """Maps API keys to tenants. Without any key, all requests are of the default tenant.
+
+    operators: hashes of keys for data of all tenants; without any, every tenant's key is one"""
+
+    def __init__(self, tenants: Mapping[str, TenantConfig], operators: Iterable[str] = ()) -> None:
+        # Looked up by a digest that others cannot compute: in constant time, that is to say in
+        # one that tells nothing about the keys.
+        self._secret = secrets.token_bytes(32)
+        self.change(tenants, operators)
+
+    def change(self, tenants: Mapping[str, TenantConfig], operators: Iterable[str]) -> None:
+        """Replace all keys at once."""
+        known = {
+            self._blinded(key): name for name, tenant in tenants.items() for key in tenant.api_keys
+        }
+        self._tenants, self._operators = (
+            known,
+            frozenset(map(self._blinded, operators)) or known.keys(),
+        )
+
+    def caller(self, authorization: str | None, network: str) -> Caller:
+        """Return the sender by `Authorization` header and network. Raises: ApiError with 401."""
+        if not self._tenants:
+            return Caller(DEFAULT_TENANT, network)
+        tenant = self._tenants.get(self._blinded(_hash_in(authorization)))
+        if tenant is None:
+            raise ApiError(401, "the API key is not known", code="invalid_api_key")
+        return Caller(tenant, tenant)
+
+    def viewer(self, authorization: str | None) -> str | None:
+        """Return the only tenant that a key may view; None: all. Raises: ApiError with 401."""
+        if self._is_operator(authorization):
+            return None
+        if not self._tenants:
+            self.check_operator(authorization)
+        return self.caller(authorization, "").tenant
+
+    def check_operator(self, authorization: str | None) -> None:
+        """Raises: ApiError with 401."""
+        if not self._is_operator(authorization):
+            raise ApiError(401, "this API key is none for metrics", code="invalid_api_key")
+
+    def _is_operator(self, authorization: str | None) -> bool:
+        """Raises: ApiError with 401."""
+        return not self._operators or self._blinded(_hash_in(authorization)) in self._operators
+
+    def _blinded(self, key_hash: str) -> bytes:
+        return hmac.digest(self._secret, key_hash.encode(), "sha256")
+
+
+def _hash_in(authorization: str | None) -> str:
+    """Return the hash of the key in an `Authorization` header. Raises: ApiError with 401."""
+    scheme, _, key = (authorization or "").partition(" ")
+    if scheme.lower() != "bearer" or not key:
+        message = "an API key is required: send the header Authorization: Bearer KEY"
+        raise ApiError(401, message, code="missing_api_key")
+    return hash_of_key(key.strip())

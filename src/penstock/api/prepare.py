@@ -1,29 +1,28 @@
-"""From a request body and an API key to what the engine is asked for."""
+"""From request bodies to the engine's requests."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import hmac
 import json
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from penstock.api.bodies import ChatBody, ChatMessage, CompletionBody, GenerationBody, Tool
+from penstock.api.body import Structure
 from penstock.api.choices import ResponseChoice, TextStream
 from penstock.api.errors import ApiError
-from penstock.api.structure import compiled
+from penstock.api.http import Caller
 from penstock.api.token_bodies import DetokenizeBody, TokenizeBody
-from penstock.api.tool_use import ToolUse, tool_use
-from penstock.config import DEFAULT_TENANT, TenantConfig, hash_of_key
+from penstock.api.tool_use import tool_use
 from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, Request, SamplingParams, StopStrings
-from penstock.engine.grammar import GrammarCompiler
+from penstock.engine.grammar import GrammarCompiler, GrammarError, grammar_of
+from penstock.serving.limits import Quotas
 from penstock.serving.messages import Ready
-from penstock.serving.quotas import Quotas
 
 if TYPE_CHECKING:
     from penstock.engine.tokenizer import Tokenizer
@@ -36,81 +35,14 @@ _DEFAULT_COMPLETION_TOKENS = 16
 _GREEDY_BELOW = 1e-5
 
 _LONG_TEXT = 8192
-"""Characters; longer texts are tokenised in a thread, so that streams do not stand still."""
+"""Characters. Longer texts are tokenised in a thread, so that streams do not stand still."""
 
 _COST_PER_TEXT = 100
 """Overhead of tokenising any text, in characters."""
 
 
-class Caller(NamedTuple):
-    """tenant: whose requests they are. client: who shares the server with others: a tenant where
-    there are keys, else a network."""
-
-    tenant: str
-    client: str
-
-
-class ApiKeys:
-    """Who a request is from. Without any key configured, everybody is the default tenant.
-
-    operators: hashes of keys for what is said of all tenants; without any, every tenant's key is
-        one
-    """
-
-    def __init__(self, tenants: Mapping[str, TenantConfig], operators: Iterable[str] = ()) -> None:
-        # Looked up by a digest that nobody else can compute: in constant time, that is to say in
-        # one that tells nothing about the keys.
-        self._secret = secrets.token_bytes(32)
-        self.change(tenants, operators)
-
-    def change(self, tenants: Mapping[str, TenantConfig], operators: Iterable[str]) -> None:
-        """Other keys from now on, all at once."""
-        known = {
-            self._blinded(key): name for name, tenant in tenants.items() for key in tenant.api_keys
-        }
-        self._tenants, self._operators = (
-            known,
-            frozenset(map(self._blinded, operators)) or known.keys(),
-        )
-
-    def caller(self, authorization: str | None, network: str) -> Caller:
-        """Who an `Authorization` header from a network stands for. Raises: ApiError with 401."""
-        if not self._tenants:
-            return Caller(DEFAULT_TENANT, network)
-        tenant = self._tenants.get(self._blinded(_hash_in(authorization)))
-        if tenant is None:
-            raise ApiError(401, "the API key is not known", code="invalid_api_key")
-        return Caller(tenant, tenant)
-
-    def viewer(self, authorization: str | None) -> str | None:
-        """The only tenant whose requests a key lets one see; None: all. Raises: ApiError with
-        401."""
-        if self._is_operator(authorization):
-            return None
-        if not self._tenants:
-            self.check_operator(authorization)
-        return self.caller(authorization, "").tenant
-
-    def check_operator(self, authorization: str | None) -> None:
-        """Raises: ApiError with 401."""
-        if not self._is_operator(authorization):
-            raise ApiError(401, "this API key is none for metrics", code="invalid_api_key")
-
-    def _is_operator(self, authorization: str | None) -> bool:
-        """Raises: ApiError with 401."""
-        return not self._operators or self._blinded(_hash_in(authorization)) in self._operators
-
-    def _blinded(self, key_hash: str) -> bytes:
-        return hmac.digest(self._secret, key_hash.encode(), "sha256")
-
-
-def _hash_in(authorization: str | None) -> str:
-    """Of the key in an `Authorization` header. Raises: ApiError with 401."""
-    scheme, _, key = (authorization or "").partition(" ")
-    if scheme.lower() != "bearer" or not key:
-        message = "an API key is required: send the header Authorization: Bearer KEY"
-        raise ApiError(401, message, code="missing_api_key")
-    return hash_of_key(key.strip())
+_COMPILE_S = 20.0
+"""Timeout of a grammar, including those queued before it and the loading of the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +52,9 @@ class _Chat:
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]]
     is_asked: bool = True
-    """The assistant's turn has begun."""
+    """True if the assistant's turn has begun."""
     lead: str = ""
-    """What that turn begins with."""
+    """Beginning of that turn."""
 
     @classmethod
     def of(
@@ -134,7 +66,7 @@ class _Chat:
 
     @property
     def size(self) -> int:
-        """Work to tokenise it, in characters."""
+        """Cost of tokenising it, in characters."""
         calls = [call for m in self.messages for call in m.get("tool_calls", ())]
         written = len(json.dumps([*self.tools, *calls])) if self.tools or calls else 0
         return written + sum(_COST_PER_TEXT + len(m["content"]) for m in self.messages)
@@ -144,11 +76,10 @@ class _Chat:
 class RequestBuilder:
     """Turns bodies into engine requests for one model.
 
-    verification: of every request, or None: `coupled` with a seed, `ratio` without.
-    drafters: names that a request may ask for now; draft servers come and go.
-    max_choices: of one body of a client, over all its prompts: what can wait at once.
-    quotas: what tenants may ask for.
-    """
+    verification: of every request, or None: `coupled` with a seed, `ratio` without
+    drafters: names that a request may give now; draft servers come and go
+    max_choices: limit of one client's body, over all its prompts
+    quotas: limits of tenants"""
 
     model_name: str
     tokenizer: Tokenizer
@@ -161,7 +92,7 @@ class RequestBuilder:
     _long_texts: Executor = field(
         default_factory=lambda: ThreadPoolExecutor(1, "penstock-tokenizer")
     )
-    """Long texts wait for each other: each takes up to a thousand times its size in memory."""
+    """One thread: tokenising a text takes up to a thousand times its size in memory."""
 
     def __post_init__(self) -> None:
         eos = sorted(self.engine.eos_token_ids)
@@ -170,42 +101,102 @@ class RequestBuilder:
     async def completion(
         self, body: CompletionBody, caller: Caller, job_id: str
     ) -> list[ResponseChoice]:
-        """Choices of a completion, those of the first prompt first. Raises: ApiError."""
+        """Return the choices of a completion, those of the first prompt first. Raises: ApiError."""
         given = body.prompts
         self._check(body, caller, len(given))
-        if _scores_prompt(body) and not self.engine.scores_prompts:
+        scores_prompt = body.echo and body.logprobs is not None
+        if scores_prompt and not self.engine.scores_prompts:
             message = "echo: this server's engine tells no log-probabilities of a prompt"
             raise ApiError(400, message, param="echo", code="unsupported_value")
         if not given:
             raise ApiError(400, "prompt: must not be empty", param="prompt")
         size = sum(_COST_PER_TEXT + len(prompt) for prompt in given if isinstance(prompt, str))
-        # One by one, so that the texts of others can go between.
-        encode = partial(self._completion_prompt, adds_special=body.add_special_tokens)
-        prompts = [await self._tokenise(size, encode, p) for p in given]
-        grammar = await compiled(body.structures, body.ignore_eos, self._grammars)
-        limit = _DEFAULT_COMPLETION_TOKENS
-        return self._choices(body, prompts, limit, caller.tenant, job_id, grammar)
+
+        def encode(prompt: str | list[int]) -> list[int]:
+            if isinstance(prompt, str):
+                prompt = self._encode(prompt, "prompt", add_special_tokens=body.add_special_tokens)
+            return self._checked(prompt, "prompt")
+
+        # One by one, so that the texts of other requests can go between.
+        prompts = [tuple(await self._tokenise(size, encode, prompt)) for prompt in given]
+        grammar = await _compiled(body.structures, body.ignore_eos, self._grammars)
+        choices: list[ResponseChoice] = []
+        for prompt in prompts:
+            last = self.tokenizer.last_of_text(prompt) if body.stops or not body.echo else None
+            stop = StopStrings(body.stops, last) if body.stops else None
+            max_tokens = self._max_tokens(
+                body, body.max_tokens, _DEFAULT_COMPLETION_TOKENS, len(prompt), caller.tenant
+            )
+            for n in range(body.n):
+                index = len(choices)
+                sampling = self._sampling(body, n, grammar, scores_prompt=scores_prompt)
+                request = self._request(
+                    body, f"{job_id}-{index}", prompt, max_tokens, sampling, stop, caller.tenant
+                )
+                choices.append(
+                    ResponseChoice(
+                        index,
+                        request,
+                        # With its prompt a text begins; without it one goes on.
+                        TextStream(self.tokenizer, body.stops, None if body.echo else last),
+                        opens_prompt=n == 0,
+                        tells_origins=body.speculation.origins,
+                        echo=body.echo,
+                        adds_text=body.max_tokens != 0,
+                    )
+                )
+        return choices
 
     async def chat(self, body: ChatBody, caller: Caller, job_id: str) -> list[ResponseChoice]:
-        """Choices of a chat completion, by default as long as the context lets them. Raises:
-        ApiError."""
+        """Return the choices of a chat completion, by default as long as the context allows.
+
+        Raises: ApiError."""
         self._check(body, caller, 1)
-        use = tool_use(body, self.tokenizer.tool_template) if body.uses_tools else None
+        tools = tool_use(body, self.tokenizer.tool_template) if body.uses_tools else None
         chat = _Chat.of(body.messages, body.offered_tools)
-        if use is not None:
-            chat = replace(chat, lead=use.lead)
-        encode = partial(self._chat_prompt, adds_special=body.add_special_tokens)
-        prompt = await self._tokenise(chat.size, encode, chat)
-        structures = body.structures
-        if use is not None:
+        structures, shown = body.structures, frozenset[int]()
+        if tools is not None:
+            chat = replace(chat, lead=tools.lead)
             special = {text: i for i, text in self.tokenizer.special_tokens.items()}
-            structures = use.shaped(structures, special)
-        grammar = await compiled(structures, body.ignore_eos, self._grammars)
-        limit = self.engine.max_request_tokens
-        return self._choices(body, [prompt], limit, caller.tenant, job_id, grammar, use)
+            structures = tools.shaped(structures, special)
+            shown = self.tokenizer.special_ids(tools.form.marks)
+
+        def encode(chat: _Chat) -> list[int]:
+            text = self._chat_text(chat)
+            token_ids = self._encode(text, "messages", add_special_tokens=body.add_special_tokens)
+            return self._checked(token_ids, "messages")
+
+        prompt = tuple(await self._tokenise(chat.size, encode, chat))
+        grammar = await _compiled(structures, body.ignore_eos, self._grammars)
+        wanted = body.max_completion_tokens
+        max_tokens = self._max_tokens(
+            body,
+            body.max_tokens if wanted is None else wanted,
+            self.engine.max_request_tokens,
+            len(prompt),
+            caller.tenant,
+        )
+        stop = StopStrings(body.stops, None, shown) if body.stops else None
+        choices = []
+        for n in range(body.n):
+            sampling = self._sampling(body, n, grammar)
+            request = self._request(
+                body, f"{job_id}-{n}", prompt, max_tokens, sampling, stop, caller.tenant
+            )
+            choices.append(
+                ResponseChoice(
+                    n,
+                    request,
+                    TextStream(self.tokenizer, body.stops, None, shown),
+                    opens_prompt=n == 0,
+                    tells_origins=body.speculation.origins,
+                    calls=None if tools is None else tools.parser(),
+                )
+            )
+        return choices
 
     async def token_ids(self, body: TokenizeBody) -> list[int]:
-        """Of a text or a conversation, as long as the context. Raises: ApiError."""
+        """Return the tokens of a text or a conversation within the context. Raises: ApiError."""
         if body.model is not None:
             self.check_model(body.model)
         adds = body.add_special_tokens
@@ -220,7 +211,7 @@ class RequestBuilder:
         return await self._tokenise(chat.size, encode_chat, chat)
 
     async def text(self, body: DetokenizeBody) -> str:
-        """Of tokens, special ones included. Raises: ApiError."""
+        """Return the text of tokens, special ones included. Raises: ApiError."""
         if body.model is not None:
             self.check_model(body.model)
         self._check_ids(body.tokens, "tokens")
@@ -228,13 +219,13 @@ class RequestBuilder:
         return await self._tokenise(len(body.tokens), decode, body.tokens)
 
     async def _tokenise(self, size: int, work: Callable[[_T], _U], given: _T) -> _U:
-        """Raises: as `work`."""
+        """Run `work`, in a thread for long texts. Raises: as `work`."""
         if size <= _LONG_TEXT:
             return work(given)
         return await asyncio.get_running_loop().run_in_executor(self._long_texts, work, given)
 
     def check_model(self, name: str) -> None:
-        """Raises: ApiError for any but this server's."""
+        """Raises: ApiError for any model but this server's."""
         if name != self.model_name:
             raise ApiError(
                 404,
@@ -244,7 +235,7 @@ class RequestBuilder:
             )
 
     def _check(self, body: GenerationBody, caller: Caller, num_prompts: int) -> None:
-        """What can be said before anything is tokenised. Raises: ApiError."""
+        """Check what does not depend on the prompt's tokens. Raises: ApiError."""
         if body.model is not None:
             self.check_model(body.model)
         drafters = (AUTO_DRAFTER, NO_DRAFTER, *self._drafters_of(caller.tenant))
@@ -269,16 +260,6 @@ class RequestBuilder:
     def _drafters_of(self, tenant: str) -> Iterable[str]:
         allowed = self.quotas.of(tenant).allowed_drafters
         return (name for name in self.drafters() if allowed is None or name in allowed)
-
-    def _completion_prompt(self, given: str | list[int], adds_special: bool) -> list[int]:
-        if isinstance(given, str):
-            given = self._encode(given, "prompt", add_special_tokens=adds_special)
-        return self._checked(given, "prompt")
-
-    def _chat_prompt(self, chat: _Chat, adds_special: bool) -> list[int]:
-        text = self._chat_text(chat)
-        token_ids = self._encode(text, "messages", add_special_tokens=adds_special)
-        return self._checked(token_ids, "messages")
 
     def _chat_text(self, chat: _Chat) -> str:
         try:
@@ -310,79 +291,22 @@ class RequestBuilder:
                 param=param,
             )
 
-    def _choices(
-        self,
-        body: CompletionBody | ChatBody,
-        prompts: Sequence[Sequence[int]],
-        default_tokens: int,
-        tenant: str,
-        job_id: str,
-        grammar: str | None,
-        tools: ToolUse | None = None,
-    ) -> list[ResponseChoice]:
-        choices: list[ResponseChoice] = []
-        stop_token_ids = self._stop_token_ids(body)
-        shown = frozenset() if tools is None else self.tokenizer.special_ids(tools.form.marks)
-        for prompt in map(tuple, prompts):
-            max_tokens = self._max_tokens(body, len(prompt), default_tokens, tenant)
-            expected = body.expected_output_tokens
-            # An assistant's turn is a text of its own; a completion goes on from its prompt.
-            echo = isinstance(body, CompletionBody) and body.echo
-            is_own = echo or isinstance(body, ChatBody)
-            previous = None if is_own else self.tokenizer.last_of_text(prompt)
-            stop = self._stop_strings(body, prompt, shown)
-            for n in range(body.n):
-                index = len(choices)
-                request = Request(
-                    id=f"{job_id}-{index}",
-                    prompt_len=len(prompt),
-                    max_tokens=max_tokens,
-                    tenant=tenant,
-                    prompt_token_ids=prompt,
-                    stop_token_ids=stop_token_ids,
-                    sampling=self._sampling(body, n, grammar),
-                    drafter=body.speculation.drafter,
-                    max_draft_tokens=body.speculation.max_draft_tokens,
-                    expected_output_tokens=None if expected is None else min(expected, max_tokens),
-                    latency=body.latency.target,
-                    stop=stop,
-                )
-                text = TextStream(self.tokenizer, body.stops, previous, shown)
-                choice = ResponseChoice(
-                    index,
-                    request,
-                    text,
-                    opens_prompt=n == 0,
-                    tells_origins=body.speculation.origins,
-                    echo=echo,
-                    adds_text=body.max_tokens != 0,
-                    calls=None if tools is None else tools.parser(),
-                )
-                choices.append(choice)
-        return choices
-
-    def _stop_strings(
-        self, body: CompletionBody | ChatBody, prompt: Sequence[int], shown: frozenset[int]
-    ) -> StopStrings | None:
-        """They lie in what is made, whether or not the prompt is shown before it."""
-        if not body.stops:
-            return None
-        previous = None if isinstance(body, ChatBody) else self.tokenizer.last_of_text(prompt)
-        return StopStrings(body.stops, previous, shown)
-
     def _max_tokens(
-        self, body: CompletionBody | ChatBody, prompt_len: int, default_tokens: int, tenant: str
+        self,
+        body: GenerationBody,
+        wanted: int | None,
+        default: int,
+        prompt_len: int,
+        tenant: str,
     ) -> int:
+        """Return the output limit of a choice. Raises: ApiError where it does not fit."""
         room = self.engine.max_request_tokens - prompt_len
-        wanted = body.max_tokens
-        if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
-            wanted = body.max_completion_tokens
         if wanted is not None and wanted > room:
             raise self._too_long(
                 f"{prompt_len} prompt tokens and max_tokens {wanted} do not fit", "max_tokens"
             )
         most = self.quotas.most_output(tenant, prompt_len)
-        unasked = min(default_tokens, room, room if most is None else most)
+        unasked = min(default, room, room if most is None else most)
         num_tokens = unasked if wanted is None else wanted
         if body.min_tokens > num_tokens:
             raise ApiError(
@@ -391,6 +315,33 @@ class RequestBuilder:
                 param="min_tokens",
             )
         return max(1, num_tokens)
+
+    def _request(
+        self,
+        body: GenerationBody,
+        request_id: str,
+        prompt: tuple[int, ...],
+        max_tokens: int,
+        sampling: SamplingParams,
+        stop: StopStrings | None,
+        tenant: str,
+    ) -> Request:
+        eos = frozenset() if body.ignore_eos else self.engine.eos_token_ids
+        expected = body.expected_output_tokens
+        return Request(
+            id=request_id,
+            prompt_len=len(prompt),
+            max_tokens=max_tokens,
+            tenant=tenant,
+            prompt_token_ids=prompt,
+            stop_token_ids=eos | frozenset(body.stop_token_ids),
+            sampling=sampling,
+            drafter=body.speculation.drafter,
+            max_draft_tokens=body.speculation.max_draft_tokens,
+            expected_output_tokens=None if expected is None else min(expected, max_tokens),
+            latency=body.latency.target,
+            stop=stop,
+        )
 
     def _too_long(self, what: str, param: str) -> ApiError:
         limit = self.engine.max_request_tokens
@@ -401,12 +352,13 @@ class RequestBuilder:
             code="context_length_exceeded",
         )
 
-    def _stop_token_ids(self, body: GenerationBody) -> frozenset[int]:
-        own = frozenset() if body.ignore_eos else self.engine.eos_token_ids
-        return own | frozenset(body.stop_token_ids)
-
     def _sampling(
-        self, body: CompletionBody | ChatBody, n: int, grammar: str | None
+        self,
+        body: CompletionBody | ChatBody,
+        n: int,
+        grammar: str | None,
+        *,
+        scores_prompt: bool = False,
     ) -> SamplingParams:
         seed = secrets.randbits(64) if body.seed is None else derived_seed(body.seed % 2**64, n)
         by_seed: Literal["coupled", "ratio"] = "ratio" if body.seed is None else "coupled"
@@ -417,7 +369,7 @@ class RequestBuilder:
             seed=seed,
             verification=self.verification or by_seed,
             num_logprobs=body.num_logprobs,
-            num_prompt_logprobs=body.num_logprobs if _scores_prompt(body) else None,
+            num_prompt_logprobs=body.num_logprobs if scores_prompt else None,
             presence_penalty=body.presence_penalty,
             frequency_penalty=body.frequency_penalty,
             repetition_penalty=body.repetition_penalty,
@@ -428,12 +380,35 @@ class RequestBuilder:
         )
 
 
-def _scores_prompt(body: CompletionBody | ChatBody) -> bool:
-    return isinstance(body, CompletionBody) and body.echo and body.logprobs is not None
+async def _compiled(
+    structures: list[Structure], ignore_eos: bool, compiler: GrammarCompiler
+) -> str | None:
+    """Return the validated grammar of a body, or None. Raises: ApiError."""
+    if not structures:
+        return None
+    field, kind, value = structures[0]
+    if len(structures) > 1:
+        second = structures[1].field
+        message = f"{second}: only one field may say what the text is to be, and {field} does"
+        raise ApiError(400, message, param=second)
+    if ignore_eos:
+        message = f"{field}: is not allowed with ignore_eos, for its grammar ends the text"
+        raise ApiError(400, message, param=field)
+    try:
+        async with asyncio.timeout(_COMPILE_S):
+            grammar = await asyncio.to_thread(grammar_of, kind, value)
+            # A timeout must not cancel a compilation that others wait for.
+            await asyncio.shield(asyncio.wrap_future(compiler.compile(grammar)))
+    except GrammarError as error:
+        raise ApiError(400, f"{field}: {error}", param=field, code="invalid_grammar") from error
+    except TimeoutError as error:
+        message = f"{field}: could not be compiled within {_COMPILE_S:g} s"
+        raise ApiError(400, message, param=field, code="invalid_grammar") from error
+    return grammar
 
 
 def derived_seed(seed: int, n: int) -> int:
-    """Seed of choice `n`: the first has the request's own, the others are independent of it."""
+    """Return the seed of choice `n`: the request's own for the first, else an independent one."""
     if n == 0:
         return seed
     digest = hashlib.blake2b(seed.to_bytes(8, "little") + n.to_bytes(4, "little"), digest_size=8)

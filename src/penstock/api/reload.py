@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextvars import Context
 
-from penstock.api.prepare import ApiKeys
+from penstock.api.http import ApiKeys
 from penstock.config import ConfigError, EngineConfig, ServeConfig
 from penstock.serving.client import EngineClient
 

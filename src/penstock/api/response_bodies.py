@@ -19,8 +19,7 @@ from penstock.api.bodies import (
     Tool,
     ToolCall,
 )
-from penstock.api.body import Body
-from penstock.api.structure import NamedSchema, ResponseFormat
+from penstock.api.body import Body, NamedSchema, ResponseFormat
 
 _LOGPROBS = "message.output_text.logprobs"
 

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from pydantic_core import to_json
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
@@ -20,15 +21,8 @@ from penstock.api.errors import ApiError
 from penstock.api.metrics import Metrics, RequestMeter, count_response
 from penstock.api.tool_calls import CallPiece
 from penstock.core.types import FinishReason
-from penstock.json_text import dumps
-from penstock.serving.intake import (
-    EngineUnavailable,
-    OutputStream,
-    QueueFull,
-    RequestClient,
-    Unsupported,
-)
-from penstock.serving.quotas import NotAllowed, RateLimited
+from penstock.serving.client import EngineUnavailable, OutputStream, RequestClient, Unsupported
+from penstock.serving.limits import NotAllowed, QueueFull, RateLimited
 
 if TYPE_CHECKING:
     from penstock.engine.tokenizer import Tokenizer
@@ -387,12 +381,12 @@ def _with_usage(chunk: JsonDict, job: Generation, body: GenerationBody) -> JsonD
 
 def event(data: JsonDict, kind: str | None = None) -> bytes:
     """Encode a server-sent event. kind: its type, if any."""
-    named = "" if kind is None else f"event: {kind}\n"
-    return f"{named}data: {_dumps(data)}\n\n".encode()
+    named = b"" if kind is None else f"event: {kind}\n".encode()
+    return b"%sdata: %s\n\n" % (named, _json(data))
 
 
-def _dumps(body: JsonDict) -> str:
-    return dumps(body, ensure_ascii=False, separators=(",", ":"))
+def _json(body: JsonDict) -> bytes:
+    return to_json(body, inf_nan_mode="null")
 
 
 async def collected(job: Generation, form: Form, http: HttpRequest) -> Response:
@@ -408,7 +402,7 @@ async def collected(job: Generation, form: Form, http: HttpRequest) -> Response:
         finally:
             work.cancel()
             gone.cancel()
-    return Response(_dumps(body), media_type="application/json")
+    return Response(_json(body), media_type="application/json")
 
 
 async def _join(job: Generation) -> list[Delta]:

@@ -23,9 +23,8 @@ from penstock.api.http import Connection
 from penstock.api.metrics import Metrics, RequestMeter
 from penstock.api.reload import Reload
 from penstock.config import ConfigError, DraftersConfig, ServeConfig
-from penstock.serving.client import EngineClient
+from penstock.serving.client import EngineClient, RequestClient
 from penstock.serving.fork_context import LOAD_ENGINE
-from penstock.serving.intake import RequestClient
 
 if TYPE_CHECKING:
     from penstock.api.tracing import Tracer

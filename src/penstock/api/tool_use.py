@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.api.bodies import ChatBody, NamedTool, Tool
+from penstock.api.body import Structure
 from penstock.api.errors import ApiError
-from penstock.api.structure import Structure
 from penstock.api.tool_calls import ToolCallParser, ToolFormat, format_of
 from penstock.api.written_calls import (
     LONGEST_XML_KEY,

@@ -27,7 +27,7 @@ ROW_COST = 0.5
 drafters on one core at 5d79ef34. Larger models take less."""
 
 MAX_LINES = 32
-"""Most lines of one request that are kept."""
+"""Limit of lines kept per request."""
 
 MAX_AHEAD_TOKENS = 64
 """Most tokens of one request kept beyond its text, and of one message."""

@@ -1,4 +1,4 @@
-"""What every phase of the loop works with."""
+"""Shared inputs of all phases."""
 
 from __future__ import annotations
 
@@ -6,26 +6,29 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.core.learn import Estimators
-from penstock.core.policies.admission import AdmissionPolicy
-from penstock.core.policies.allocation import AllocationPolicy
-from penstock.core.policies.pipeline import Pipeline
-from penstock.core.policies.selection import SelectionPolicy
+from penstock.core.policies.base import (
+    NO_ROOM,
+    AdmissionPolicy,
+    AllocationPolicy,
+    Loads,
+    Pipeline,
+    Room,
+    SelectionPolicy,
+    View,
+)
 from penstock.core.state import Drafter, DraftStage, RequestState
 from penstock.core.table import Table
 from penstock.core.tenants.fairness import Fairness
 from penstock.core.trials import Trials
-from penstock.core.view import NO_ROOM, Loads, Room, View
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The table, the policies and what was learned.
+    """The table, the policies and the estimators.
 
-    trials: draft rounds with drafters that a policy does not use.
-    fairness: between tenants; None where it is off.
-    counted: requests of which only lengths are known, and that use no drafter, decode in groups.
-    max_num_seqs: requests that the executor has room for at once, whatever the admission policy
-    says."""
+    trials: draft rounds with unused drafters; None where no policy weighs time. fairness: between
+    tenants; None where it is off. counted: requests of which only lengths are known, and that use
+    no drafter, decode in groups. max_num_seqs: requests that the executor has room for."""
 
     table: Table
     learn: Estimators
@@ -33,7 +36,7 @@ class Context:
     selection: SelectionPolicy
     allocation: AllocationPolicy
     pipeline: Pipeline
-    trials: Trials
+    trials: Trials | None
     fairness: Fairness | None
     max_model_len: int
     counted: bool
@@ -41,16 +44,16 @@ class Context:
 
     @property
     def uses_lanes(self) -> bool:
-        """Whether anybody may draft beside the target."""
+        """True if a drafter may draft beside the target."""
         drafters = self.table.drafters
         return bool(drafters) and any(d.has_lane or d.remote for d in drafters.values())
 
     def is_beside(self, drafter: Drafter) -> bool:
-        """Whether it works beside the target, in a lane, and not inside the target's step."""
+        """Return True if the drafter works in a lane beside the target."""
         return drafter.remote or (drafter.has_lane and self.pipeline.drafts_beside)
 
     def has_draft(self, state: RequestState) -> bool:
-        """Whether a request waits for nothing but its verification, or its prefill."""
+        """Return True if a request waits only for its verification or its prefill."""
         if state.in_flight:
             return False
         stage = state.draft.stage
@@ -64,14 +67,14 @@ class Context:
         return stage in (DraftStage.HELD, DraftStage.SKIPPED) or not state.is_decoding
 
     def may_run(self, state: RequestState) -> bool:
-        """Whether a running request may join the step that is composed."""
+        """Return True if a running request may join the step that is composed."""
         paused = self.table.accounts.paused
         if paused and state.request.id in paused:
             return False
         return self.has_draft(state) and self.pipeline.joins(state)
 
     def view(self, drafters: Mapping[str, Drafter], now: float, room: Room = NO_ROOM) -> View:
-        """What a policy may see, with these drafters only."""
+        """Return a policy's view, with these drafters only."""
         table = self.table
         return View(
             drafters,

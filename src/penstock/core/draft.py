@@ -1,29 +1,177 @@
-"""Phase 4: order drafts, inside the target's step or in lanes beside it, and replays. In a lane a
-request is due, ordered, held or skipped (`DraftStage`); then the target verifies."""
+"""Phases 2 to 4: choose drafters and draft lengths, then order drafts.
+
+Drafts are ordered inside the target's step or in lanes beside it. In a lane a request is due,
+ordered, held or skipped (`DraftStage`); then the target verifies."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from penstock.core.context import Context
-from penstock.core.policies.allocation import Grant
-from penstock.core.policies.selection import ReplayProposal, usable
-from penstock.core.speculate import allocate, select
-from penstock.core.state import SKIPPED, Drafter, DraftRound, DraftStage, RequestState
+from penstock.core.policies.base import DraftCandidate, ReplayProposal, Room, View, usable
+from penstock.core.state import (
+    CHOSEN,
+    SKIPPED,
+    Drafter,
+    DraftRound,
+    DraftStage,
+    Grant,
+    RequestState,
+)
+from penstock.core.step import ScheduledTokens, Step
 from penstock.core.table import DueDrafts
-from penstock.core.types import AUTO_DRAFTER, TARGET, DrafterUp, DraftOrder, RoundCosts
-from penstock.core.view import Room
+from penstock.core.types import (
+    AUTO_DRAFTER,
+    NO_DRAFTER,
+    TARGET,
+    DrafterUp,
+    DraftOrder,
+    RoundCosts,
+)
 from penstock.fluid.step_profile import StepWork
 
 _NOTHING = Grant(0)
 
 
+# --- speculate: drafters and draft lengths --------------------------------------------------------
+
+
+def select(ctx: Context, states: Iterable[RequestState], now: float) -> None:
+    """Give each request whose round begins the drafter it names, or the policy's choice."""
+    if not ctx.table.drafters:
+        return
+    free = []
+    for state in states:
+        if state.draft.stage is not DraftStage.OPEN:
+            continue
+        if ctx.trials is not None:
+            ctx.trials.before_choice(state)
+        state.draft = CHOSEN
+        wanted = state.request.drafter
+        if wanted == NO_DRAFTER or state.request.max_draft_tokens == 0:
+            state.drafter = None
+        elif wanted != AUTO_DRAFTER:
+            state.drafter = wanted if _is_open(ctx, wanted, state) else None
+        else:
+            free.append(state)
+    if free:
+        _choose(ctx, free, now)
+
+
+def _choose(ctx: Context, states: list[RequestState], now: float) -> None:
+    """Ask the policy once for all requests with the same permitted drafters."""
+    drafters = ctx.table.drafters
+    limited = [d for d in drafters.values() if d.is_limited]
+    is_restricted = any(t.drafters is not None for t in ctx.table.tenants.values())
+    if not (limited or is_restricted or any(d.remote for d in drafters.values())):
+        _ask(ctx, states, ctx.view(drafters, now))
+        return
+    alike: dict[tuple[str, tuple[str, ...]], list[RequestState]] = {}
+    for state in states:
+        closed = tuple([d.name for d in limited if not d.can_read(state)])
+        alike.setdefault((state.request.tenant, closed), []).append(state)
+    for (name, closed), own in alike.items():
+        tenant = ctx.table.tenants[name]
+        open_to = {
+            n: d
+            for n, d in drafters.items()
+            if d.takes_assignments and d.may_serve(tenant) and n not in closed
+        }
+        _ask(ctx, own, ctx.view(open_to, now))
+
+
+def _ask(ctx: Context, states: list[RequestState], view: View) -> None:
+    chosen = ctx.selection.select(states, view)
+    for state in states:
+        state.drafter = chosen[state.request.id]
+    if ctx.trials is not None and ctx.selection.weighs_time:
+        ctx.trials.after_choice(states, view)
+
+
+def _is_open(ctx: Context, drafter: str, state: RequestState) -> bool:
+    """Return True if the drafter may see the prompt, serve the tenant, and read the text."""
+    known = ctx.table.drafters.get(drafter)
+    if known is None or not known.may_serve(ctx.table.tenants[state.request.tenant]):
+        return False
+    return known.can_read(state)
+
+
+def allocate(
+    ctx: Context, states: Iterable[RequestState], room: Room, now: float
+) -> dict[str, Grant]:
+    """Return grants by request id; a request that may not draft is left out."""
+    candidates = []
+    for state in states:
+        drafter = ctx.table.drafter_of(state)
+        if drafter is None or not state.is_decoding:
+            continue
+        most = limit(state, drafter)
+        at_hand = min(len(state.at_hand(drafter.name)), most)
+        candidates.append(DraftCandidate(state, drafter.name, most, at_hand))
+    if not candidates:
+        return {}
+    view = ctx.view(ctx.table.drafters, now, room)
+    grants = ctx.allocation.allocate(candidates, view)
+    if ctx.trials is not None and ctx.allocation.weighs_time:
+        grants = ctx.trials.grant(candidates, grants, view)
+    return {c.state.request.id: g for c, g in zip(candidates, grants, strict=True)}
+
+
+def grants_of_step(
+    ctx: Context, step: Step, scheduled: Sequence[ScheduledTokens]
+) -> dict[str, Grant]:
+    """Return draft lengths by request: held drafts within the step's budget, then new ones."""
+    num_rows = step.num_tokens
+    budget = ctx.admission.draft_budget(num_rows)
+    grants: dict[str, Grant] = {}
+    inside = []
+    for s in scheduled:
+        drafter = ctx.table.drafter_of(s.state)
+        if s.state.draft.stage is DraftStage.HELD:
+            length = min(s.state.draft.num_draft_tokens, budget)
+            grants[s.state.request.id] = Grant(length)
+            budget -= length
+            num_rows += length
+        elif drafter is not None and not ctx.is_beside(drafter):
+            inside.append(s.state)
+    num_sampled = sum([s.samples for s in scheduled])
+    room = Room(max(0, budget), num_rows, num_sampled)
+    return grants | allocate(ctx, inside, room, step.now)
+
+
+def reserve(ctx: Context, state: RequestState) -> int:
+    """Return the draft positions that admission keeps free for a running request."""
+    if state.draft.stage is DraftStage.HELD:
+        return state.draft.num_draft_tokens
+    drafter = ctx.table.drafter_of(state)
+    if drafter is None or not state.is_decoding:
+        return 0
+    return min(ctx.allocation.reserve(state), limit(state, drafter))
+
+
+def limit(state: RequestState, drafter: Drafter) -> int:
+    """Return the longest draft that could still be of use.
+
+    The target adds one token itself, and the drafter reads all of its draft but the last token. 0
+    if all that is left may be on its way already."""
+    most = min(state.num_remaining_tokens - 1, drafter.max_draft_tokens)
+    if drafter.max_len is not None:
+        most = min(most, drafter.max_len - state.num_known_tokens + 1)
+    if state.request.max_draft_tokens is not None:
+        most = min(most, state.request.max_draft_tokens)
+    return max(0, most)
+
+
+# --- draft: orders --------------------------------------------------------------------------------
+
+
 class CatchUp(NamedTuple):
-    """Known tokens that a drafter has yet to read: the position of the first, their number, and the
-    blocks that are new to the executor."""
+    """Known tokens that a drafter has yet to read.
+
+    start: position of the first. new_blocks: blocks that are new to the executor."""
 
     start: int
     num_tokens: int
@@ -31,8 +179,9 @@ class CatchUp(NamedTuple):
 
 
 def order(ctx: Context, state: RequestState, num_known: int, grant: Grant) -> DraftOrder | None:
-    """Order a catch-up to `num_known` known tokens and what was granted, or None where there is
-    nothing to do or no memory for it: a draft is never worth a preemption."""
+    """Return an order to catch up to `num_known` tokens and draft the grant.
+
+    None where there is nothing to do or no memory: a draft is never worth a preemption."""
     drafter = ctx.table.drafter_of(state)
     if drafter is None:
         return None
@@ -44,8 +193,9 @@ def order(ctx: Context, state: RequestState, num_known: int, grant: Grant) -> Dr
     if catch_up is None:
         return None
     costs = None
-    if drafter.is_chained and length and not ctx.trials.covers(state, drafter.name):
-        costs = _costs(ctx, drafter, length)
+    if drafter.is_chained and length:
+        is_trial = ctx.trials is not None and ctx.trials.covers(state, drafter.name)
+        costs = None if is_trial else _costs(ctx, drafter, length)
     given = _order(state, drafter, catch_up, length)
     return given._replace(min_survival=grant.min_survival, costs=costs)
 
@@ -80,8 +230,9 @@ def _catch_up(
     length: int,
     evict: bool = True,
 ) -> CatchUp | None:
-    """A catch-up to `num_known` tokens, with room for `length` draft tokens behind it; None where
-    there is nothing to read or no memory for it."""
+    """Return a catch-up to `num_known` tokens, with room for `length` draft tokens behind it.
+
+    None where there is nothing to read or no memory for it."""
     pool, memory = drafter.pool, ctx.table.memory
     assert pool is not None
     is_new = drafter.name not in state.kv
@@ -101,8 +252,7 @@ def _catch_up(
 
 
 def _make_room(ctx: Context, drafter: Drafter, num_blocks: int, keep: RequestState) -> bool:
-    """A drafter's KV is only a cache: take it from requests that now draft with another, or not at
-    all. Their tables are dropped; they catch up if they come back."""
+    """Take a drafter's KV, which is only a cache, from requests that do not draft with it now."""
     assert drafter.pool is not None
     for state in ctx.table.requests.values():
         if state is not keep and state.drafter != drafter.name:
@@ -112,11 +262,11 @@ def _make_room(ctx: Context, drafter: Drafter, num_blocks: int, keep: RequestSta
     return False
 
 
-# --- in a lane of its own -----------------------------------------------------------------------
+# --- in a lane of its own ----------------------------------------------------------------------
 
 
 def orders_of_lane(ctx: Context, lane: str, plan_id: int, now: float) -> tuple[DraftOrder, ...]:
-    """For the requests of a lane whose next draft is due, as many as the pipeline takes."""
+    """Return orders for requests of a lane whose next draft is due, as the pipeline chooses."""
     drafter = ctx.table.drafters.get(lane)
     due = _due(ctx, now)
     waiting = due.by_lane.get(lane, [])
@@ -164,14 +314,14 @@ def _due(ctx: Context, now: float) -> DueDrafts:
 
 
 def divide(ctx: Context) -> list[RequestState]:
-    """Tell the pipeline who drafts in a lane, and return them."""
+    """Tell the pipeline which requests draft in lanes, and return them."""
     states = _beside(ctx)
     ctx.pipeline.divide(states)
     return states
 
 
 def _beside(ctx: Context) -> list[RequestState]:
-    """Who decodes with a drafter that works in a lane."""
+    """Return the decoding requests whose drafters work in lanes."""
     beside = {
         n for n, d in ctx.table.drafters.items() if d.up and not d.silent and ctx.is_beside(d)
     }
@@ -179,8 +329,7 @@ def _beside(ctx: Context) -> list[RequestState]:
 
 
 def _at_hand(ctx: Context, state: RequestState, drafter: str, granted: int) -> tuple[int, ...]:
-    """What was sent ahead, as far as it is granted; nothing where it is less, and waiting for all
-    of it makes more tokens a second."""
+    """Return tokens sent ahead; fewer than granted only if waiting for all would be slower."""
     tokens = state.at_hand(drafter)[:granted]
     if not tokens or len(tokens) == granted:
         return tokens
@@ -205,8 +354,10 @@ def _lane_order(
 
 
 def expire(ctx: Context, now: float) -> None:
-    """Give up what is overdue. A draft server that misses a deadline gets no more orders until it
-    is heard from, so that it delays the others once and not in every round."""
+    """Give up overdue drafts.
+
+    A draft server that misses a deadline gets no more orders until it is heard from, so that it
+    delays the others once and not in every round."""
     table = ctx.table
     ordered = [(s, s.draft.order) for s in table.running.values() if s.draft.order is not None]
     for _, given in ordered:
@@ -217,11 +368,11 @@ def expire(ctx: Context, now: float) -> None:
             state.draft = SKIPPED
 
 
-# --- drafters come and go -----------------------------------------------------------------------
+# --- drafters come and go ----------------------------------------------------------------------
 
 
 def up(ctx: Context, event: DrafterUp) -> None:
-    """A known drafter is back, or a draft server has come."""
+    """Take in that a known drafter is back, or that a draft server has connected."""
     drafters = ctx.table.drafters
     drafter = drafters.setdefault(event.drafter, Drafter(event.drafter, remote=True))
     if drafter.remote:
@@ -231,8 +382,7 @@ def up(ctx: Context, event: DrafterUp) -> None:
 
 
 def down(ctx: Context, name: str) -> None:
-    """Its KV and its drafts are lost; its requests finish their round without them, so that a late
-    draft cannot answer a new order after it has come back."""
+    """Drop the KV and drafts of a lost drafter; its requests finish their round without a draft."""
     table = ctx.table
     drafter = table.drafters.get(name)
     if drafter is None:
@@ -250,15 +400,16 @@ def down(ctx: Context, name: str) -> None:
         ctx.learn.links.forget(name)
 
 
-# --- replays ------------------------------------------------------------------------------------
+# --- replays -----------------------------------------------------------------------------------
 
 
 def replays(
     ctx: Context, lane: str, states: Iterable[RequestState], plan_id: int, now: float
 ) -> tuple[DraftOrder, ...]:
-    """Orders for what the policy would like to have read by the drafters of a lane, those that
-    draft inside the step in the target's, and the most important first. They take only memory that
-    is free, and are registered with the plan."""
+    """Return and register orders for the replays that the policy proposes in a lane.
+
+    Drafters inside the step belong to the target's lane. Replays use only free memory, the most
+    important first."""
     if not ctx.selection.proposes_replays:
         return ()
     drafters = {
@@ -283,7 +434,7 @@ def replays(
 
 
 def _replay(ctx: Context, proposal: ReplayProposal, drafter: Drafter) -> DraftOrder | None:
-    """None where it has nothing to read, or cannot, or is at work on the request already."""
+    """Return an order, or None where nothing can be read or the drafter works on the request."""
     state, name = proposal.state, drafter.name
     if any(name in pools for pools in state.plans.values()) or not drafter.can_read(state):
         return None

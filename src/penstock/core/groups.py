@@ -13,8 +13,8 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from penstock.core.kv.blocks import BlockPool
-from penstock.core.state import RequestState, SequenceKV
+from penstock.core.kv import BlockPool, SequenceKV
+from penstock.core.state import RequestState
 from penstock.core.types import TARGET, DecodeRun, Request
 
 

@@ -1,7 +1,7 @@
 """One turn of the loop: events in, plans out, results in, outputs out.
 
 The live engine and the simulator call the same turn; they differ in clock and executor only. The
-simulator, which knows when all lanes are busy, leaves out then what could not do anything."""
+simulator, which knows when all lanes are busy, skips what could have no effect then."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from penstock.core.types import Event, Output, StepPlan, StepResult
 
 
 class Clock(Protocol):
+    """Source of time."""
+
     def now(self) -> float:
-        """Seconds from an arbitrary origin; never goes back."""
+        """Return seconds from an arbitrary origin; never goes back."""
         ...
 
 
@@ -22,28 +24,27 @@ class Executor(Protocol):
     """Carries out plans, each lane by itself. Results may come back in any order."""
 
     def ready(self, lane: str) -> bool:
-        """Whether the lane can take another plan now. One whose results nobody has collected yet
-        should not: its next plan would go without those requests."""
+        """Return True if the lane can take a plan and its last results were collected."""
         ...
 
     def submit(self, plan: StepPlan) -> None:
-        """Take a plan. Its updates (`released`, then `forgotten`, then `new_requests`) hold from
-        now on, but plans already in flight keep what they read. An empty plan is only updates: it
-        gets no result."""
+        """Take a plan; an empty one carries only updates and gets no result.
+
+        Its updates (`released`, then `forgotten`, then `new_requests`) hold from now on, but plans
+        in flight keep what they read."""
         ...
 
     def wait(self, timeout: float | None) -> None:
-        """Return when a plan that is inside may have ended, or after `timeout` seconds (None: as
-        late as it likes)."""
+        """Return when a plan may have ended, or after `timeout` seconds (None: no limit)."""
         ...
 
     def collect(self) -> list[StepResult]:
-        """Results that have become available since the last call, one for each plan."""
+        """Return results that have become available since the last call, one for each plan."""
         ...
 
 
 class Instrument(Protocol):
-    """Watches the loop without taking part: metrics, traces, tests."""
+    """Observes the loop: metrics, traces, tests."""
 
     def on_plan(self, plan: StepPlan) -> None: ...
 
@@ -53,9 +54,10 @@ class Instrument(Protocol):
 
 
 class Turn(NamedTuple):
-    """What one turn came to. `wake_at`: when to turn again even if nothing happens before;
-    None: only an event or a result gives new work. `stalled`: why nothing can ever run again, if
-    the scheduler says so."""
+    """Result of one turn.
+
+    wake_at: time of the next turn if nothing happens before; None: only an event or a result gives
+    new work. stalled: reason why no request can run again, if so."""
 
     outputs: tuple[Output, ...]
     submitted: int
@@ -95,18 +97,18 @@ class Loop:
         return Turn(tuple(outputs), submitted, collected, wake_at, stalled)
 
     def take_in(self, events: Iterable[Event]) -> int:
-        """What is left of a turn while no lane can take a plan; returns the results taken in."""
+        """Apply events and results while no lane can take a plan; returns the number of results."""
         outputs: list[Output] = []
         for event in events:
             outputs += self.scheduler.apply(event, self._clock.now())
         return self._collect(outputs)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Until a plan in flight may have ended; at most `timeout` seconds."""
+        """Wait until a plan in flight may have ended; at most `timeout` seconds."""
         self._executor.wait(timeout)
 
     def _collect(self, outputs: list[Output]) -> int:
-        """Take in what has ended, and announce all `outputs`."""
+        """Take in finished results, and announce all `outputs`."""
         results = self._executor.collect()
         for result in results:
             plan = self._plans.pop(result.plan_id, None)

@@ -1,4 +1,4 @@
-"""Phase 6: take in what a plan came to: advance or roll back, free blocks, learn."""
+"""Phase 6: take in the result of a plan: advance or roll back, free blocks, learn."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from penstock.core.types import (
 
 
 def observe(ctx: Context, plan: StepPlan, result: StepResult) -> list[Output]:
-    """Of a plan in flight."""
+    """Take in the result of a plan in flight and return the outputs."""
     table = ctx.table
     for order in plan.drafts:
         _plan_ended(ctx, order.request_id, plan.id)
@@ -35,7 +35,8 @@ def observe(ctx: Context, plan: StepPlan, result: StepResult) -> list[Output]:
     if table.drafters:
         times.observe(result, may_wait=ctx.uses_lanes)
         times.observe_drafting(result)
-        ctx.trials.observe(result)
+        if ctx.trials is not None:
+            ctx.trials.observe(result)
     else:
         times.observe(result, may_wait=False)
     if result.failed_drafters:
@@ -92,7 +93,9 @@ def _judge(ctx: Context, plan: StepPlan, result: StepResult) -> list[Output]:
 def _advance(
     ctx: Context, state: RequestState, item: VerifyItem, verdict: Verdict, now: float, is_read: bool
 ) -> Output | None:
-    """is_read: a draft of this step was made by a drafter that has read the text."""
+    """Advance a request by its verdict.
+
+    is_read: the drafter of this step's draft has read the text."""
     known = item.start + item.num_scheduled_tokens
     if item.draft is not None and is_read:
         _drafted(state, item.draft, verdict.num_proposed)
@@ -153,7 +156,7 @@ def _advance(
 
 
 def _advance_groups(ctx: Context, run: DecodeRun, result: StepResult) -> list[Output]:
-    """Give the members their tokens. Only those that have ended have something to tell."""
+    """Give the members their tokens; only those that have ended yield an output."""
     outputs = []
     table = ctx.table
     groups = [table.groups[key] for key in run.groups]
@@ -181,7 +184,7 @@ def _advance_groups(ctx: Context, run: DecodeRun, result: StepResult) -> list[Ou
 def finish(
     ctx: Context, state: RequestState, reason: FinishReason, error: str | None = None
 ) -> Output:
-    """A request ends without new tokens, except those not yet announced."""
+    """End a request without new tokens, except those not yet announced."""
     num_tokens = 0
     if isinstance(state, CountedState):
         ctx.table.leave_group(state)
@@ -192,7 +195,8 @@ def finish(
 
 def _forget(ctx: Context, state: RequestState) -> None:
     ctx.table.forget(state)
-    ctx.trials.forget(state)
+    if ctx.trials is not None:
+        ctx.trials.forget(state)
     ctx.learn.acceptance.forget(state.request.id)
     ctx.selection.forget(state.request.id)
     ctx.allocation.forget(state.request.id)
@@ -202,8 +206,9 @@ def _forget(ctx: Context, state: RequestState) -> None:
 
 
 def draft_ready(ctx: Context, event: DraftReady, now: float, *, is_read: bool = True) -> None:
-    """Hold a draft, once: whatever is late, repeated or of an old epoch is ignored, but shows that
-    its drafter lives. is_read: the drafter has read the text."""
+    """Hold a draft, once: a late, repeated or superseded one only shows that its drafter lives.
+
+    is_read: the drafter has read the text."""
     drafter = ctx.table.drafters.get(event.drafter)
     if drafter is not None:
         drafter.silent = False
@@ -215,7 +220,7 @@ def draft_ready(ctx: Context, event: DraftReady, now: float, *, is_read: bool = 
         return
     num_draft_tokens = max(0, min(event.num_draft_tokens, order.max_draft_tokens))
     ctx.learn.links.observe(event.drafter, num_draft_tokens, now - ordered_at)
-    if drafter is not None and drafter.remote:
+    if drafter is not None and drafter.remote and ctx.trials is not None:
         ctx.trials.measured(event.drafter)
     if is_read:
         _drafted(state, order, num_draft_tokens)
@@ -226,7 +231,7 @@ def draft_ready(ctx: Context, event: DraftReady, now: float, *, is_read: bool = 
 
 
 def draft_ahead(ctx: Context, event: DraftAhead) -> None:
-    """Keep what a request's draft server has sent unasked; it shows that the server lives."""
+    """Keep a draft that was sent without an order; it shows that its server lives."""
     drafter = ctx.table.drafters.get(event.drafter)
     state = ctx.table.requests.get(event.request_id)
     if drafter is None or state is None or state.drafter not in (None, event.drafter):
@@ -238,7 +243,7 @@ def draft_ahead(ctx: Context, event: DraftAhead) -> None:
 
 
 def _drafted(state: RequestState, order: DraftOrder, num_proposed: int) -> None:
-    """Note what the drafter's KV holds after an order was carried out."""
+    """Note the drafter's KV after an order was carried out."""
     kv = state.kv.get(order.drafter)
     if kv is not None:
         computed = order.start + order.num_catch_up_tokens + max(num_proposed - 1, 0)
@@ -246,8 +251,7 @@ def _drafted(state: RequestState, order: DraftOrder, num_proposed: int) -> None:
 
 
 def _end_orders(ctx: Context, plan: StepPlan, result: StepResult) -> None:
-    """Take in what became of a plan's own orders. A lane that ended without a draft for one leaves
-    the request to go on alone; a draft server answers later."""
+    """Settle a plan's own orders; those of draft servers are answered later."""
     _end_replays(ctx, plan, result)
     for ready in result.drafts:
         is_read = ready.request_id not in result.unread
@@ -266,7 +270,7 @@ def _end_orders(ctx: Context, plan: StepPlan, result: StepResult) -> None:
 
 
 def _end_replays(ctx: Context, plan: StepPlan, result: StepResult) -> None:
-    """Those without an answer have failed."""
+    """Settle a plan's replays; those without an answer have failed."""
     answers = {(r.request_id, r.drafter): r for r in result.replays}
     replays = ctx.table.replays
     for order in plan.drafts:
@@ -283,7 +287,7 @@ def _end_replays(ctx: Context, plan: StepPlan, result: StepResult) -> None:
 
 
 def _lose_kv(ctx: Context, plan: StepPlan, drafters: Iterable[str]) -> None:
-    """Nothing is known of the KV that these drafters were to read in a target step."""
+    """Release the KV of drafters that failed in a target step."""
     for order in (*plan.drafts, *(i.draft for i in plan.items if i.draft is not None)):
         state = _of(ctx, order)
         if order.drafter in drafters and state is not None:
@@ -291,6 +295,6 @@ def _lose_kv(ctx: Context, plan: StepPlan, drafters: Iterable[str]) -> None:
 
 
 def _of(ctx: Context, order: DraftOrder) -> RequestState | None:
-    """The request of an order, if its epoch is still that of the order."""
+    """Return the request of an order, if its epoch is still that of the order."""
     state = ctx.table.requests.get(order.request_id)
     return state if state is not None and state.epoch == order.epoch else None

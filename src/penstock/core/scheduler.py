@@ -1,33 +1,24 @@
 """The scheduler: synchronous, deterministic methods over one table.
 
-`apply` takes in events, `schedule` composes a lane's next step (admit, speculate, draft, verify:
-a module each), `update` takes in what it came to (observe). `sync` is for hosts that keep requests
-by themselves.
-"""
+`apply` takes in events, `schedule` composes a lane's next step (`target`, `draft`), `update` takes
+in its result (`observe`). `sync` is for hosts that keep requests by themselves."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable
 
-from penstock.core import draft, observe, verify
-from penstock.core.admit import admit, arrive, earlier, new_step
+from penstock.core import draft, observe, target
 from penstock.core.context import Context
 from penstock.core.groups import DecodeGroup
-from penstock.core.kv.blocks import BlockPool
-from penstock.core.kv.memory import KVMemory
+from penstock.core.kv import BlockPool
 from penstock.core.learn import Estimators
-from penstock.core.policies.admission import AdmissionPolicy
-from penstock.core.policies.allocation import AllocationPolicy
-from penstock.core.policies.pipeline import Pipeline
+from penstock.core.policies.base import AdmissionPolicy, AllocationPolicy, Pipeline, SelectionPolicy
 from penstock.core.policies.pipeline.micro_batches import MicroBatches
-from penstock.core.policies.selection import SelectionPolicy
 from penstock.core.queues import WaitingRequests
-from penstock.core.speculate import select
 from penstock.core.state import Drafter
-from penstock.core.step import Step
 from penstock.core.sync import HostRequest, sync
-from penstock.core.table import Table
+from penstock.core.table import KVMemory, Table
 from penstock.core.tenants.accounts import Accounts
 from penstock.core.tenants.fairness import Fairness
 from penstock.core.trials import Trials
@@ -57,10 +48,8 @@ class Scheduler:
     """Composes admission, selection and allocation over paged KV memory.
 
     pool: the target's KV; `drafters` have pools of their own, with the same block size. pipeline:
-    when the target waits for drafters that have lanes (default: rounds). counted: requests of which
-    only lengths are known are advanced together; it changes no decision. max_num_seqs: the
-    executor's room; None is no limit.
-    """
+    default `barrier`. counted: requests of which only lengths are known advance together; it
+    changes no decision. max_num_seqs: the executor's room; None is no limit."""
 
     def __init__(
         self,
@@ -83,6 +72,7 @@ class Scheduler:
         pools = {d.name: d.pool for d in by_name.values() if d.pool is not None}
         if any(p.block_size != pool.block_size for p in pools.values()):
             raise ValueError("all models must use the same KV block size")
+        weighs_time = selection.weighs_time or allocation.weighs_time
         is_fair = fairness and not admission.may_idle
         known_tenants = {t.name: t for t in tenants}
         groups: dict[Hashable, DecodeGroup] = {}
@@ -103,7 +93,7 @@ class Scheduler:
             selection,
             allocation,
             pipeline or MicroBatches(MicroBatches.Options(1)),
-            Trials(learn.times),
+            Trials(learn.times) if weighs_time else None,
             Fairness(accounts, learn) if is_fair else None,
             max_model_len,
             counted,
@@ -112,7 +102,7 @@ class Scheduler:
 
     @property
     def learn(self) -> Estimators:
-        """What was learned so far."""
+        """The estimators."""
         return self._ctx.learn
 
     @property
@@ -122,7 +112,7 @@ class Scheduler:
 
     @property
     def lanes(self) -> tuple[str, ...]:
-        """Drafters' lanes first, so that a draft can start before the next verification."""
+        """Lanes, drafters' first, so that a draft can start before the next verification."""
         drafters = self.table.drafters
         if not drafters:
             return _TARGET_ALONE
@@ -133,7 +123,7 @@ class Scheduler:
         return len(self.table.requests)
 
     def apply(self, event: Event, now: float) -> list[Output]:
-        """Take in something from outside."""
+        """Take in an event."""
         ctx, table = self._ctx, self.table
         if isinstance(event, DraftAhead):
             # It changes no draft that is due.
@@ -142,7 +132,7 @@ class Scheduler:
         table.counters.version += 1
         match event:
             case Arrive(request):
-                return arrive(ctx, request, now)
+                return target.arrive(ctx, request, now)
             case Cancel(request_id):
                 state = table.requests.get(request_id)
                 if state is not None:
@@ -158,7 +148,7 @@ class Scheduler:
         return []
 
     def schedule(self, now: float, lane: str = TARGET) -> StepPlan:
-        """Compose the lane's next step. An empty plan means that there is nothing to do now."""
+        """Compose the lane's next step; an empty plan means that there is nothing to do now."""
         ctx, table = self._ctx, self.table
         plan_id = table.counters.plans
         table.counters.plans += 1
@@ -166,13 +156,13 @@ class Scheduler:
         orders: tuple[DraftOrder, ...] = ()
         decodes, wake_at, stalled = None, None, None
         if lane == TARGET:
-            step = self._target_step(now)
+            step = target.compose(ctx, now)
             if step.scheduled:
-                items = verify.items(ctx, step, plan_id)
+                items = target.items(ctx, step, plan_id)
                 if table.drafters:
                     orders = draft.replays(ctx, lane, step.scheduled_states, plan_id, now)
             if step.decoding:
-                decodes = verify.decodes(ctx, step, plan_id)
+                decodes = target.decodes(ctx, step, plan_id)
             wake_at, stalled = step.wake_at, step.stalled
         else:
             orders = draft.orders_of_lane(ctx, lane, plan_id, now)
@@ -195,34 +185,8 @@ class Scheduler:
             stalled,
         )
 
-    def _target_step(self, now: float) -> Step:
-        """Wait for drafts, or let the admission policy choose who runs."""
-        ctx, table = self._ctx, self.table
-        step = new_step(ctx, now)
-        if not table.drafters:
-            admit(ctx, step)
-            return step
-        select(ctx, table.solo.values(), now)
-        table.counters.version += 1
-        while ctx.uses_lanes:
-            hold = verify.hold(ctx, now)
-            step.wake_at = hold.deadline
-            if hold.until is not None and hold.until > now:
-                step.wake_at = earlier(hold.until, hold.deadline)
-                return step
-            admit(ctx, step)
-            if step.scheduled or step.decoding or not step.num_preempted:
-                break
-            # The requests that were to join the step were preempted for each other's memory: the
-            # others may be ready, and nothing else would ask for them.
-            step = new_step(ctx, now)
-        else:
-            admit(ctx, step)
-        select(ctx, step.scheduled_states, now)
-        return step
-
     def update(self, plan: StepPlan, result: StepResult) -> list[Output]:
-        """Take in what a plan came to, once."""
+        """Take in the result of a plan, once."""
         table = self.table
         if plan.id not in table.in_flight:
             return []
@@ -233,8 +197,9 @@ class Scheduler:
         return observe.observe(self._ctx, plan, result)
 
     def sync(self, running: Iterable[HostRequest], preempted: Iterable[str] = ()) -> None:
-        """Take over from a host how requests stand: `running` ones run and are in no plan any more;
-        `preempted` ones, by id, have lost their memory. Requests not named stay as they are, and
-        ids that are unknown are skipped. How many blocks are free is the pool's to say."""
+        """Take over the state of requests from a host.
+
+        running: in no plan any more; preempted: ids that have lost their memory. Others stay as
+        they are, and unknown ids are skipped. The pool tells how many blocks are free."""
         self.table.counters.version += 1
         sync(self.table, running, preempted)

@@ -1,51 +1,19 @@
-"""What the scheduler remembers of a request, a drafter and a tenant."""
+"""State of requests and drafters in the scheduler."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
 from penstock.core.ahead import LinesAhead, Text
-from penstock.core.kv.blocks import BlockPool
+from penstock.core.kv import BlockPool, SequenceKV
 from penstock.core.types import TARGET, DraftOrder, Request, Status, Tenant, Verdict
 
 
-@dataclass(slots=True)
-class SequenceKV:
-    """One request's KV in one model's pool. `num_computed_tokens` positions hold KV, of which
-    those beyond the request's known tokens belong to drafts not yet verified;
-    `num_cached_tokens` of them came from the prefix cache."""
-
-    num_computed_tokens: int = 0
-    blocks: list[int] = field(default_factory=list)
-    num_committed_blocks: int = 0
-    num_cached_tokens: int = 0
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self.blocks)
-
-    def grow(self, pool: BlockPool, num_blocks: int) -> list[int]:
-        """Take more blocks; returns their ids."""
-        new_blocks = pool.allocate(num_blocks)
-        self.blocks += new_blocks
-        return new_blocks
-
-    def give_back(self, pool: BlockPool) -> None:
-        pool.free(self.blocks)
-
-    def start_from(self, pool: BlockPool, cached: Sequence[int]) -> None:
-        """Read blocks of the prefix cache, which `pool.match` has returned."""
-        pool.share(cached)
-        self.blocks = list(cached)
-        self.num_committed_blocks = len(cached)
-        self.num_computed_tokens = len(cached) * pool.block_size
-
-
 class DraftStage(Enum):
-    """Where a request stands in its round, which ends with a verification."""
+    """Stage of a request in its round, which ends with a verification."""
 
     OPEN = "no drafter was chosen for this round yet"
     CHOSEN = "a drafter, or none, was chosen"
@@ -55,8 +23,10 @@ class DraftStage(Enum):
 
 
 class DraftRound(NamedTuple):
-    """A stage, and what belongs to it: the order and when it was given; the draft's tokens, which
-    are known where it was sent ahead, or is forced: nobody has drafted what must come."""
+    """A stage with its data.
+
+    order, ordered_at: the order and when it was given. ahead_token_ids: tokens of a draft that was
+    sent ahead, or is forced by a grammar, without a drafter."""
 
     stage: DraftStage
     order: DraftOrder | None = None
@@ -76,13 +46,13 @@ class Drafter:
     """A drafter as the scheduler sees it.
 
     has_lane: it can draft beside the target, and does where the pipeline wants that. remote: a
-    draft server, which always does, and answers orders one by one (`DraftReady`); `tenant` is the
-    only one whose prompts it may see (None: every tenant's). silent: it has missed a deadline, and
-    has not answered since. model: what it runs, if not its own name: instances of one model accept
-    alike. max_num_seqs: requests that it drafts for at once (Spin's B_j); None is no limit.
-    stops_early: it ends a draft where an order's `min_survival` says so. max_len: tokens of a text
-    that it can read; vocab_size: token ids that it knows, from 0 on; None: as the target.
-    is_chained: it weighs look-up against its model in every round (`RoundCosts`)."""
+    draft server, which always does, and answers orders one by one (`DraftReady`). tenant: the only
+    one whose prompts it may see (None: every tenant's). silent: it has missed a deadline, and has
+    not answered since. model: its model, if not named like it: instances of one model share
+    acceptance rates. max_num_seqs: requests that it drafts for at once (Spin's B_j); None is no
+    limit. stops_early: it ends drafts at `min_survival`. max_len: tokens of a text that it can
+    read; vocab_size: token ids that it knows, from 0 on; None: as the target. is_chained: it weighs
+    look-up against its model in every round (`RoundCosts`)."""
 
     name: str
     pool: BlockPool | None = None
@@ -102,35 +72,45 @@ class Drafter:
 
     @property
     def is_limited(self) -> bool:
-        """Whether there may be texts that it cannot read."""
+        """True if there may be texts that it cannot read."""
         return self.max_len is not None or self.vocab_size is not None
 
     def can_read(self, state: RequestState) -> bool:
-        """Whether it can read a request's known tokens, and then draft. Of a request of which only
-        lengths are known it is taken to know the tokens."""
+        """Return True if it can read a request's known tokens, and then draft.
+
+        Requests of which only lengths are known have no unknown tokens."""
         if self.max_len is not None and state.num_known_tokens > self.max_len:
             return False
         return self.vocab_size is None or state.highest_token_id() < self.vocab_size
 
     def may_serve(self, tenant: Tenant) -> bool:
-        """Whether a tenant's prompts may go to where it runs, and the tenant may use it. The
-        streams of a draft server have its name and a number, as in `edge#2`."""
+        """Return True if the tenant may use the drafter and its prompts may go there.
+
+        The streams of a draft server have its name and a number, as in `edge#2`."""
         if not (self.tenant is None or self.tenant == tenant.name or tenant.shares_prompts):
             return False
         allowed = tenant.drafters
         return allowed is None or self.name in allowed or self.name.partition("#")[0] in allowed
 
 
+class Grant(NamedTuple):
+    """Draft tokens that a request may draft.
+
+    It stops once the predicted probability that all are accepted falls below `min_survival`."""
+
+    num_draft_tokens: int
+    min_survival: float = 0.0
+
+
 class Outcome(NamedTuple):
-    """What a target step came to for one request; `verdict.drafter` is None where it had no
-    draft."""
+    """Verdict of a target step on one request; `verdict.drafter` is None without a draft."""
 
     state: RequestState
     verdict: Verdict
 
 
 class RequestState:
-    """The moving part of a request."""
+    """Mutable state of a request."""
 
     __slots__ = (
         "admitted_at",
@@ -172,13 +152,13 @@ class RequestState:
         self.drafter: str | None = None
         self.draft = OPEN
         self.ahead: LinesAhead | None = None
-        """What a draft server has sent unasked."""
+        """Continuations that a draft server has sent without an order."""
         self.seen_token_ids = (0, -1)
-        """Output tokens that `highest_token_id` has looked at, and what it has found."""
+        """Output tokens examined by `highest_token_id`, and its result."""
 
     @property
     def num_known_tokens(self) -> int:
-        """Prompt and output so far."""
+        """Prompt and output tokens so far."""
         return self.request.prompt_len + self.num_output_tokens
 
     @property
@@ -203,17 +183,17 @@ class RequestState:
 
     @property
     def text(self) -> Text:
-        """The output, where it stands."""
+        """The output with its position."""
         return Text(self.request.prompt_len, self.output_token_ids)
 
     def at_hand(self, drafter: str) -> tuple[int, ...]:
-        """The draft that a draft server has sent ahead for what comes next, if any."""
+        """Return the draft that was sent ahead for the next tokens, if any."""
         if self.ahead is None or self.ahead.drafter != drafter:
             return ()
         return self.ahead.path(self.num_known_tokens)
 
     def num_unread(self, pool: str) -> int:
-        """Known tokens that a drafter's KV does not hold."""
+        """Return the known tokens that a drafter's KV does not hold."""
         kv = self.kv.get(pool)
         return self.num_known_tokens - (0 if kv is None else kv.num_computed_tokens)
 
@@ -222,7 +202,9 @@ class RequestState:
         return self.request.max_tokens - self.num_output_tokens
 
     def highest_token_id(self) -> int:
-        """Of prompt and output; -1 where only lengths are known. Each token is looked at once."""
+        """Return the highest id of prompt and output; -1 where only lengths are known.
+
+        Each token is examined once."""
         num_seen, highest = self.seen_token_ids
         if highest < 0:
             highest = max(self.request.prompt_token_ids or (-1,))
@@ -231,12 +213,12 @@ class RequestState:
         return highest
 
     def next_round(self) -> None:
-        """A verification has yielded tokens."""
+        """Begin a round after a verification that yielded tokens."""
         self.round += 1
         self.draft = OPEN
 
     def force(self, token_ids: tuple[int, ...]) -> None:
-        """Hold what must come next as the draft of this round."""
+        """Hold tokens that must come next as the draft of this round."""
         most = self.num_remaining_tokens - 1
         if self.request.max_draft_tokens is not None:
             most = min(most, self.request.max_draft_tokens)

@@ -1,6 +1,7 @@
-"""The step in the making: what an admission policy may look at (`can_...`, counters), and what it
-may do (`schedule...`, `admit`, `preempt`). Requests that decode are acted on together, so that
-their number makes no difference to a policy."""
+"""The target's step while it is composed, as admission policies read and change it.
+
+They read `can_...` and counters, and change by `schedule...`, `admit` and `preempt`. Decoding
+requests are handled together, so that the cost does not depend on their number."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ from penstock.core.types import TARGET, Status
 
 @dataclass(slots=True)
 class ScheduledTokens:
-    """Known tokens of one request in this step. samples: the last of them is among these, so that
-    the next one is sampled."""
+    """Known tokens of one request in this step.
+
+    samples: the last known token is among them, so that the next one is sampled."""
 
     state: RequestState
     start: int
@@ -32,12 +34,11 @@ class ScheduledTokens:
 
 
 class StepRules(NamedTuple):
-    """What a step asks of the parts of the scheduler that admission does not know.
+    """Inputs of a step from the scheduler.
 
-    max_num_seqs: requests that the executor has room for at once. may_run: whether a running
-    request may join the step. reserve: draft positions to keep free for one that does. victim: the
-    request to preempt where memory is short; None if there is none.
-    """
+    max_num_seqs: requests that the executor has room for. may_run: True if a running request may
+    join the step. reserve: draft positions to keep free for one that does. victim: the request to
+    preempt where memory is short; None if there is none."""
 
     max_num_seqs: float
     may_run: Callable[[RequestState], bool]
@@ -46,11 +47,13 @@ class StepRules(NamedTuple):
 
 
 class Step:
-    """One target step being composed. running: all admitted requests, oldest first. scheduled:
-    known tokens of requests in this step, by id; decoding: decode groups in it. num_tokens: known
-    tokens scheduled so far. num_reserved: draft positions that the scheduled requests would like to
-    use. wake_at: compose again at this time even if nothing happens before. stalled: why nothing
-    can ever run again unless a request is cancelled or another arrives."""
+    """One target step being composed.
+
+    running: all admitted requests, oldest first. scheduled: known tokens of requests in this step,
+    by id; decoding: decode groups in it. num_tokens: known tokens scheduled so far. num_reserved:
+    draft positions that the scheduled requests would use. wake_at: compose again at this time even
+    if nothing happens before. stalled: reason why no request can run again unless one is cancelled
+    or arrives."""
 
     __slots__ = (
         "_rules",
@@ -91,26 +94,25 @@ class Step:
 
     @property
     def num_known_tokens(self) -> int:
-        """Of all running requests: prompts and outputs so far."""
+        """Prompt and output tokens of all running requests."""
         total = sum([s.num_known_tokens for s in self._table.solo.values()])
         return total + sum([g.num_known_tokens for g in self._table.groups.values()])
 
     @property
     def num_decoding_tokens(self) -> int:
-        """Of the decoding requests alone: what a step that decodes attends to."""
+        """Prompt and output tokens of the decoding requests."""
         total = sum([s.num_known_tokens for s in self._table.solo.values() if s.is_decoding])
         return total + sum([g.num_known_tokens for g in self._table.groups.values()])
 
     def kv_tokens_by_tenant(self) -> Iterator[tuple[str, int]]:
-        """Tenants of running requests and KV tokens of theirs; a tenant may come more than once."""
+        """Yield tenants of running requests with KV tokens; a tenant may come more than once."""
         for state in self._table.solo.values():
             yield state.request.tenant, state.num_computed_tokens
         for group in self._table.groups.values():
             yield from group.kv_tokens_by_tenant().items()
 
     def output_times(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
-        """Of every running request with output, in no order: when its first token came, and its
-        output tokens so far."""
+        """Return first token times and output lengths of all requests with output, unordered."""
         solo = [s for s in self._table.solo.values() if s.num_output_tokens]
         times = [np.array([s.first_token_at for s in solo])]
         tokens = [np.array([s.num_output_tokens for s in solo], dtype=np.int64)]
@@ -120,7 +122,7 @@ class Step:
         return np.concatenate(times), np.concatenate(tokens)
 
     def running_lengths(self) -> npt.NDArray[np.int64]:
-        """[running, 2]: known and output tokens of every running request, in no order."""
+        """Return known and output tokens of every running request, [running, 2], in no order."""
         solo = [(s.num_known_tokens, s.num_output_tokens) for s in self._table.solo.values()]
         parts = [np.array(solo, dtype=np.int64).reshape(-1, 2)]
         parts += [g.lengths() for g in self._table.groups.values()]
@@ -129,28 +131,26 @@ class Step:
     # --- decoding -------------------------------------------------------------------------------
 
     def assign(self, state: RequestState, key: Hashable, until: int | None = None) -> None:
-        """Let a request decode in the group of this key alone; `until`: it stands by itself again
-        when it has so many output tokens."""
+        """Let a request decode in the group of this key only, up to `until` output tokens."""
         self._table.key_of[state.request.id] = key
         if isinstance(state, CountedState):
             state.until = until
 
     def key_of(self, state: RequestState) -> Hashable:
-        """Of the group to which a request was assigned; None where it was not."""
+        """Return the key of the group to which a request was assigned, if any."""
         return self._table.key_of.get(state.request.id)
 
     def ungrouped(self) -> list[RequestState]:
-        """Running requests that stand by themselves, oldest first: those that decode in groups
-        differ from each other in nothing that changes."""
+        """Return running requests outside decode groups, oldest first."""
         return list(self._table.solo.values())
 
     def num_decodes(self, key: Hashable = None) -> int:
-        """Requests of a group that could decode now."""
+        """Return the number of requests of a group that could decode now."""
         group = self._table.groups.get(key)
         return (len(group) if group else 0) + len(self._solo_decodes(key))
 
     def _solo_decodes(self, key: Hashable) -> list[RequestState]:
-        """Those of them that are looked at one by one, oldest first."""
+        """Return those of them outside the group, oldest first."""
         key_of, may_run = self._table.key_of, self._rules.may_run
         return [
             s
@@ -159,16 +159,17 @@ class Step:
         ]
 
     def can_schedule_decodes(self, key: Hashable = None) -> bool:
-        """Whether memory holds the next token of all of them."""
+        """Return True if memory holds the next token of each of them."""
         group = self._table.groups.get(key)
         wanted = group.num_new_blocks() if group else 0
         wanted += sum([self._missing_blocks(s, 1) for s in self._solo_decodes(key)])
         return self.pool.can_allocate(wanted)
 
     def schedule_decodes(self, budget: int, key: Hashable = None) -> int:
-        """Schedule the next token of the group's decoding requests, oldest first, as far as the
-        budget goes. Where memory is short the newest running requests are preempted for it.
-        Returns the tokens scheduled."""
+        """Schedule the next token of the group's decoding requests, oldest first.
+
+        Where memory is short the newest running requests are preempted. Returns the tokens
+        scheduled, `budget` at most."""
         before = self.num_tokens
         group = self._table.groups.get(key)
         solo = self._solo_decodes(key) if self._table.solo else []
@@ -187,7 +188,7 @@ class Step:
         return self.num_tokens - before
 
     def _make_room_together(self, states: list[RequestState]) -> None:
-        """For the next token of each, so that arriving first is no protection."""
+        """Make room for the next token of each, so that arriving first is no protection."""
         while not self.pool.can_allocate(
             sum(self._missing_blocks(s, 1) for s in states if s.status is Status.RUNNING)
         ):
@@ -218,12 +219,13 @@ class Step:
     # --- prefill --------------------------------------------------------------------------------
 
     def prefills(self) -> list[RequestState]:
-        """Running requests with more than their next token to compute, oldest first."""
+        """Return running requests with more than their next token to compute, oldest first."""
         may_run = self._rules.may_run
         return [s for s in self._table.solo.values() if not s.is_decoding and may_run(s)]
 
     def schedule_prefills(self, budget: int) -> int:
-        """Go on with prompts that are partly computed, in chunks as large as the budget allows.
+        """Continue partly computed prompts, in chunks as large as the budget allows.
+
         Returns the tokens scheduled."""
         before = self.num_tokens
         for state in self.prefills() if self._table.solo else ():
@@ -233,29 +235,31 @@ class Step:
         return self.num_tokens - before
 
     def num_missing_tokens(self, state: RequestState) -> int:
-        """Tokens that a waiting request would have to compute before its next one."""
+        """Return the tokens that a waiting request would have to compute before its next one."""
         if not state.block_hashes:
             return state.num_known_tokens
         return state.num_known_tokens - len(self.cached_blocks(state)) * self.pool.block_size
 
     def cached_blocks(self, state: RequestState) -> list[int]:
-        """Blocks of the prefix cache that a waiting request would start from. The last known token
-        is always computed anew, since its logits are wanted, and so is a prompt whose are."""
+        """Return the blocks of the prefix cache that a waiting request would start from.
+
+        The last known token is always computed anew, since its logits are needed, and so is a
+        prompt whose logits are."""
         if not state.block_hashes or state.request.sampling.num_prompt_logprobs is not None:
             return []
         usable = (state.num_known_tokens - 1) // self.pool.block_size
         return self.pool.match(state.block_hashes[:usable])
 
     def can_admit(self, state: RequestState, num_tokens: int, num_kept_free: int = 0) -> bool:
-        """Whether the executor has room for a waiting request, and memory holds its first
-        `num_tokens` tokens beyond the cached prefix, with `num_kept_free` blocks to spare."""
+        """Return True if a waiting request can start with so many tokens beyond the cached prefix.
+
+        The executor must have room, and memory must leave `num_kept_free` blocks."""
         if len(self.running) >= self._rules.max_num_seqs:
             return False
         return self.pool.can_allocate(self._wanted_blocks(state, num_tokens) + num_kept_free)
 
     def _wanted_blocks(self, state: RequestState, num_tokens: int) -> int:
-        """Free blocks that a waiting request takes for its first `num_tokens` tokens beyond the
-        cached prefix."""
+        """Return the free blocks taken by `num_tokens` tokens beyond the cached prefix."""
         if not state.block_hashes:
             return self.pool.blocks_for(num_tokens)
         cached = self.cached_blocks(state)
@@ -265,8 +269,7 @@ class Step:
     def shortage(
         self, state: RequestState, max_num_seqs: float = math.inf, num_kept_free: int = 0
     ) -> tuple[int, int]:
-        """How many blocks, and running requests, are too few and too many for a waiting request to
-        be admitted; none is 0 or less."""
+        """Return missing blocks and surplus running requests of an admission; 0 or less is none."""
         wanted = self._wanted_blocks(state, self.num_missing_tokens(state))
         wanted += num_kept_free if self.running else 0
         too_many = len(self.running) + 1 - min(max_num_seqs, self._rules.max_num_seqs)
@@ -294,9 +297,11 @@ class Step:
         *,
         whole: bool = True,
     ) -> None:
-        """Admit waiting requests, first in order first, while the budget, `max_num_seqs` and memory
-        last; the last one in part. `whole`: memory must hold all that a request has to compute, not
-        only its first chunk. The spare blocks are not kept from a request that is alone."""
+        """Admit waiting requests in order while the budget, `max_num_seqs` and memory allow.
+
+        The last one may get a part of its tokens. whole: memory must hold all that a request has to
+        compute, not only its first chunk. Spare blocks are not withheld from a request that is
+        alone."""
         queue = self.waiting.queue()
         while budget > 0 and len(self.running) < max_num_seqs:
             state = queue.first
@@ -313,12 +318,12 @@ class Step:
     # --- memory ---------------------------------------------------------------------------------
 
     def num_free_when_grown(self, final_len: Callable[[RequestState], int]) -> int:
-        """Blocks that would be free if every running request held `final_len` tokens at once."""
+        """Return the blocks left if every running request held `final_len` tokens at once."""
         blocks_for = self.pool.blocks_for
         return self.pool.num_blocks - sum(blocks_for(final_len(s)) for s in self.running.values())
 
     def can_schedule(self, state: RequestState, num_tokens: int) -> bool:
-        """Whether memory holds `num_tokens` more positions of a running request."""
+        """Return True if memory holds `num_tokens` more positions of a running request."""
         return self.pool.can_allocate(self._missing_blocks(state, num_tokens))
 
     def schedule(self, state: RequestState, num_tokens: int) -> None:
@@ -336,8 +341,9 @@ class Step:
         )
 
     def make_room(self, state: RequestState, num_tokens: int) -> bool:
-        """Preempt the newest running requests until a running one can be scheduled; False if it had
-        to go itself, or nobody can."""
+        """Preempt the newest running requests until a running one can be scheduled.
+
+        Returns False if it was preempted itself, or none can be."""
         while not self.can_schedule(state, num_tokens):
             victim = self._rules.victim(self)
             if victim is None:
@@ -348,7 +354,7 @@ class Step:
         return True
 
     def can_preempt(self, state: RequestState) -> bool:
-        """A request inside an unfinished target step keeps its blocks, so it is no victim."""
+        """Return False for a request inside an unfinished target step, which keeps its blocks."""
         if isinstance(state, CountedState) and state.decode_group is not None:
             group = state.decode_group
             return group.plan_id is None and group not in self.decoding
@@ -360,11 +366,11 @@ class Step:
         self._table.accounts.paused.add(state.request.id)
 
     def displace(self, state: RequestState) -> None:
-        """Preempt a running request for one that waits, before anything is scheduled."""
+        """Preempt a running request for a waiting one, before anything is scheduled."""
         self._table.preempt(state)
 
     def preempt(self, state: RequestState) -> None:
-        """Give up a running request's memory; it is recomputed later, first in the queue."""
+        """Free a running request's memory; it is recomputed later, first in the queue."""
         self._table.preempt(state)
         self.num_preempted += 1
 
@@ -374,5 +380,5 @@ class Step:
 
 
 def newest(step: Step) -> RequestState | None:
-    """The newest running request that can be preempted."""
+    """Return the newest running request that can be preempted."""
     return next((s for s in reversed(step.running.values()) if step.can_preempt(s)), None)

@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.core.learn.times import Times
-from penstock.core.policies.allocation import Grant
-from penstock.core.policies.selection import usable
-from penstock.core.state import RequestState
+from penstock.core.policies.base import DraftCandidate, View, usable
+from penstock.core.state import Grant, RequestState
 from penstock.core.types import TARGET, StepResult
-from penstock.core.view import DraftCandidate, View
 
 _SHARE = 0.005  # largest share of the target's time for trials (ADR 18)
 _DOUBTFUL_SHARE = 0.02  # the same while there is doubt

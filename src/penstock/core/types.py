@@ -1,7 +1,7 @@
-"""The data that flows round the loop: requests, events, plans, results, outputs.
+"""Data that the loop exchanges: requests, events, plans, results, outputs.
 
-A plan never holds a tensor; tensors stay with the executor under (request, epoch, round). What
-every request needs in every step is a named tuple: it is made faster than a frozen dataclass."""
+A plan never holds a tensor; tensors stay with the executor under (request, epoch, round).
+Per-request data of every step is a named tuple, which is made faster than a frozen dataclass."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ NO_DRAFTER: Final = "none"
 
 
 class Status(StrEnum):
+    """Scheduling state of a request."""
+
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"
@@ -28,6 +30,8 @@ class Status(StrEnum):
 
 
 class FinishReason(StrEnum):
+    """Reason why an output ended."""
+
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "cancelled"
@@ -36,27 +40,27 @@ class FinishReason(StrEnum):
 
 
 MAX_LOGPROBS = 20
-"""Most alternatives whose log-probabilities are told beside a token's own."""
+"""Limit of alternatives reported per token."""
 
 
 MAX_STOP_STRINGS = 16
-"""Most stop strings of one request."""
+"""Limit of stop strings per request."""
 
 MAX_STOP_CHARS = 1024
-"""Most characters of them together: the engine looks at so many for each token."""
+"""Limit of their characters together: the engine compares as many for each token."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the target's distribution is shaped, and which verification keeps it.
+    """Sampling parameters of a request, and the verification that keeps the target's distribution.
 
     temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off. `coupled` verification makes the
     output a function of (prompt, seed) alone. num_logprobs, num_prompt_logprobs: alternatives to
-    report for each token; None reports nothing. presence_penalty and frequency_penalty are taken
-    from the logits of tokens that the output has, once and for each time; repetition_penalty
-    divides those of tokens that prompt or output have (a negative one is multiplied); logit_bias,
-    pairs of a token id (ascending) and a value, is added; before min_tokens there is no stop token;
-    grammar: the only text that may come."""
+    report per token; None reports nothing. presence_penalty and frequency_penalty are subtracted
+    from the logits of output tokens, once and per occurrence; repetition_penalty divides the logits
+    of prompt and output tokens (multiplies negative ones); logit_bias: pairs of a token id
+    (ascending) and a value to add; min_tokens: no stop token before; grammar: the only text
+    allowed."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -79,29 +83,30 @@ class SamplingParams:
 
     @property
     def reads_text(self) -> bool:
-        """Whether logits are changed by what the text is so far, or by a token's id."""
+        """True if logits change with the text so far or by token id."""
         return self.reads_tokens or self.grammar is not None
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether something else than a grammar does."""
+        """True if they change by anything but a grammar."""
         return bool(self.min_tokens or self.logit_bias) or self.has_penalties
 
     @property
     def is_ratio(self) -> bool:
-        """Whether drafts are verified by rejection sampling; greedy ones never are."""
+        """True if drafts are verified by rejection sampling; greedy ones never are."""
         return self.verification == "ratio" and self.temperature > 0
 
 
 class LatencyTarget(NamedTuple):
-    """How fast a client wants a request, in seconds; None asks for nothing. tpot: the mean time of
-    a token after the first. deadline: from arrival to the last token."""
+    """Latency that a client requests, in seconds; None is no target.
+
+    tpot: mean time per token after the first. deadline: from arrival to the last token."""
 
     tpot: float | None = None
     deadline: float | None = None
 
     def is_met(self, tpot: float, latency: float) -> bool:
-        """By what a request took, in seconds."""
+        """Compare with the measured times of a request, in seconds."""
         asked = ((self.tpot, tpot), (self.deadline, latency))
         return all(most is None or taken <= most for most, taken in asked)
 
@@ -110,15 +115,17 @@ NO_TARGET: Final = LatencyTarget()
 
 
 def latency_target(tpot_ms: float | None, deadline_ms: float | None) -> LatencyTarget:
-    """From milliseconds, as clients say it."""
+    """Convert from milliseconds."""
     given = (tpot_ms, deadline_ms)
     return LatencyTarget(*[None if ms is None else ms / 1000 for ms in given])
 
 
 class StopStrings(NamedTuple):
-    """Strings that end an output, which the executor finds in its text. previous: the token of the
-    prompt that the text goes on from (None: it is a text of its own). shown: special tokens that
-    are part of it. num_made: tokens at the end of the prompt that are output already."""
+    """Stop strings of a request, which the executor finds in its text.
+
+    previous: the prompt's token that the text continues (None: a text of its own). shown: special
+    tokens that are part of the text. num_made: tokens at the end of the prompt that are already
+    output."""
 
     strings: tuple[str, ...]
     previous: int | None = None
@@ -128,10 +135,11 @@ class StopStrings(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One completion to make. `block_hashes` are those of the prompt's full blocks (may be empty:
-    then nothing is shared); `prompt_token_ids` is None where only lengths are known.
-    `expected_output_tokens` is what the client says about its output, if anything; `latency` what
-    it asks for. `stop`: None without stop strings."""
+    """One completion to generate.
+
+    block_hashes: of the prompt's full blocks; empty: nothing is shared. prompt_token_ids: None
+    where only lengths are known. expected_output_tokens: the client's estimate. stop: None without
+    stop strings."""
 
     id: str
     prompt_len: int
@@ -151,9 +159,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Who fairness is between. shares_prompts: draft servers of others may see its prompts.
-    max_running_requests: None is no limit. drafters: names of those that may draft for it; None:
-    all."""
+    """A unit of fairness.
+
+    shares_prompts: draft servers of other tenants may see its prompts. max_running_requests: None
+    is no limit. drafters: names of those allowed; None: all."""
 
     name: str
     weight: float = 1.0
@@ -167,17 +176,21 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class Arrive:
+    """A request has arrived."""
+
     request: Request
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
+    """A request was cancelled."""
+
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class DraftReady:
-    """A drafter's lane has a draft of `num_draft_tokens` tokens, held by the executor."""
+    """A lane has a draft of `num_draft_tokens` tokens, which the executor holds."""
 
     request_id: str
     epoch: int
@@ -188,9 +201,10 @@ class DraftReady:
 
 @dataclass(frozen=True, slots=True)
 class DrafterUp:
-    """A drafter can be used. A name that is not known yet is a draft server's: `tenant` is the only
-    one whose prompts it may see (None: every tenant's), and unless it `takes_assignments` it drafts
-    for requests that name it alone."""
+    """A drafter can be used; an unknown name is a new draft server.
+
+    tenant: the only one whose prompts it may see; None: every tenant's. takes_assignments: False:
+    it drafts only for requests that name it."""
 
     drafter: str
     max_draft_tokens: int = 16
@@ -200,12 +214,14 @@ class DrafterUp:
 
 @dataclass(frozen=True, slots=True)
 class DrafterDown:
+    """A drafter is gone, with its KV and drafts."""
+
     drafter: str
 
 
 @dataclass(frozen=True, slots=True)
 class DraftAhead:
-    """A draft server has sent likely continuations of a request, unasked."""
+    """A draft server has sent likely continuations of a request without an order."""
 
     request_id: str
     drafter: str
@@ -214,7 +230,7 @@ class DraftAhead:
 
 @dataclass(frozen=True, slots=True)
 class Reconfigure:
-    """Tenants as they are from now on. One that is not named keeps what it has."""
+    """Settings of tenants from now on. One that is not named keeps its own."""
 
     tenants: tuple[Tenant, ...]
 
@@ -226,6 +242,8 @@ Event = Arrive | Cancel | DraftReady | DraftAhead | DrafterUp | DrafterDown | Re
 
 
 class DraftSource(StrEnum):
+    """Origin of the draft of a verify item."""
+
     NONE = "none"
     INLINE = "inline"
     HELD = "held"
@@ -233,10 +251,11 @@ class DraftSource(StrEnum):
 
 
 class RoundCosts(NamedTuple):
-    """What a drafter that chooses between sources has to weigh, in seconds. rounds: a round without
-    its drafting, with 0, 1, … draft tokens of every request; step: of its model for one more token
-    of all drafts; read: of its model for a known token that it has not read; num_requests: in the
-    round, those that others draft for included."""
+    """Costs in seconds that a drafter with several sources weighs.
+
+    rounds: a round without its drafting, by draft tokens per request from 0 on; step: one more
+    token of all drafts by its model; read: one unread token by its model; num_requests: in the
+    round, those of other drafters included."""
 
     rounds: tuple[float, ...]
     step: float
@@ -245,11 +264,12 @@ class RoundCosts(NamedTuple):
 
 
 class DraftOrder(NamedTuple):
-    """Let `drafter` read known tokens `start..start + num_catch_up_tokens - 1` into its KV, then
-    draft up to `max_draft_tokens` more (0: only catch up), but none once the predicted survival of
-    the draft falls under `min_survival`. An answer after `deadline` is too late. new_blocks: of the
-    drafter's KV. evaluate: count the tokens that it would itself have guessed (`Replayed`). costs:
-    see there."""
+    """An order to catch up and to draft.
+
+    `drafter` reads known tokens `start..start + num_catch_up_tokens - 1` into its KV, then drafts
+    up to `max_draft_tokens` (0: only catch up), stopping once the predicted survival of the draft
+    falls below `min_survival`. deadline: an answer after it is too late. new_blocks: of the
+    drafter's KV. evaluate: count the tokens that it would have predicted (`Replayed`)."""
 
     request_id: str
     epoch: int
@@ -266,10 +286,12 @@ class DraftOrder(NamedTuple):
 
 
 class VerifyItem(NamedTuple):
-    """Compute `num_scheduled_tokens` known tokens from position `start`, and up to
-    `num_draft_tokens` draft positions behind them. Only an item that reaches the last known token
-    (`samples`) yields tokens; any other is a chunk of prefill. `ahead_token_ids`: the draft, where
-    it was sent ahead, or is forced (then `drafter` is None); any other is with the executor."""
+    """The target's work for one request in a step.
+
+    It computes `num_scheduled_tokens` known tokens from `start` on, then up to `num_draft_tokens`
+    draft positions. samples: the last known token is included, so that the item yields tokens; any
+    other item is a chunk of prefill. ahead_token_ids: a draft that was sent ahead, or is forced
+    (then `drafter` is None); other drafts are with the executor."""
 
     request_id: str
     epoch: int
@@ -286,9 +308,10 @@ class VerifyItem(NamedTuple):
 
 
 class DecodeRun(NamedTuple):
-    """One more token for `num_requests` requests of which only lengths are known, the members of
-    the named groups. `num_kv_tokens` is their context in the first of up to `max_repeats` steps,
-    each of which makes it `num_requests` longer; no step may begin at `until` or later."""
+    """One more token for each member of the named groups, of which only lengths are known.
+
+    num_kv_tokens: their context in the first of up to `max_repeats` steps, each of which adds
+    `num_requests`; no step may begin at `until` or later."""
 
     groups: tuple[Hashable, ...]
     num_requests: int
@@ -298,9 +321,11 @@ class DecodeRun(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """What one lane does next. Before the step the executor drops the block tables `released`
-    (request, pool), then the requests `forgotten`, then learns of `new_requests`: in this order,
-    because an id may come again. `stalled` says why an empty plan will stay empty, if it will."""
+    """The next step of one lane.
+
+    Before it, the executor drops the block tables `released` (request, pool), then the requests
+    `forgotten`, then takes in `new_requests`: in this order, because an id may come again. stalled:
+    reason why an empty plan will stay empty, if so."""
 
     id: int
     lane: str
@@ -316,17 +341,17 @@ class StepPlan(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Nothing to execute (there may still be updates for the executor)."""
+        """True if there is nothing to execute; updates for the executor may be left."""
         return not self.items and not self.drafts and self.decodes is None
 
     @property
     def has_updates(self) -> bool:
-        """Something for the executor to note, whether or not there is anything to execute."""
+        """True if the executor has something to note."""
         return bool(self.new_requests or self.released or self.forgotten)
 
     @property
     def num_rows(self) -> int:
-        """Most positions that the target computes in this step."""
+        """Largest number of positions that the target computes in this step."""
         rows = 0 if self.decodes is None else self.decodes.num_requests
         for item in self.items:
             rows += item.num_scheduled_tokens + item.num_draft_tokens
@@ -348,23 +373,22 @@ class PhaseTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probability of an emitted token under the target, and the best pairs of (token id,
-    value)."""
+    """Log-probability of an emitted token, and the best pairs of (token id, value)."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]
 
 
 class Verdict(NamedTuple):
-    """What a verify item came to.
+    """Result of a verify item.
 
-    token_ids: the accepted drafts and the recovered or bonus token; empty for a chunk of prefill.
+    token_ids: accepted draft tokens and the recovered or bonus token; empty for a chunk of prefill.
     num_decided: draft positions up to and including the first rejection; evidence: the accepted
     ones among them, or in `ratio` mode the less noisy Σ min(target, draft). evidence_all: Σ min(1,
-    target / draft) over all proposed positions (GoodSpeed, eq. 3). prompt_logprobs: once.
-    forced_token_ids: what must come next. finish_reason: of an output that has ended; nothing
-    behind its end is in the verdict, of which the target computed `num_behind_end` positions.
-    num_stop_chars: from where a stop string begins to the end of the text."""
+    target / draft) over all proposed positions (GoodSpeed, eq. 3). prompt_logprobs: given once.
+    forced_token_ids: tokens that must come next. finish_reason: of an output that has ended;
+    positions behind the end are left out, of which the target computed `num_behind_end`.
+    num_stop_chars: characters from the start of a stop string to the end of the text."""
 
     request_id: str
     epoch: int
@@ -391,7 +415,7 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An item that the executor could not compute, and why."""
+    """An item that the executor could not compute, and the reason."""
 
     request_id: str
     epoch: int
@@ -400,7 +424,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class DraftTime:
-    """Seconds that one drafter took in a step, for `batch` requests and `steps` tokens each."""
+    """Seconds of one drafter in a step, for `batch` requests and `steps` tokens each."""
 
     drafter: str
     batch: int
@@ -410,8 +434,10 @@ class DraftTime:
 
 
 class Replayed(NamedTuple):
-    """A drafter has read verified text instead of drafting: of `num_tokens` output tokens it would
-    have guessed `num_matched`, each behind the true text (0 of 0 where `evaluate` was not set)."""
+    """Result of a drafter's reading of verified text.
+
+    It would have predicted `num_matched` of `num_tokens` output tokens, each after the true text (0
+    of 0 where `evaluate` was not set)."""
 
     request_id: str
     epoch: int
@@ -421,10 +447,12 @@ class Replayed(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What a plan came to. `repeats`: how often its decode run was done. `work`: what the target
-    computed in the first step, which took it `work_seconds`. `failed_drafters`: of those at work
-    inside a target step; their drafts are missing, and nothing is known of their KV. `unread`:
-    requests whose draft was made without reading their text: the drafter's KV is as it was."""
+    """Result of a plan.
+
+    repeats: executions of its decode run. work: the target's in the first step, which took
+    `work_seconds`. failed_drafters: of those inside a target step; their drafts are missing and
+    their KV is unknown. unread: requests whose draft was made without reading their text: the
+    drafter's KV is unchanged."""
 
     plan_id: int
     lane: str
@@ -445,10 +473,11 @@ class StepResult(NamedTuple):
 
 
 class Output(NamedTuple):
-    """New tokens of one request, and its end when `finish_reason` is set. Where only lengths are
-    known `num_tokens` says how many are new. queued_s: of the first output, from arrival to
-    admission. num_preemptions: of a request that ends. num_stop_chars: from where a stop string
-    begins."""
+    """New tokens of one request, and its end when `finish_reason` is set.
+
+    num_tokens: new tokens, also where only lengths are known. queued_s: from arrival to admission,
+    with the first output. num_preemptions: with the last one. num_stop_chars: characters from the
+    start of a stop string."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()
@@ -467,4 +496,4 @@ class Output(NamedTuple):
 
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
-"""Sizes by which target steps are counted."""
+"""Upper bounds of the histogram of target steps by tokens."""

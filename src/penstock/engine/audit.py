@@ -17,12 +17,12 @@ import numpy as np
 import torch
 
 from penstock.core.types import SamplingParams
-from penstock.engine.batch import BatchWriter
 from penstock.engine.eager import EagerRunner
-from penstock.engine.remote import Weights
+from penstock.engine.runner import BatchWriter
 from penstock.engine.sampling import SamplingRows, draw_draft, sample_coupled
 from penstock.engine.sampling.filters import filtered_probs
 from penstock.engine.sequences import TokenBuffer
+from penstock.engine.steps import Weights
 
 MAX_TOKENS = 4096
 """Longer texts are not audited: it would take seconds."""

@@ -8,12 +8,11 @@ import torch
 
 from penstock.engine.attention import AttentionFactory
 from penstock.engine.attention.packed import PackedAttention
-from penstock.engine.batch import RaggedBatch
 from penstock.engine.kv_cache import PagedKVCache
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.weights import load_weights
-from penstock.engine.runner import ModelRunner
+from penstock.engine.runner import ModelRunner, RaggedBatch
 from penstock.engine.sampling import sample_coupled
 
 

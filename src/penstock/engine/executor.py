@@ -1,8 +1,7 @@
-"""Carries out plans with real models in this process: draft, verify in one ragged batch, sample.
+"""Carries out plans with models of this process: draft, verify in one ragged batch, sample.
 
-A drafter's own lane has a thread of its own, and while one works the target's steps have one too.
-Compiled kernels and PyTorch's operators let go of the interpreter, so that they really overlap.
-"""
+A drafter's lane has a thread of its own, and while one works the target's steps have one too.
+Compiled kernels and PyTorch's operators release the interpreter lock, so that they overlap."""
 
 from __future__ import annotations
 
@@ -30,23 +29,24 @@ from penstock.core.types import (
     StepResult,
     Verdict,
 )
-from penstock.engine.batch import BatchWriter, RaggedBatch
 from penstock.engine.drafters.base import LocalDrafter
 from penstock.engine.drafters.drafts import Draft
 from penstock.engine.ends import LazyTokenizer, OutputEnd
 from penstock.engine.grammar import GrammarCompiler, GrammarState
 from penstock.engine.lanes import Lanes
-from penstock.engine.remote import HeldDrafts, RemoteOrders, Weights
-from penstock.engine.runner import Model, ModelRunner
+from penstock.engine.runner import BatchWriter, Model, ModelRunner, RaggedBatch
 from penstock.engine.sequences import BlockTables, TokenBuffer
 from penstock.engine.steps import (
     NO_DRAFT,
     Done,
     DraftsAtHand,
     Failures,
+    HeldDrafts,
+    RemoteOrders,
     StepJob,
     StepMarks,
     Totals,
+    Weights,
     draft_time,
     orders_of,
     sampled_of,
@@ -56,12 +56,14 @@ from penstock.engine.steps import (
 from penstock.engine.verifier import Decided, Drafted, PromptScores, Verifier
 
 _MOST_FAILURES = 3
-"""Steps of a drafter that may fail one after the other."""
+"""Failed steps in a row after which a drafter is given up."""
 
 
 class Computed(NamedTuple):
-    """What the target made of a step's items. sampled, decided: of those that sample; num_rows: of
-    the batch; built_at, verified_at: when the forward pass began and ended."""
+    """The target's results of a step.
+
+    sampled, decided: of items that sample; num_rows: of the batch; built_at, verified_at: start and
+    end of the forward pass."""
 
     sampled: Sequence[Drafted]
     decided: Sequence[Decided]
@@ -71,13 +73,12 @@ class Computed(NamedTuple):
 
 
 class LocalExecutor(ABC):
-    """Drafters of one process, and a target that it computes or has computed.
+    """Drafters of this process, and a target that a subclass computes.
 
-    num_threads: of the kernels, to be shared out among those that work at the same time.
-    """
+    num_threads: of the kernels, shared by the lanes at work"""
 
     scores_prompts = False
-    """Whether it can tell log-probabilities of a prompt's tokens."""
+    """True if it can report log-probabilities of a prompt's tokens."""
 
     def __init__(
         self,
@@ -94,9 +95,9 @@ class LocalExecutor(ABC):
         self.totals = Totals(dict.fromkeys(self.drafters, 0.0))
         self.remote = RemoteOrders()
         self.grammars: GrammarCompiler | None = None
-        """Of the target's vocabulary."""
+        """Compiler for the target's vocabulary."""
         self.tokenizer: LazyTokenizer | None = None
-        """The target's, in which stop strings are found."""
+        """The target's tokenizer, which finds stop strings."""
         self._failures = Failures(_MOST_FAILURES)
         self._clock = clock
         self._texts: dict[str, TokenBuffer] = {}
@@ -130,7 +131,7 @@ class LocalExecutor(ABC):
             self.remote.send(plan, self._texts, self._clock.now())
 
     def _grammar_of(self, request: Request) -> GrammarState | None:
-        """Has it compiled, beside the steps before its own."""
+        """Begin to compile a request's grammar, beside the steps before its own."""
         grammar = request.sampling.grammar
         if grammar is None:
             return None
@@ -142,22 +143,22 @@ class LocalExecutor(ABC):
         self._lanes.wakeup.wait(timeout)
 
     def fileno(self) -> int:
-        """Readable when a lane has ended: for whoever waits for other things, too."""
+        """Return a descriptor that is readable when a lane has ended."""
         return self._lanes.wakeup.fileno()
 
     def wake(self) -> None:
-        """Let what waits for `fileno` look again; from any thread."""
+        """Make `fileno` readable; from any thread."""
         self._lanes.wakeup.give()
 
     def close(self) -> None:  # noqa: B027
-        """The last plan is done: end what computes in other processes."""
+        """Release other processes after the last plan."""
 
     def take_broken(self) -> list[str]:
-        """Drafters that have failed again and again, once each."""
+        """Return drafters that keep failing, once each."""
         return self._failures.take()
 
     def text_of(self, request_id: str) -> TokenBuffer | None:
-        """A request's verified text, if there is such a request."""
+        """Return a request's verified text, if there is such a request."""
         return self._texts.get(request_id)
 
     def hold_remote(
@@ -168,9 +169,10 @@ class LocalExecutor(ABC):
         token_ids: Sequence[int],
         weights: Sequence[Weights] | None,
     ) -> None:
-        """Keep a draft server's draft until its verification; whatever is late is dropped in time.
-        The token ids must lie in the vocabulary. weights: one for each token; None for a draft that
-        is compared with the target's own sample."""
+        """Keep a draft server's draft until its verification; a late one is dropped then.
+
+        token_ids: within the vocabulary. weights: one for each token; None for a draft that is
+        compared with the target's own sample."""
         if request_id in self._texts:
             draft = Draft(list(token_ids), [-1] * len(token_ids))
             self._held.hold(request_id, epoch, round_, draft, weights=weights)
@@ -185,12 +187,12 @@ class LocalExecutor(ABC):
                 job.num_threads = max(1, self.num_threads - others)
                 self._lanes.start(TARGET, partial(self._verify, job))
             else:
-                # Nobody works beside it: another thread would only cost time.
+                # No lane works beside it: another thread would only cost time.
                 results.append(self._finish(self._verify(job)))
         return results
 
     def _finish(self, done: Done) -> StepResult:
-        """Take in what a thread has done."""
+        """Return the result of a finished job."""
         plan, result = done.plan, done.result
         self.totals.add(plan, result)
         if plan.items:
@@ -234,7 +236,7 @@ class LocalExecutor(ABC):
         )
 
     def _draft_beside(self, job: StepJob) -> Done:
-        """A drafter's own lane. If it fails its requests go on without it."""
+        """Carry out a lane's plan. If the drafter fails its requests go on without a draft."""
         plan, started_at = job.plan, self._clock.now()
         drafted = DraftsAtHand()
         replays: tuple[Replayed, ...] = ()
@@ -259,14 +261,14 @@ class LocalExecutor(ABC):
         return Done(plan, result, drafted)
 
     def _carry_out(self, job: StepJob, drafted: DraftsAtHand) -> tuple[Replayed, ...]:
-        """The draft orders of a plan, then those that only read."""
+        """Carry out the draft orders of a plan, then its replays."""
         orders = orders_of(job.plan)
         self._draft([o for o in orders if o.max_draft_tokens], job, drafted)
         return self._replay([o for o in orders if not o.max_draft_tokens], job, drafted)
 
     @torch.inference_mode()
     def _verify(self, job: StepJob) -> Done:
-        """A target step."""
+        """Carry out a target step."""
         with job.models():
             plan = job.plan
             started_at = self._clock.now()
@@ -284,7 +286,7 @@ class LocalExecutor(ABC):
             return verified(job, drafted, verdicts, computed.num_rows, marks, replays)
 
     def _learn(self, job: StepJob, drafted: DraftsAtHand, verdicts: Sequence[Verdict]) -> None:
-        """Let drafters see what became of drafts of which they knew how sure they were."""
+        """Pass verdicts to drafters that report confidences."""
         for verdict in verdicts:
             draft = drafted.by_request.get(verdict.request_id, (NO_DRAFT, 0))[0]
             if draft.confidences and verdict.drafter is not None:
@@ -300,27 +302,28 @@ class LocalExecutor(ABC):
         drafts: Sequence[tuple[list[int], list[int]]],
         draft_probs: torch.Tensor | None,
     ) -> Computed:
-        """A step of the target. drafts: token ids, and rows of draft_probs, of every item."""
+        """Compute a target step. drafts: per item token ids, and rows of draft_probs."""
 
     @abstractmethod
     def _drop_table(self, request_id: str) -> None:
-        """The scheduler took the request's KV in the target away."""
+        """Drop the block table of a request whose KV the scheduler freed."""
 
     @abstractmethod
     def _forget_in_target(self, request_id: str) -> None:
-        """The request is over."""
+        """Drop all state of a finished request."""
 
     # --- drafting -------------------------------------------------------------------------------
 
     def _draft(self, orders: Sequence[DraftOrder], job: StepJob, drafted: DraftsAtHand) -> None:
-        """All orders of a step, one batch for each drafter."""
+        """Draft all orders of a step, one batch for each drafter."""
         for name, drafter in self.drafters.items():
             mine = [o for o in orders if o.drafter == name]
             if not mine:
                 continue
             started_at = self._clock.now()
             with drafted.without_if_failing(name):
-                drafter.limit_threads(job.num_threads)
+                if drafter.runner is not None:
+                    drafter.runner.limit_threads(job.num_threads)
                 drafts = drafter.draft(mine, [job.texts[o.request_id] for o in mine])
                 seconds = self._clock.now() - started_at
                 drafted.add(mine, drafts)
@@ -329,7 +332,7 @@ class LocalExecutor(ABC):
     def _replay(
         self, orders: Sequence[DraftOrder], job: StepJob, drafted: DraftsAtHand
     ) -> tuple[Replayed, ...]:
-        """Orders that only read, after those that draft."""
+        """Let drafters read verified text."""
         replays: list[Replayed] = []
         for name, drafter in self.drafters.items():
             mine = [o for o in orders if o.drafter == name]
@@ -337,14 +340,15 @@ class LocalExecutor(ABC):
                 continue
             started_at = self._clock.now()
             with drafted.without_if_failing(name):
-                drafter.limit_threads(job.num_threads)
+                if drafter.runner is not None:
+                    drafter.runner.limit_threads(job.num_threads)
                 replays += drafter.replay(mine, [job.texts[o.request_id] for o in mine])
                 seconds = self._clock.now() - started_at
                 drafted.times.append(draft_time(mine, seconds))
         return tuple(replays)
 
     def _hold(self, order: DraftOrder, drafted: DraftsAtHand) -> DraftReady:
-        """Keep a draft of a drafter's own lane until its verification."""
+        """Keep a lane's draft until its verification."""
         draft, offset = drafted.by_request.pop(order.request_id)
         rows = [r + offset for r in draft.prob_rows if r >= 0]
         probs = drafted.joined_probs() if rows else None
@@ -361,7 +365,7 @@ class LocalExecutor(ABC):
 
 
 class RunnerExecutor(LocalExecutor):
-    """Its target is a runner of this package."""
+    """Executor whose target is a `ModelRunner`."""
 
     scores_prompts = True
 

@@ -1,4 +1,4 @@
-"""Tokens of the paged cache side by side, for attention by matrix products."""
+"""Contiguous copies of the paged cache's tokens, for attention by matrix products."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.engine.batch import RaggedBatch
 from penstock.engine.kv_cache import PagedKVCache
+from penstock.engine.runner import RaggedBatch
 
 IntArray = npt.NDArray[np.int64]
 
@@ -18,12 +18,11 @@ _MOST_VERIFIED = 32
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """A place for the keys and values of some cache slots, in rows of equal length.
+    """Views for the keys and values of some cache slots, in rows of equal length.
 
-    slots:  [num_rows * row_length] int64
-    keys, values: [num_heads, num_rows, row_length, head_dim], views of `flat`; num_heads is that
-            of the KV heads which are gathered at once
-    """
+    slots: [num_rows * row_length] int64
+    keys, values: [num_heads, num_rows, row_length, head_dim], views of `flat`; num_heads is that of
+    the KV heads which are gathered at once"""
 
     slots: torch.Tensor
     flat: torch.Tensor
@@ -32,9 +31,9 @@ class Gathered:
 
 
 class KVGather:
-    """Copies keys and values into one scratch buffer: allocating it for every call costs more than
-    filling it. All places are views of its beginning, so one is filled and read before the next.
-    """
+    """Copies keys and values into one scratch buffer, since allocation costs more than filling.
+
+    All places are views of its beginning, so one is filled and read before the next."""
 
     def __init__(self, cache: PagedKVCache) -> None:
         self._cache = cache
@@ -42,7 +41,7 @@ class KVGather:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of one layer."""
+        """Bytes of a token in one layer."""
         return 2 * self._cache.num_kv_heads * self._cache.head_dim * self._scratch.itemsize
 
     @property
@@ -56,23 +55,24 @@ class KVGather:
             self._scratch = self._scratch.new_empty(elements)
 
     def slots(self, batch: RaggedBatch, seqs: IntArray, positions: IntArray) -> IntArray:
-        """Cache slots of `positions` of the sequences `seqs`; both of one shape, or broadcast."""
+        """Return cache slots of `positions` of the sequences `seqs`; one shape, or broadcast."""
         block_size = self._cache.block_size
         blocks = batch.block_tables[seqs, positions // block_size].astype(np.int64)
         return blocks * block_size + positions % block_size
 
     def tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
-        """On the cache's device."""
+        """Return an array on the cache's device."""
         return torch.from_numpy(array).to(self._scratch.device)
 
     def added(self, visible: npt.NDArray[np.bool_]) -> torch.Tensor:
-        """A mask to add to scores: 0 where `visible`, else minus infinity."""
+        """Return a mask to add to scores: 0 where `visible`, else minus infinity."""
         mask = np.where(visible, np.float32(0), np.float32("-inf"))
         return self.tensor(mask).to(self._scratch.dtype)
 
     def place(self, slots: IntArray, num_rows: int, num_heads: int | None = None) -> Gathered:
-        """Where those slots will lie, of all KV heads or of some at once; slots: num_rows *
-        row_length of them, row after row."""
+        """Return the views for slots, of all KV heads or of some at once.
+
+        slots: num_rows * row_length, row after row"""
         tokens, num_heads = slots.size, num_heads or self._cache.num_kv_heads
         head_dim = self._cache.head_dim
         self.reserve(num_heads * tokens)
@@ -96,13 +96,13 @@ class KVGather:
 def seen(
     keys: npt.NDArray[np.int64], queries: npt.NDArray[np.int64], window: int | None
 ) -> npt.NDArray[np.bool_]:
-    """Which keys, by their positions, a query sees: none behind it, none before its window."""
+    """Return which key positions a query sees: none behind it, none before its window."""
     visible = keys <= queries
     return visible if window is None else visible & (keys > queries - window)
 
 
 def by_kind(batch: RaggedBatch) -> list[IntArray]:
-    """Sequences that decode or verify, and those that bring chunks of prompts; none is empty."""
+    """Return sequences that decode or verify, then those with chunks of prompts; none is empty."""
     counts = np.diff(batch.query_start)
     few = (counts > 0) & (counts <= _MOST_VERIFIED)
     kinds = [np.flatnonzero(few), np.flatnonzero(counts > _MOST_VERIFIED)]

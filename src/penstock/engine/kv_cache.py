@@ -8,7 +8,7 @@ from penstock.engine.models.config import DecoderConfig
 
 
 def kv_bytes_per_token(config: DecoderConfig, dtype: torch.dtype) -> int:
-    """Bytes of keys and values that one token occupies over all layers."""
+    """Return bytes of keys and values of one token over all layers."""
     return 2 * config.num_layers * config.kv_size * dtype.itemsize
 
 

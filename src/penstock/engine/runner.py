@@ -1,8 +1,10 @@
-"""One model on one device, as executors and drafters call it."""
+"""One model on one device, and the ragged batch that it reads."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -10,19 +12,95 @@ import torch
 
 from penstock.core.learn.confidence import Stop
 from penstock.core.types import SamplingParams
-from penstock.engine.batch import IntArray, RaggedBatch
 from penstock.engine.drafters.drafts import Drafts
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.sampling import SamplingRows, TokenSampler
 from penstock.engine.sampling.params import BoolArray
 
+IntArray = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedBatch:
+    """Rows of several sequences laid end to end; plain numpy, so that any backend can read it.
+
+    Sequence ``i`` owns rows ``query_start[i]:query_start[i + 1]``; they are consecutive positions
+    that end at ``seq_lens[i] - 1``. The keys and values of the rows are written to the paged cache
+    before attention, which is causal over positions ``0..seq_lens[i] - 1``.
+
+    token_ids: [num_tokens] int32
+    positions: [num_tokens] int32, absolute
+    query_start: [num_seqs + 1] int32, non-decreasing, from 0 to num_tokens
+    seq_lens: [num_seqs] int32, tokens of context including this batch's rows
+    block_tables: [num_seqs, max_blocks] int32; block j holds positions j*block_size onward
+    logits_rows: [num_logits] int32, ascending rows of which logits are wanted"""
+
+    token_ids: IntArray
+    positions: IntArray
+    query_start: IntArray
+    seq_lens: IntArray
+    block_tables: IntArray
+    logits_rows: IntArray
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.token_ids.shape[0])
+
+    @property
+    def num_seqs(self) -> int:
+        return int(self.seq_lens.shape[0])
+
+    def slot_mapping(self, block_size: int) -> npt.NDArray[np.int64]:
+        """Return the cache slot (block * block_size + offset) of every row: [num_tokens] int64."""
+        counts = np.diff(self.query_start)
+        seq_of_row = np.repeat(np.arange(self.num_seqs), counts)
+        blocks = self.block_tables[seq_of_row, self.positions // block_size].astype(np.int64)
+        return blocks * block_size + self.positions % block_size
+
+
+class BatchWriter:
+    """Builds a ragged batch, sequence by sequence.
+
+    It appends to lists, which is faster than joining small arrays."""
+
+    def __init__(self) -> None:
+        self._token_ids: list[int] = []
+        self._positions: list[int] = []
+        self._query_start = [0]
+        self._seq_lens: list[int] = []
+        self._logits_rows: list[int] = []
+
+    def add(self, start: int, token_ids: Sequence[int], num_logits: int) -> None:
+        """Add rows of one sequence from position `start`; the last `num_logits` yield logits."""
+        end = start + len(token_ids)
+        self._token_ids += token_ids
+        self._positions += range(start, end)
+        rows = len(self._token_ids)
+        self._logits_rows += range(rows - num_logits, rows)
+        self._query_start.append(rows)
+        self._seq_lens.append(end)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(self._seq_lens)
+
+    def batch(self, block_tables: IntArray) -> RaggedBatch:
+        """Return the batch. block_tables: [sequences, max_blocks] int32."""
+        return RaggedBatch(
+            token_ids=np.array(self._token_ids, dtype=np.int32),
+            positions=np.array(self._positions, dtype=np.int32),
+            query_start=np.array(self._query_start, dtype=np.int32),
+            seq_lens=np.array(self._seq_lens, dtype=np.int32),
+            block_tables=block_tables,
+            logits_rows=np.array(self._logits_rows, dtype=np.int32),
+        )
+
 
 class Model(ABC):
-    """A model with its paged KV cache, whoever computes it: what memory it has, and steps that are
-    only timed.
+    """A model with its paged KV cache, as the executor measures it.
 
-    keeps_batches: a step with the requests of the step before is the usual one, and faster.
-    """
+    keeps_batches: a step with the requests of the step before is the usual one, and faster"""
 
     num_blocks: int
     block_size: int
@@ -35,28 +113,27 @@ class Model(ABC):
 
     @abstractmethod
     def dummy_run(self, batch: RaggedBatch) -> None:
-        """A step and its samples, for nothing but the time that it takes."""
+        """Compute a step and its samples, to be timed."""
 
     def limit_threads(self, num_threads: int) -> None:  # noqa: B027
-        """Compute with at most so many threads from now on: others are at work."""
+        """Compute with at most `num_threads` threads from now on."""
 
     def num_that_fit(self, num_tokens: int) -> int:
-        """Requests of so many tokens that the KV cache holds."""
+        """Return the number of requests of `num_tokens` tokens that fit the KV cache."""
         return self.num_blocks // self.blocks_for(num_tokens)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """KV blocks of so many tokens."""
+        """Return the KV blocks of `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
 
 class ModelRunner(Model):
     """Weights, paged KV cache and forward pass of one model.
 
-    A backend may compute how it likes, but never changes which function it computes: logits equal
-    the reference within rounding, and rows of one sequence do not depend on the others in a batch.
+    Every backend computes the same function: logits equal the reference within rounding, and rows
+    of one sequence do not depend on the others in a batch.
 
-    sample: draws the target's seeded samples from logits.
-    """
+    sample: draws the target's seeded samples from logits"""
 
     config: DecoderConfig
     sample: TokenSampler
@@ -76,12 +153,11 @@ class ModelRunner(Model):
         params: SamplingRows,
         kept: IntArray,
     ) -> tuple[list[int], torch.Tensor] | None:
-        """`forward` and the target's samples of its rows in one call that brings back only the
-        logits of some rows, [len(kept), vocab_size]; None where there is no such call.
+        """Run `forward` and draw the target's samples in one call; None if there is none.
 
-        row_start: [num_requests + 1], the rows of logits of each request; params: of which
-        temperature and seed are read; kept: int32, rows of logits, rising
-        """
+        Returns samples and only the logits of the rows `kept` (int32, rising): [len(kept),
+        vocab_size]. row_start: [num_requests + 1], rows of logits of each request; params:
+        temperature and seed are read."""
         return None
 
     def propose(
@@ -93,12 +169,10 @@ class ModelRunner(Model):
         starts: npt.NDArray[np.int64],
         stop: Stop | None = None,
     ) -> Drafts | None:
-        """Read a batch and draft up to limits[i] tokens behind sequence i, in one call; None where
-        it must go step by step.
+        """Read a batch and draft up to limits[i] tokens per sequence; None if not in one call.
 
-        ratio: [num_seqs], whose drafts are sampled from the drafter's own distribution; params:
-        unfiltered; starts: [num_seqs] int64, positions at which the drafts begin; stop: where
-        drafts end before their limit, if they may
+        ratio: [num_seqs], drafts sampled from the drafter's own distribution; params: unfiltered;
+        starts: [num_seqs] int64, positions at which the drafts begin; stop: early stopping, if any
         """
         return None
 

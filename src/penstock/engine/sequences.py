@@ -1,4 +1,4 @@
-"""Per-request state on the engine's side: tokens, and one block table for each model."""
+"""Per-request state of the engine: tokens, and one block table for each model."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.core.types import Request
-from penstock.engine.batch import IntArray
 from penstock.engine.ends import End, OutputEnd
 from penstock.engine.grammar import GrammarState
+from penstock.engine.runner import IntArray
 from penstock.engine.sampling import SamplingRows, TextSoFar
 from penstock.engine.sampling.params import BoolArray
 
 
 class BlockTables:
-    """Block tables of one model, rows of one matrix, so that a batch gathers them at once."""
+    """Block tables of one model as rows of one matrix, so that a batch gathers them at once."""
 
     def __init__(self, max_blocks: int) -> None:
         self._matrix = np.zeros((8, max_blocks), dtype=np.int32)
@@ -38,7 +38,7 @@ class BlockTables:
             self._free.append(entry[0])
 
     def gather(self, request_ids: Sequence[str], num_blocks: int) -> IntArray:
-        """[len(request_ids), num_blocks] int32, a copy."""
+        """Return a copy, [len(request_ids), num_blocks] int32."""
         rows = [self._rows[r][0] for r in request_ids]
         return np.ascontiguousarray(self._matrix[rows, :num_blocks])
 
@@ -51,8 +51,9 @@ class BlockTables:
 
 
 class TokenBuffer:
-    """A request's known tokens: the prompt, then what each round emits. grammar: that the output
-    follows, if any. end: of the output (None: of one without stop strings)."""
+    """Known tokens of a request: the prompt, then the output.
+
+    grammar: of the output, if any. end: finds the output's end (None: without stop strings)."""
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class TokenBuffer:
         self.length = end
 
     def take(self, token_ids: Sequence[int]) -> End | None:
-        """Append what a round has yielded, up to the output's end, which is returned."""
+        """Append the tokens of a round, up to the output's end, which is returned."""
         end = self._end.follow(token_ids)
         self.append(token_ids if end is None else token_ids[: end.num_tokens])
         return end
@@ -87,8 +88,9 @@ class TokenBuffer:
         self._tokens[self.length : self.length + len(token_ids)] = token_ids
 
     def so_far(self, draft: Sequence[int], num_rows: int | None = None) -> TextSoFar | None:
-        """The known tokens and a draft behind them, for `change_logits` of `num_rows` rows (None:
-        one more than the draft has tokens); None where the request's logits are the model's own."""
+        """Return the text with a draft for `change_logits`; None where logits are the model's own.
+
+        num_rows: None is one more than the draft has tokens."""
         if not self._reads_text:
             return None
         request = self.request
@@ -101,43 +103,43 @@ class TokenBuffer:
         return TextSoFar(tokens, request.prompt_len, sorted(request.stop_token_ids), allowed)
 
     def forced(self) -> tuple[int, ...]:
-        """What must come next, where a grammar says so."""
+        """Return tokens that must come next by the grammar."""
         grammar = self.grammar
         return () if grammar is None or self.problem is not None else grammar.forced(self)
 
     @property
     def problem(self) -> str | None:
-        """Why no more can come, if it cannot."""
+        """Reason why the output cannot go on, if so."""
         grammar = self.grammar
         return self._fault or self._end.problem or (None if grammar is None else grammar.problem)
 
     def fail(self, fault: str) -> None:
-        """No more can come."""
+        """Let the output not go on."""
         self._fault = fault
 
     @property
     def is_ratio(self) -> bool:
-        """Whether its drafts are verified by rejection sampling."""
+        """True if its drafts are verified by rejection sampling."""
         return self.request.sampling.is_ratio
 
     def span(self, start: int, end: int) -> IntArray:
-        """Token ids of some positions, a view."""
+        """Return a view of the token ids of some positions."""
         return self._tokens[start:end]
 
     def tokens(self, start: int, end: int) -> list[int]:
-        """Token ids of some positions."""
+        """Return the token ids of some positions."""
         return self._tokens[start:end].tolist()  # type: ignore[no-any-return]
 
 
 class SamplingTable:
-    """The sampling parameters of a batch as arrays; a batch is mostly the last one again."""
+    """Sampling parameters of a batch as arrays, kept for the next batch, mostly the same."""
 
     def __init__(self) -> None:
         self._texts: list[TokenBuffer] = []
         self._entry = _sampling([])
 
     def of(self, texts: list[TokenBuffer]) -> tuple[SamplingRows, BoolArray]:
-        """And which requests are verified by rejection sampling, [n] bool."""
+        """Return the parameters, and which requests use rejection sampling: [n] bool."""
         if texts != self._texts:
             self._entry = _sampling(texts)
             self._texts = texts

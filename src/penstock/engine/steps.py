@@ -1,4 +1,4 @@
-"""What an executor hands from one part of a step to the next, whatever carries the step out."""
+"""Jobs and totals of an executor's steps, and drafts until their verification."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import logging
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -27,6 +28,7 @@ from penstock.core.types import (
 )
 from penstock.engine.drafters.drafts import Draft, Drafts
 from penstock.engine.lanes import Ticket
+from penstock.engine.runner import Model
 from penstock.engine.sampling.filters import NO_TOKEN
 from penstock.engine.sequences import TokenBuffer
 from penstock.engine.verifier import Decided, Drafted
@@ -41,9 +43,112 @@ _NOT_FINITE = (
 _log = logging.getLogger(__name__)
 
 
+Weights = tuple[Sequence[int], Sequence[int]]
+"""Token ids and positive integer weights: the distribution of one draft token.
+
+Other tokens have probability 0."""
+
+Sink = Callable[[Sequence[DraftOrder], Mapping[str, TokenBuffer]], None]
+
+
+class RemoteOrders:
+    """Passes orders to the connection of the draft servers."""
+
+    def __init__(self) -> None:
+        self._sink: Sink | None = None
+        self._sent: list[StepResult] = []
+        self._known: set[str] = set()
+        self._sent_at: dict[str, float] = {}
+
+    def connect(self, sink: Sink) -> None:
+        """Call `sink` with the orders of one lane, and the texts of requests that are new to it."""
+        self._sink = sink
+
+    def send(self, plan: StepPlan, texts: Mapping[str, TokenBuffer], now: float) -> None:
+        """Send the orders, which ends the step."""
+        self._sent.append(StepResult(plan.id, plan.lane, started_at=now, finished_at=now))
+        if self._sink is None:
+            return
+        ids = [o.request_id for o in plan.drafts]
+        news = {i: texts[i] for i in ids if i not in self._known}
+        self._known.update(news)
+        self._sent_at.update(dict.fromkeys(ids, now))
+        if plan.drafts:
+            self._sink(plan.drafts, news)
+
+    def take_sent(self) -> list[StepResult]:
+        """Return results of the steps sent since the last call."""
+        sent, self._sent = self._sent, []
+        return sent
+
+    def oldest(self, items: Sequence[VerifyItem]) -> float | None:
+        """Return the earliest sending time of the orders that decoding items waited for, if any."""
+        sent = [(self._sent_at.pop(i.request_id, None), i.num_scheduled_tokens) for i in items]
+        # One that prefills has been preempted meanwhile: it waited for memory.
+        waited = (at for at, num_tokens in sent if at is not None and num_tokens == 1)
+        return min(waited, default=None)
+
+    def forget(self, request_id: str) -> None:
+        self._known.discard(request_id)
+        self._sent_at.pop(request_id, None)
+
+
+class _Held(NamedTuple):
+    epoch: int
+    round: int
+    draft: Draft
+    probs: torch.Tensor | None
+    weights: Sequence[Weights] | None
+
+
+class HeldDrafts:
+    """At most one draft per request, by epoch and round; dropped with the request's next step."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, _Held] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def hold(
+        self,
+        request_id: str,
+        epoch: int,
+        round_: int,
+        draft: Draft,
+        probs: torch.Tensor | None = None,
+        weights: Sequence[Weights] | None = None,
+    ) -> None:
+        """Keep a draft, with dense distributions or weights, unless a newer one is there."""
+        old = self._held.get(request_id)
+        if old is None or (old.epoch, old.round) <= (epoch, round_):
+            self._held[request_id] = _Held(epoch, round_, draft, probs, weights)
+
+    def take(self, item: VerifyItem, target: Model) -> tuple[Draft, torch.Tensor | None] | None:
+        """Return the draft of an item's epoch and round, with its distributions [tokens, V]."""
+        held = self._held.pop(item.request_id, None)
+        if held is None or (held.epoch, held.round) != (item.epoch, item.round):
+            return None
+        if held.weights is None:
+            return held.draft, held.probs
+        num_tokens = len(held.draft.token_ids)
+        return Draft(held.draft.token_ids, list(range(num_tokens))), _dense(held.weights, target)
+
+    def forget(self, request_id: str) -> None:
+        self._held.pop(request_id, None)
+
+
+def _dense(weights: Sequence[Weights], target: Model) -> torch.Tensor:
+    """Return [rows, V] float32; exact where the weights sum to a power of two up to 2^24."""
+    rows = torch.zeros(len(weights), target.vocab_size)
+    for row, (ids, values) in zip(rows, weights, strict=True):
+        row[list(ids)] = torch.tensor(values, dtype=torch.float32) / sum(values)
+    return rows.to(target.device)
+
+
 @dataclass(slots=True)
 class DraftsAtHand:
-    """Drafts at hand for a step: by request, with the distributions of each drafter's batch."""
+    """Drafts of a step by request, with the distributions of each drafter's batch."""
 
     by_request: dict[str, tuple[Draft, int]] = field(default_factory=dict)
     probs: list[torch.Tensor] = field(default_factory=list)
@@ -56,7 +161,7 @@ class DraftsAtHand:
 
     @contextlib.contextmanager
     def without_if_failing(self, drafter: str) -> Iterator[None]:
-        """Ask a drafter for something: if it fails the step goes on without."""
+        """Log and note an error of a drafter, so that the step goes on without it."""
         try:
             yield
         except Exception as error:
@@ -73,14 +178,14 @@ class DraftsAtHand:
             self.num_probs += drafts.probs.shape[0]
 
     def hold(self, request_id: str, draft: Draft, probs: torch.Tensor | None) -> None:
-        """Bring in a draft that was made in an earlier step."""
+        """Add a draft of an earlier step."""
         self.by_request[request_id] = (draft, self.num_probs)
         if probs is not None:
             self.probs.append(probs)
             self.num_probs += probs.shape[0]
 
     def draft_of(self, item: VerifyItem) -> tuple[list[int], list[int]]:
-        """Token ids, and rows of the joined `probs`, of an item's draft."""
+        """Return token ids, and rows of the joined `probs`, of an item's draft."""
         if not self.by_request:
             return [], []
         draft, offset = self.by_request.get(item.request_id, (NO_DRAFT, 0))
@@ -93,7 +198,7 @@ class DraftsAtHand:
 
 @dataclass(slots=True)
 class StepJob:
-    """A plan with everything that its thread may look at. num_threads: for the kernels."""
+    """A plan with all data that its thread may read. num_threads: for the kernels."""
 
     plan: StepPlan
     texts: Mapping[str, TokenBuffer]
@@ -104,7 +209,7 @@ class StepJob:
 
     @contextlib.contextmanager
     def models(self) -> Iterator[None]:
-        """While every model that the plan uses is its own."""
+        """Hold the models that the plan uses."""
         try:
             for ticket in self.tickets:
                 ticket.begin()
@@ -116,7 +221,7 @@ class StepJob:
 
 @dataclass(slots=True)
 class Done:
-    """A plan that was carried out. Drafts of a lane are held from when this is collected."""
+    """A finished plan. Drafts of a lane are held from when this is collected."""
 
     plan: StepPlan
     result: StepResult
@@ -125,7 +230,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class StepMarks:
-    """When a target step began, had its drafts, had its batch, had verified it, and ended."""
+    """Times in a target step: start, drafts made, batch built, batch verified, end."""
 
     started_at: float
     drafted_at: float
@@ -136,10 +241,11 @@ class StepMarks:
 
 @dataclass(slots=True)
 class Totals:
-    """Of all steps so far. phases: seconds of target steps; plan_s: from when their turns of the
-    loop began until they did; drafter_seconds: that each drafter has drafted and read;
-    steps_by_tokens: target steps by the tokens that they computed, up to each of STEP_TOKENS and
-    more; num_step_tokens: those tokens."""
+    """Totals of all steps so far.
+
+    phases: seconds of target steps; plan_s: seconds from the start of their turns to their start;
+    drafter_seconds: of drafting and reading; steps_by_tokens: histogram of target steps over
+    STEP_TOKENS; num_step_tokens: tokens of those steps."""
 
     drafter_seconds: dict[str, float]
     num_target_steps: int = 0
@@ -166,7 +272,7 @@ class Totals:
 
 
 class Failures:
-    """Drafters that fail in several steps, one after the other."""
+    """Drafters that fail in several steps in a row."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -174,27 +280,28 @@ class Failures:
         self._broken: list[str] = []
 
     def note(self, drafter: str, *, has_failed: bool) -> None:
-        """Of one step in which it was asked."""
+        """Note a step in which the drafter was used."""
         self._num[drafter] = self._num[drafter] + 1 if has_failed else 0
         if self._num[drafter] == self._most:
             self._broken.append(drafter)
 
     def take(self) -> list[str]:
-        """Those that have come to the limit, once each."""
+        """Return drafters that have reached the limit, once each."""
         broken, self._broken = self._broken, []
         return broken
 
 
 def orders_of(plan: StepPlan) -> list[DraftOrder]:
-    """All draft orders of a plan, those of its items among them."""
+    """Return all draft orders of a plan, those of its items included."""
     return [*plan.drafts, *(i.draft for i in plan.items if i.draft is not None)]
 
 
 def draft_time(
     orders: Sequence[DraftOrder], seconds: float, drafts: Drafts | None = None
 ) -> DraftTime:
-    """Of the orders that one drafter has carried out together. drafts: what came of them, unless
-    they only read."""
+    """Return the time of orders that one drafter carried out together.
+
+    drafts: their results; None: the orders only read."""
     done, num_steps = list(orders), None
     if drafts is not None:
         num_steps = drafts.num_steps
@@ -211,7 +318,7 @@ def draft_time(
 
 
 def sampled_of(job: StepJob, drafts: Sequence[tuple[list[int], list[int]]]) -> list[Drafted]:
-    """What the target is to decide on. drafts: of all items, in their order."""
+    """Return the items that sample. drafts: of all items, in their order."""
     return [
         Drafted(job.texts[item.request_id], item.start + item.num_scheduled_tokens, *draft)
         for item, draft in zip(job.plan.items, drafts, strict=True)
@@ -222,8 +329,9 @@ def sampled_of(job: StepJob, drafts: Sequence[tuple[list[int], list[int]]]) -> l
 def verdicts_of(
     items: Sequence[VerifyItem], sampled: Sequence[Drafted], decided: Sequence[Decided]
 ) -> tuple[Verdict, ...]:
-    """Chunks of prefill have nothing to tell; what was decided, up to the output's end, is appended
-    to the texts."""
+    """Return verdicts, and append what was decided to the texts, up to the output's end.
+
+    Chunks of prefill yield empty verdicts."""
     verdicts = []
     answers = zip(sampled, decided, strict=True)
     for item in items:
@@ -276,7 +384,7 @@ def verified(
     marks: StepMarks,
     replays: Sequence[Replayed],
 ) -> Done:
-    """A target step that was carried out. num_rows: of the target's batch."""
+    """Return a finished target step. num_rows: of the target's batch."""
     plan, started_at = job.plan, marks.started_at
     since = started_at if job.receiving_since is None else job.receiving_since
     result = StepResult(
@@ -305,7 +413,7 @@ def verified(
 
 
 def _failures(job: StepJob) -> Iterator[Failure]:
-    """Requests that cannot go on as they were asked for."""
+    """Return requests that cannot go on, with the reason."""
     for item in job.plan.items:
         problem = job.texts[item.request_id].problem
         if problem is not None:

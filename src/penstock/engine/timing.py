@@ -12,10 +12,9 @@ import torch
 
 from penstock.core.loop import Clock
 from penstock.core.types import DraftOrder, Request, SamplingParams
-from penstock.engine.batch import BatchWriter, RaggedBatch
 from penstock.engine.drafters.base import LocalDrafter
 from penstock.engine.executor import LocalExecutor
-from penstock.engine.runner import Model
+from penstock.engine.runner import BatchWriter, Model, RaggedBatch
 from penstock.engine.sequences import TokenBuffer
 
 _BATCH = 4
@@ -75,15 +74,19 @@ def slowdowns(
     pace = partial(_Stopwatch, clock)
     verifying = partial(dummy_verify, target, [_NUM_DRAFT_TOKENS + 1] * _BATCH, context)
     drafting = partial(dummy_draft, drafter, _BATCH, _NUM_DRAFT_TOKENS, 1, context)
+
+    def share_threads(of_target: int, of_drafter: int) -> None:
+        target.limit_threads(of_target)
+        if drafter.runner is not None:
+            drafter.runner.limit_threads(of_drafter)
+
     slower: list[float] = []
     target_slower: list[float] = []
     for _ in range(_ROUNDS):
-        target.limit_threads(num_threads)
-        drafter.limit_threads(num_threads)
+        share_threads(num_threads, num_threads)
         alone = pace().run(drafting, seconds)
         target_alone = pace().run(verifying, seconds)
-        target.limit_threads(max(1, num_threads - 1))
-        drafter.limit_threads(max(1, num_threads // 2))
+        share_threads(max(1, num_threads - 1), max(1, num_threads // 2))
         beside = pace()
         thread = threading.Thread(target=beside.run, args=(drafting, 2 * seconds))
         thread.start()
@@ -91,8 +94,7 @@ def slowdowns(
         thread.join()
         slower.append(beside.during(seconds) / alone.mean)
         target_slower.append(target_beside.mean / target_alone.mean)
-    target.limit_threads(num_threads)
-    drafter.limit_threads(num_threads)
+    share_threads(num_threads, num_threads)
     return max(1.0, median(slower)), max(1.0, median(target_slower))
 
 

@@ -1,5 +1,4 @@
-"""One step of the target: a forward pass of a ragged batch, the verification of its drafts, and the
-log-probabilities of prompts."""
+"""One step of the target: forward pass, verification of drafts, log-probabilities of prompts."""
 
 from __future__ import annotations
 
@@ -11,8 +10,7 @@ import numpy as np
 import torch
 
 from penstock.core.types import SamplingParams, TokenLogprob
-from penstock.engine.batch import BatchWriter, IntArray, RaggedBatch
-from penstock.engine.runner import ModelRunner
+from penstock.engine.runner import BatchWriter, IntArray, ModelRunner, RaggedBatch
 from penstock.engine.sampling import (
     Changed,
     SamplingRows,
@@ -30,8 +28,9 @@ from penstock.engine.sequences import SamplingTable, TokenBuffer
 
 
 class Proposal(Protocol):
-    """A draft behind some request's known tokens, as verification reads it: `Drafted`, or what of
-    it another process is told."""
+    """A draft behind a request's known tokens, as verification reads it.
+
+    It is a `Drafted`, or its description in another process."""
 
     @property
     def position(self) -> int: ...
@@ -46,9 +45,10 @@ class Proposal(Protocol):
 
 
 class Drafted(NamedTuple):
-    """A request whose next token is sampled in this step, and its draft. position: of the first
-    token that is decided; prob_rows: for every draft token its row of the joined distributions, or
-    -1."""
+    """A request whose next token is sampled in this step, and its draft.
+
+    position: of the first token that is decided; prob_rows: per draft token its row of the joined
+    distributions, or -1."""
 
     text: TokenBuffer
     position: int
@@ -61,14 +61,15 @@ class Drafted(NamedTuple):
 
     @property
     def so_far(self) -> TextSoFar | None:
-        """See `TokenBuffer.so_far`."""
+        """Return the text as `TokenBuffer.so_far`."""
         return self.text.so_far(self.token_ids)
 
 
 class Decided(NamedTuple):
-    """What verification came to for one request; see `core.types.Verdict`. The last token is
-    NO_TOKEN where the logits for it are not finite. evidence, evidence_all: of each draft position,
-    so that positions behind the end of the output can be left out."""
+    """Result of verification for one request (`core.types.Verdict`).
+
+    The last token is NO_TOKEN where its logits are not finite. evidence, evidence_all: per draft
+    position, so that positions behind the end of the output can be left out."""
 
     token_ids: list[int]
     num_accepted: int
@@ -80,9 +81,9 @@ class Decided(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """The target's samples of a batch's rows of logits, and the logits of some requests, one after
-    the other: `kept` are their places, rising; `by_logits` are those of them that cannot be decided
-    by the samples."""
+    """The target's samples of a batch's rows, and the logits of some requests, concatenated.
+
+    kept: places of those requests, rising; by_logits: those that samples alone cannot decide."""
 
     token_ids: list[int]
     by_logits: Sequence[int] = ()
@@ -91,15 +92,14 @@ class Samples(NamedTuple):
 
 
 class Verifier:
-    """Forward passes of the target, and what they say about drafts.
+    """Forward passes of the target, and verification by them.
 
-    A request that takes the target's own samples, since it is `coupled` or has no draft, may have
-    them drawn in the pass itself, unless its distribution is cut or changed, or it asks for
-    probabilities: an accepted draft is then the samples' own beginning, and no logits come back.
-    A grammar looks at the samples afterwards: only where it does not let one come, it is drawn
-    again of what it allows. Of a request with one, samples behind the first that is no draft token
-    are of all tokens: `evidence_all` may be lower than it would be of those that may come.
-    """
+    Samples of requests that take the target's own (`coupled`, or without a draft) may be drawn in
+    the pass itself, unless the distribution is filtered or changed, or log-probabilities are
+    requested: the accepted draft is then the common prefix, and no logits come back. A grammar
+    checks the samples afterwards: only a forbidden one is drawn again from the permitted tokens.
+    With a grammar, samples behind the first mismatch are of all tokens: `evidence_all` may be lower
+    than over the permitted ones."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
@@ -107,7 +107,7 @@ class Verifier:
         self._sampling_by_logits = SamplingTable()
 
     def forward(self, batch: RaggedBatch, drafted: Sequence[Drafted]) -> torch.Tensor | Samples:
-        """Logits of the batch's rows, [num_logits, V], or the samples that they would give."""
+        """Return logits of the batch's rows, [num_logits, V], or the samples drawn from them."""
         if drafted:
             params, ratio = self._sampling.of([d.text for d in drafted])
             by_logits = _by_logits(drafted, params, ratio)
@@ -132,7 +132,7 @@ class Verifier:
         drafted: Sequence[Drafted],
         draft_probs: torch.Tensor | None,
     ) -> list[Decided]:
-        """From what `forward` returned. draft_probs: [rows, V], see `VerifyBatch`."""
+        """Verify by the result of `forward`. draft_probs: [rows, V], as in `VerifyBatch`."""
         if not drafted:
             return []
         if isinstance(scores, torch.Tensor):
@@ -158,7 +158,7 @@ class Verifier:
         return decided
 
     def _settle(self, scores: Samples, drafted: Sequence[Drafted], starts: Sequence[int]) -> None:
-        """Make samples of all tokens those of the tokens that may come, as far as they count."""
+        """Replace samples that a grammar forbids, as far as they count."""
         samples = scores.token_ids
         refused: list[tuple[int, int]] = []
         for i in scores.kept:
@@ -183,8 +183,9 @@ class Verifier:
         starts: Sequence[int],
         refused: Sequence[tuple[int, int]],
     ) -> None:
-        """Of the tokens that may come. refused: places of requests, and which of their samples is
-        the first to be drawn again."""
+        """Draw from the permitted tokens.
+
+        refused: places of requests, and the first of their samples to be drawn again."""
         kept, vocab_size = _rows_kept(scores, starts), self.runner.vocab_size
         places = [(i, n) for i, first in refused for n in range(first, len(kept[i]))]
         masks = np.full((len(places), -(-vocab_size // 32)), -1, dtype=np.int32)
@@ -215,11 +216,10 @@ def decide(
     draft_probs: torch.Tensor | None,
     sample: TokenSampler,
 ) -> list[Decided]:
-    """What verification comes to, of any batch.
+    """Verify any batch.
 
-    logits: [rows, V] float32, of every request one row more than it has draft tokens; may be
-    written over. params, ratio: one entry a request; draft_probs: see `VerifyBatch`
-    """
+    logits: [rows, V] float32, per request one row more than it has draft tokens; may be
+    overwritten. params, ratio: one entry per request; draft_probs: as in `VerifyBatch`"""
     row_start = _row_start(drafted)
     changed = _changed(logits, drafted, row_start) if params.reads_text else logits
     has_drafts = row_start[-1] > len(drafted)
@@ -262,7 +262,7 @@ def decide(
 
 
 def _by_logits(drafted: Sequence[Drafted], params: SamplingRows, ratio: BoolArray) -> list[int]:
-    """Places of those who cannot be decided by the target's samples alone."""
+    """Return places of requests that the target's samples alone cannot decide."""
     wanted = [d.sampling.num_logprobs is not None for d in drafted]
     if params.is_masked_at_most and not any(wanted) and not ratio.any():
         return []
@@ -277,7 +277,7 @@ def _by_logits(drafted: Sequence[Drafted], params: SamplingRows, ratio: BoolArra
 def _changed(
     logits: torch.Tensor, drafted: Sequence[Proposal], row_start: Sequence[int]
 ) -> torch.Tensor:
-    """Logits as the text before each row changes them."""
+    """Return logits changed by the text before each row."""
     if any(d.sampling.num_logprobs is not None for d in drafted):
         logits = logits.clone()  # what is reported is the model's own
     change_logits(
@@ -291,7 +291,7 @@ def _changed(
 
 
 def _rows_kept(scores: Samples, starts: Sequence[int]) -> dict[int, range]:
-    """Of each request whose logits came back their rows."""
+    """Return the rows of each request whose logits came back."""
     rows, end = {}, 0
     for i in scores.kept:
         begin, end = end, end + starts[i + 1] - starts[i]
@@ -320,7 +320,7 @@ def _compare(samples: list[int], first: int, draft: list[int]) -> Decided:
 
 
 _MOST_ROWS = 64
-"""Rows of logits at a time: one may be half a megabyte."""
+"""Limit of logits rows at a time: one may be half a megabyte."""
 
 
 class PromptScores:
@@ -332,19 +332,20 @@ class PromptScores:
 
     @property
     def num_requests(self) -> int:
-        """That have something to tell."""
+        """Requests with scores that were not taken yet."""
         return len(self._found)
 
     def wants(self, text: TokenBuffer) -> bool:
-        """Whether a request's prompt is still to be scored, or is being scored."""
+        """Return True if a request's prompt is still to be scored, or is being scored."""
         request = text.request
         return request.sampling.num_prompt_logprobs is not None and (
             text.length == request.prompt_len
         )
 
     def read(self, text: TokenBuffer, start: int, end: int, tables: IntArray) -> None:
-        """Compute known tokens start..end - 1, before which all are computed. tables: [1, blocks],
-        of the request."""
+        """Compute known tokens start..end - 1, before which all are computed.
+
+        tables: [1, blocks], of the request."""
         request = text.request
         num_top = request.sampling.num_prompt_logprobs
         assert num_top is not None
@@ -360,9 +361,9 @@ class PromptScores:
                 found += token_logprobs(logits[: len(following)], following, num_top)
 
     def take(self, request_id: str) -> tuple[TokenLogprob, ...]:
-        """Of a request that samples, once."""
+        """Return the scores of a request that samples, once."""
         return tuple(self._found.pop(request_id, ()))
 
     def forget(self, request_id: str) -> None:
-        """The request is over."""
+        """Drop the state of a request."""
         self._found.pop(request_id, None)

@@ -14,7 +14,7 @@ from urllib.parse import unquote
 import grpc.aio
 
 from penstock.config import DEFAULT_TENANT, DraftersConfig
-from penstock.serving.intake import network_of_host
+from penstock.serving.limits import network_of_host
 from penstock.serving.messages import AuditFinding
 from penstock.transport.checks import Refusal, TokenBucket
 

@@ -22,11 +22,10 @@ from penstock.core.types import (
     SamplingParams,
     TokenLogprob,
 )
-from penstock.serving.client import EngineClient
+from penstock.serving.client import EngineClient, EngineUnavailable
 from penstock.serving.draft_access import Audits, Identity
-from penstock.serving.intake import EngineUnavailable, QueueFull
+from penstock.serving.limits import NotAllowed, QueueFull, RateLimited
 from penstock.serving.messages import RemoteDraft
-from penstock.serving.quotas import NotAllowed, RateLimited
 from penstock.transport.checks import (
     ASSIGNED_PREFIX,
     ExpectedDraft,

@@ -13,15 +13,9 @@ from functools import partial
 from typing import Self
 
 from penstock.core.types import NO_DRAFTER, FinishReason, Output, Request
+from penstock.serving.client import EngineUnavailable, OutputStream, RequestClient
 from penstock.serving.draft_server import DraftService
-from penstock.serving.intake import (
-    EngineUnavailable,
-    OutputStream,
-    QueueFull,
-    RequestClient,
-    RequestRejected,
-    WaitingRoom,
-)
+from penstock.serving.limits import QueueFull, RequestRejected, WaitingRoom
 from penstock.serving.messages import Ready
 from penstock.serving.tracked import Piece, TrackedRequest, VerifiedText
 from penstock.transport.checks import Limits, Refusal, check_open

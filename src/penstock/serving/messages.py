@@ -1,10 +1,9 @@
-"""What the HTTP process and the engine process tell each other, and how it is framed.
+"""Messages between the HTTP process and the engine process, and their framing.
 
-Up go `Events`, `StatsRequest` and `Stop`; down come `Ready` or `Failed`, then `Outputs` (one
-message a turn), `DraftOrders`, `AuditFinding` and `EngineStats`; and `Heartbeat` all the time. The
-engine's end is the standard library's `Connection`; the other end is asyncio's, which has none, and
-so frames its messages here. The socket is private to the two processes: pickles are safe.
-"""
+Up go `Events`, `StatsRequest` and `Stop`; down come `Ready` or `Failed`, then `Outputs` (one per
+turn), `DraftOrders`, `AuditFinding` and `EngineStats`; `Heartbeat` all the time. The engine's end
+is the standard library's `Connection`; the other is asyncio's, which frames its messages here. The
+socket is private to the two processes: pickles are safe."""
 
 from __future__ import annotations
 
@@ -25,19 +24,17 @@ from penstock.core.types import (
 )
 
 HEADER = struct.Struct("!i")
-"""Before each pickle, its length: as `multiprocessing.connection.Connection` has it, too."""
+"""Length of the pickle that follows, as in `multiprocessing.connection.Connection`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteDraft:
-    """A draft server's answer to an order, checked already. An id that no request has only tells
-    that the server lives.
+    """A draft server's checked answer to an order.
 
-    weights: for each token the ids and integer weights of the distribution that it was sampled
-             from; None for a draft that is compared with the target's own sample
-    audit: the drafter of this machine by which it is to be recomputed, if it is, as it stands
-           behind `prefix_len` tokens
-    """
+    An unknown request id only shows that the server lives. weights: per token the ids and integer
+    weights of the distribution that it was sampled from; None for a draft that is compared with the
+    target's own sample. audit: the local drafter that recomputes it behind `prefix_len` tokens, if
+    any."""
 
     request_id: str
     epoch: int
@@ -51,27 +48,28 @@ class RemoteDraft:
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """Arrivals, cancellations, drafts and the like, in order."""
+    """Arrivals, cancellations, drafts and other events, in order."""
 
     events: tuple[Event | RemoteDraft, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StatsRequest:
-    """Asks for one `EngineStats`."""
+    """Request for one `EngineStats`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End the process; what runs is abandoned."""
+    """Command to end the process; unfinished requests are abandoned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The engine is loaded. `max_request_tokens`: the most that prompt and output of one request
-    may be together, by context and by KV memory. `draft_model`: what a draft server drafts with,
-    where the engine is at the other end of its link. `scores_prompts`: it can tell
-    log-probabilities of a prompt's tokens."""
+    """The engine is loaded.
+
+    max_request_tokens: limit of prompt and output of one request, by context and KV memory.
+    draft_model: what a draft server drafts with, where the engine is at the other end of its link.
+    scores_prompts: it can report log-probabilities of a prompt's tokens."""
 
     tokenizer_path: Path
     max_request_tokens: int
@@ -85,7 +83,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The engine could not be loaded, and why, in one line."""
+    """The engine could not be loaded; the reason in one line."""
 
     message: str
 
@@ -105,7 +103,7 @@ def _outputs(rows: list[tuple[Any, ...]]) -> Outputs:
 
 
 class RequestText(NamedTuple):
-    """What a draft server must know of a request. `token_ids`: prompt and output so far."""
+    """A request as a draft server sees it. token_ids: prompt and output so far."""
 
     tenant: str
     sampling: SamplingParams
@@ -114,7 +112,7 @@ class RequestText(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DraftOrders:
-    """Orders for draft servers. new_requests: those of them that were never ordered before."""
+    """Orders for draft servers. new_requests: those that were never ordered before."""
 
     orders: tuple[DraftOrder, ...]
     new_requests: dict[str, RequestText]
@@ -122,7 +120,7 @@ class DraftOrders:
 
 @dataclass(frozen=True, slots=True)
 class AuditFinding:
-    """A draft server's draft recomputed; as `engine.audit.Finding`."""
+    """Result of recomputing a draft server's draft, as `engine.audit.AuditResult`."""
 
     drafter: str
     weighted: bool
@@ -133,7 +131,7 @@ class AuditFinding:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """The engine process lives. step_s: seconds that the loop's present step has taken so far."""
+    """A sign of life. step_s: seconds that the loop's present step has taken so far."""
 
     step_s: float
 
@@ -145,16 +143,14 @@ class EngineStats:
     kv_usage: share of each model's KV blocks in use, `target` among them
     busy_s, uptime_s: seconds inside the loop's turns, and since the engine was ready
     num_target_steps, phases: target steps, and their seconds by phase
-    drafter_seconds: of drafting and reading, by drafter of this machine
-    num_ahead, num_ahead_used: tokens that draft servers have sent ahead, and those of them that
-        were part of a verified draft
-    plan_s: of target steps, from when their turns of the loop began until they did
-    kv_capacity_tokens: of the target; kv_fluid: what the traffic takes in the fluid, where known
-    tenant_weights: of the tenants that are configured, or have asked for something
-    num_deferred: of those waiting, which a grammar or a tokenizer is prepared for
-    kv_block_size: of the target
-    steps_by_tokens, num_step_tokens: see `engine.steps.Totals`
-    """
+    drafter_seconds: of drafting and reading, by local drafter
+    num_ahead, num_ahead_used: tokens that draft servers have sent ahead, and those that were part
+    of a verified draft
+    plan_s: seconds from the start of target steps' turns to the start of the steps
+    kv_capacity_tokens, kv_block_size: of the target; kv_fluid: demand in the fluid model, if known
+    tenant_weights: of the tenants that are configured, or have sent requests
+    num_deferred: waiting requests whose grammar or tokenizer is prepared
+    steps_by_tokens, num_step_tokens: as in `engine.steps.Totals`"""
 
     num_running: int
     num_waiting: int
@@ -179,6 +175,6 @@ class EngineStats:
 
 
 def frame(message: object) -> bytes:
-    """A message as bytes for the wire."""
+    """Encode a message for the wire."""
     payload = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     return HEADER.pack(len(payload)) + payload

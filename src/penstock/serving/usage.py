@@ -1,4 +1,4 @@
-"""What outputs come to, counted: tokens, and how speculation went."""
+"""Counts of output tokens and of speculation."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from penstock.core.types import Output
 
 @dataclass(slots=True)
 class Usage:
-    """Of one request or several. A draft is a round in which a drafter proposed something.
+    """Counts of one request or several. A draft is a round in which a drafter proposed tokens.
 
-    num_rounds: outputs with tokens
-    drafts: rounds by drafter
-    """
+    num_rounds: outputs with tokens. drafts: rounds by drafter."""
 
     num_tokens: int = 0
     num_cached_tokens: int = 0
@@ -43,7 +41,7 @@ class Usage:
 
     @property
     def drafter(self) -> str | None:
-        """The one that drafted most often."""
+        """The drafter with most drafts."""
         return max(self.drafts, key=self.drafts.__getitem__, default=None)
 
     @property
@@ -52,7 +50,7 @@ class Usage:
         return 1 + self.num_accepted_tokens / max(self.drafts.total(), 1)
 
     def speculation(self) -> dict[str, Any]:
-        """For reports."""
+        """Return the counts for reports."""
         return {
             "drafter": self.drafter,
             "num_drafts": self.drafts.total(),

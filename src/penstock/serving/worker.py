@@ -146,6 +146,8 @@ class EngineServer:
         """Requests that wait for a compiled grammar, or for the tokenizer of stop strings."""
         self._grammars: dict[str, Future[Any]] = {}
         """By requests without output yet: keeps their grammars in the compiler's cache."""
+        self._audits = False
+        """Whether a draft was given to the auditor."""
         engine.executor.remote.connect(self._send_orders)
 
     def serve(self) -> None:
@@ -160,8 +162,9 @@ class EngineServer:
             turn = self._turn([*self._events(messages), *self._broken()])
             if turn.outputs:
                 self._channel.send(Outputs(turn.outputs))
-            for finding in self._engine.auditor.findings():
-                self._channel.send(AuditFinding(*finding))
+            if self._audits:
+                for finding in self._engine.auditor.findings():
+                    self._channel.send(AuditFinding(*finding))
             for message in messages:
                 if isinstance(message, StatsRequest):
                     self._channel.send(self.stats())
@@ -236,6 +239,7 @@ class EngineServer:
         text = executor.text_of(draft.request_id)
         # A late draft has a shorter prefix than the text verified by now.
         if draft.audit is not None and text is not None and text.length == draft.prefix_len:
+            self._audits = True
             self._engine.auditor.submit(
                 draft.drafter, draft.audit, text, draft.token_ids, draft.weights
             )

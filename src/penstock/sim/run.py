@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.config import PolicyConfig
-from penstock.core.kv.blocks import BlockPool
+from penstock.core.kv import BlockPool
 from penstock.core.learn import Estimators, seed_estimators
 from penstock.core.learn.times import drafter_profiles
 from penstock.core.loop import Instrument

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from penstock.core.learn import Estimators
-from penstock.core.policies.allocation import AllocationPolicy, Grant
+from penstock.core.policies.base import AllocationPolicy, DraftCandidate, Room, View
 from penstock.core.policies.registry import make_policy
-from penstock.core.state import Outcome, RequestState
+from penstock.core.state import Grant, Outcome, RequestState
 from penstock.core.types import Request, Verdict
-from penstock.core.view import DraftCandidate, Room, View
 
 
 def make(**options: Any) -> AllocationPolicy:

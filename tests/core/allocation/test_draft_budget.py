@@ -6,7 +6,7 @@ import pytest
 
 from penstock.core.learn import Estimators
 from penstock.core.policies.allocation.parts.gradient import draft_budget
-from penstock.core.view import Room, View
+from penstock.core.policies.base import Room, View
 from penstock.fluid.step_profile import StepProfile
 
 

@@ -11,11 +11,10 @@ from tests.products import first_fast
 
 from lab.common.rounds import GeometricClients, play
 from penstock.core.learn import Estimators
-from penstock.core.policies.allocation import AllocationPolicy, Grant, Outcome
+from penstock.core.policies.base import AllocationPolicy, DraftCandidate, Room, View
 from penstock.core.policies.registry import PolicyError, make_policy
-from penstock.core.state import RequestState
+from penstock.core.state import Grant, Outcome, RequestState
 from penstock.core.types import Request, Tenant, Verdict
-from penstock.core.view import DraftCandidate, Room, View
 
 FAIR = ("goodspeed", "goodspeed_adaptive", "random")
 

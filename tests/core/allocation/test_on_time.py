@@ -11,9 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.core.test_allocation import FLAT, STEEP, candidates, learned, lengths_of, work
 
+from penstock.core.policies.base import DraftCandidate, View
 from penstock.core.policies.registry import make_policy
 from penstock.core.types import LatencyTarget, Request, Tenant
-from penstock.core.view import DraftCandidate, View
 
 RISING = {1: 0.01, 8: 0.011, 64: 0.04}
 

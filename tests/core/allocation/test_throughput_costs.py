@@ -11,13 +11,13 @@ from tests.core.fakes import ToyDrafter, ToyExecutor
 from tests.core.test_allocation import FLAT, candidates, learned, lengths_of, work
 from tests.core.world import World, make_request, make_scheduler
 
-from penstock.core.kv.blocks import BlockPool
+from penstock.core.kv import BlockPool
 from penstock.core.learn import Estimators
 from penstock.core.policies.allocation.throughput import Throughput
+from penstock.core.policies.base import DraftCandidate, Room, View
 from penstock.core.policies.registry import make_policy
 from penstock.core.state import Drafter, RequestState
 from penstock.core.types import Request, Verdict
-from penstock.core.view import DraftCandidate, Room, View
 
 STEPS = {1: 0.002, 2: 0.0026, 4: 0.004, 64: 0.046, 300: 0.2116}
 """From two rows on each takes 0.7 ms."""

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.core.kv.blocks import BlockPool
+from penstock.core.kv import BlockPool, SequenceKV
 from penstock.core.learn import Estimators
-from penstock.core.policies.selection import SelectionPolicy
-from penstock.core.state import Drafter, Outcome, RequestState, SequenceKV
+from penstock.core.policies.base import SelectionPolicy, View
+from penstock.core.state import Drafter, Outcome, RequestState
 from penstock.core.types import TARGET, Replayed, Request, SamplingParams, Status, Verdict
-from penstock.core.view import View
 
 Rates = Callable[[int], Mapping[str, float]]
 """Acceptance of a draft token by model, of the request with this number."""

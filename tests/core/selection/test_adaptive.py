@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from tests.core.selection.rounds import Machine, Rounds, mixed_rates
 
-from penstock.core.kv.blocks import BlockPool
+from penstock.core.kv import BlockPool
 from penstock.core.learn import Estimators
+from penstock.core.policies.base import View
 from penstock.core.policies.registry import make_policy
 from penstock.core.state import Drafter, RequestState
 from penstock.core.types import (
@@ -20,7 +21,6 @@ from penstock.core.types import (
     StepResult,
     Verdict,
 )
-from penstock.core.view import View
 
 SECONDS = {"small": 0.5e-3, "large": 2e-3}
 

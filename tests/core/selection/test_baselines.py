@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from tests.core.selection.rounds import Machine, Rounds
 
+from penstock.core.policies.base import View
 from penstock.core.policies.registry import make_policy
 from penstock.core.state import Drafter, RequestState
 from penstock.core.types import Request
-from penstock.core.view import View
 
 NAMES = ("d0", "d1", "d2")
 SECONDS = {"d2": 3e-3, "d0": 1e-3, "d1": 2e-3}

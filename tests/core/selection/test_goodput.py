@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 from tests.core.selection.rounds import Machine
 
+from penstock.core.policies.base import View
 from penstock.core.policies.selection.parts.goodput import ObservedGoodput, RoundTimes, model_of
 from penstock.core.state import Drafter, Outcome, RequestState
 from penstock.core.types import TARGET, Request, Status, Verdict
-from penstock.core.view import View
 
 MACHINE = Machine({"small": 1e-3, "large": 3e-3}, verify=10e-3, per_row=0.1e-3)
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from tests.core.selection.rounds import Machine, Rounds, mixed_rates
 
+from penstock.core.policies.base import View
 from penstock.core.policies.registry import make_policy
 from penstock.core.policies.selection.papers.lbss import Lbss
 from penstock.core.state import Drafter, RequestState
 from penstock.core.types import Request
-from penstock.core.view import View
 
 NAMES = tuple(f"d{i}" for i in range(8))
 

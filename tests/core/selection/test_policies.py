@@ -10,13 +10,12 @@ import pytest
 from tests.core.selection.rounds import Machine, Rates, Rounds, mixed_rates
 
 from penstock.core.learn import Estimators
+from penstock.core.policies.base import SelectionPolicy, View
 from penstock.core.policies.registry import PolicyError, make_policy
-from penstock.core.policies.selection import SelectionPolicy
 from penstock.core.policies.selection.papers import lbss as lbss_module
 from penstock.core.policies.selection.parts.goodput import RoundTimes
 from penstock.core.state import RequestState
 from penstock.core.types import Request
-from penstock.core.view import View
 
 NAMES = ("d0", "d1", "d2", "d3", "d4")
 SECONDS = (0.5e-3, 1e-3, 1.6e-3, 2.4e-3, 3e-3)

@@ -12,10 +12,9 @@ from tests.core.fakes import Corruption, ToyDrafter, ToyExecutor
 from tests.core.world import Chaos, World, make_request, make_scheduler
 
 from penstock.core import draft, observe
-from penstock.core.policies.selection import ReplayProposal, SelectionPolicy
+from penstock.core.policies.base import ReplayProposal, SelectionPolicy, View
 from penstock.core.state import RequestState
 from penstock.core.types import TARGET, Cancel, DrafterDown, DraftOrder, Replayed
-from penstock.core.view import View
 
 GOOD = ToyDrafter("good", accuracy=0.85)
 POOR = ToyDrafter("poor", accuracy=0.4)

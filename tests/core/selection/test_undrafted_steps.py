@@ -6,10 +6,10 @@ import itertools
 
 from tests.core.selection.rounds import Machine
 
+from penstock.core.policies.base import View
 from penstock.core.policies.selection.adaptive import Adaptive
 from penstock.core.state import Outcome, RequestState
 from penstock.core.types import Request, Verdict
-from penstock.core.view import View
 
 MACHINE = Machine({"a": 1e-3})
 NUM_STEPS, STEP_S = 500, 0.01

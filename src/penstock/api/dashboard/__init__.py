@@ -10,9 +10,9 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Header, Response
 
 from penstock.api.errors import ApiError
+from penstock.api.http import ApiKeys
 from penstock.api.metrics import Metrics
-from penstock.api.prepare import ApiKeys
-from penstock.serving.intake import RequestClient
+from penstock.serving.client import RequestClient
 
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 

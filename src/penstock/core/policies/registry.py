@@ -12,13 +12,19 @@ import typing
 from pathlib import Path
 from typing import Any
 
+from penstock.core.policies.base import (
+    AdmissionPolicy,
+    AllocationPolicy,
+    Pipeline,
+    SelectionPolicy,
+)
 from penstock.core.policies.options import checked, described
 
-_BASES = {
-    "admission": "AdmissionPolicy",
-    "selection": "SelectionPolicy",
-    "allocation": "AllocationPolicy",
-    "pipeline": "Pipeline",
+_BASES: dict[str, type[Any]] = {
+    "admission": AdmissionPolicy,
+    "selection": SelectionPolicy,
+    "allocation": AllocationPolicy,
+    "pipeline": Pipeline,
 }
 _NAME = re.compile(r'^    name: ClassVar\[str\] = "(\w+)"$', re.MULTILINE)
 
@@ -55,7 +61,7 @@ def register(kind: str, policy: type[Any], name: str | None = None) -> None:
 
 def _complete(kind: str, policy: Any) -> type[Any]:
     """Return the policy, or raise PolicyError if it lacks what its kind needs."""
-    base = getattr(importlib.import_module(f"penstock.core.policies.{kind}"), _BASES[kind])
+    base = _BASES[kind]
     label = f"{kind} policy {getattr(policy, 'name', policy)!r}"
     if not (inspect.isclass(policy) and issubclass(policy, base)):
         raise PolicyError(f"{label} is no {base.__name__}")

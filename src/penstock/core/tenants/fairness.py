@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from penstock.core.learn import Estimators
-from penstock.core.policies.admission import AdmissionPolicy
+from penstock.core.policies.base import AdmissionPolicy
 from penstock.core.state import RequestState
 from penstock.core.step import Step, newest
 from penstock.core.tenants.accounts import UNITS, Account, Accounts

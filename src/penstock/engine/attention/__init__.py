@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
-from penstock.engine.batch import RaggedBatch
 from penstock.engine.kv_cache import PagedKVCache
+from penstock.engine.runner import RaggedBatch
 
 
 class Attention(Protocol):

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from penstock.engine.batch import RaggedBatch
 from penstock.engine.gather import Gathered, IntArray, KVGather, by_kind, seen
 from penstock.engine.kv_cache import PagedKVCache
+from penstock.engine.runner import RaggedBatch
 from penstock.fluid.packing import AttentionCost, Decomposition, best_decomposition, decompose
 
 Planner = Callable[[list[int], int], Decomposition]

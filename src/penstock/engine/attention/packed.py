@@ -12,9 +12,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from penstock.engine.batch import IntArray, RaggedBatch
 from penstock.engine.gather import Gathered, KVGather, seen
 from penstock.engine.kv_cache import PagedKVCache
+from penstock.engine.runner import IntArray, RaggedBatch
 
 # More rows fill a matrix product without folding heads, which would multiply the mask.
 _MAX_FOLDED_QUERIES = 32

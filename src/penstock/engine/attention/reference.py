@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from penstock.engine.batch import RaggedBatch
 from penstock.engine.kv_cache import PagedKVCache
+from penstock.engine.runner import RaggedBatch
 
 
 class ReferenceAttention:

@@ -45,11 +45,6 @@ class LocalDrafter(ABC):
         """The drafter by which step times are measured."""
         return self
 
-    def limit_threads(self, num_threads: int) -> None:
-        """See `ModelRunner.limit_threads`."""
-        if self.runner is not None:
-            self.runner.limit_threads(num_threads)
-
     def num_that_fit(self, num_tokens: int) -> int:
         """Return the number of requests of `num_tokens` tokens that fit the KV cache."""
         return 1 << 30 if self.runner is None else self.runner.num_that_fit(num_tokens)

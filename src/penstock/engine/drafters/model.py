@@ -11,11 +11,10 @@ import torch
 
 from penstock.core.learn.confidence import Calibrations, Floats, Stop
 from penstock.core.types import DraftOrder, Replayed, SamplingParams, Verdict
-from penstock.engine.batch import BatchWriter, RaggedBatch
-from penstock.engine.batch import IntArray as Int32Array
 from penstock.engine.drafters.base import LocalDrafter
 from penstock.engine.drafters.drafts import Draft, DraftBuilder, Drafts
-from penstock.engine.runner import ModelRunner
+from penstock.engine.runner import BatchWriter, ModelRunner, RaggedBatch
+from penstock.engine.runner import IntArray as Int32Array
 from penstock.engine.sampling import Changed, SamplingRows, TextSoFar, change_logits, sample_draft
 from penstock.engine.sampling.params import BoolArray, IntArray
 from penstock.engine.sequences import BlockTables, SamplingTable, TokenBuffer

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Container
 from dataclasses import dataclass, field
 
-from penstock.core.kv.blocks import BlockPool
+from penstock.core.kv import BlockPool
 from penstock.engine.drafters.model import ModelDrafter
 
 

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from penstock.engine.attention import Attention
-from penstock.engine.batch import RaggedBatch
 from penstock.engine.kv_cache import PagedKVCache
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.mlp import DenseMlp, ExpertMlp
 from penstock.engine.models.rope import Rope
 from penstock.engine.models.rope_table import RopeTable
+from penstock.engine.runner import RaggedBatch
 
 
 class RmsNorm:

@@ -13,7 +13,6 @@ import numpy.typing as npt
 import torch
 
 from penstock.core.learn.confidence import EDGES, Stop
-from penstock.engine.batch import IntArray, RaggedBatch
 from penstock.engine.drafters.drafts import Draft, Drafts
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.quantized import Weight
@@ -23,7 +22,7 @@ from penstock.engine.native import library as c
 from penstock.engine.native.library import native_library
 from penstock.engine.native.packing import BLOCK_FORMATS, Arena, Layout, Packer
 from penstock.engine.native.sampler import sample_natively
-from penstock.engine.runner import ModelRunner
+from penstock.engine.runner import IntArray, ModelRunner, RaggedBatch
 from penstock.engine.sampling import SamplingRows
 from penstock.engine.sampling.noise import Salt, draft_seeds
 from penstock.engine.sampling.params import BoolArray

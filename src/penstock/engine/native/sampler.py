@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.engine.batch import IntArray as Int32Array
 from penstock.engine.native import library as c
+from penstock.engine.runner import IntArray as Int32Array
 from penstock.engine.sampling import SamplingRows, sample_coupled
 from penstock.engine.sampling.noise import Salt
 from penstock.engine.sampling.params import IntArray

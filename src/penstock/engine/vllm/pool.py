@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from penstock.core.kv.blocks import BlockPool
+from penstock.core.kv import BlockPool
 
 
 class MirroredPool(BlockPool):

@@ -9,10 +9,9 @@ import torch
 
 from penstock.config import ConfigError, EngineConfig
 from penstock.core.types import SamplingParams
-from penstock.engine.batch import RaggedBatch
 from penstock.engine.models.fields import token_ids
 from penstock.engine.models.formats import open_checkpoint
-from penstock.engine.runner import Model
+from penstock.engine.runner import Model, RaggedBatch
 from penstock.engine.verifier import Decided
 from penstock.engine.vllm.arguments import LONGEST_DRAFT, failures_in_one_line, vllm_config
 from penstock.engine.vllm.steps import Asked, GrownSequence, NewSequence, TargetStep

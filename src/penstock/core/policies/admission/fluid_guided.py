@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from penstock.core.policies.admission import AdmissionPolicy
 from penstock.core.policies.admission.parts.growth import Refill, num_that_fit
 from penstock.core.policies.admission.parts.targets import Targets, time_left_of_own
+from penstock.core.policies.base import AdmissionPolicy
 from penstock.core.policies.options import PositiveFloat, PositiveInt
 from penstock.core.queues import OrderName
 from penstock.core.state import RequestState

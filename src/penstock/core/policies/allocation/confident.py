@@ -14,12 +14,11 @@ from functools import partial
 from typing import ClassVar, NamedTuple
 
 from penstock.core.learn.times import round_seconds
-from penstock.core.policies.allocation import Grant
 from penstock.core.policies.allocation.parts.drafters import reading_seconds
 from penstock.core.policies.allocation.parts.yields import DraftYield, DraftYields
 from penstock.core.policies.allocation.throughput import Throughput
-from penstock.core.state import Outcome
-from penstock.core.view import DraftCandidate, View
+from penstock.core.policies.base import DraftCandidate, View
+from penstock.core.state import Grant, Outcome
 
 _IDLE_ROUNDS = 8  # as in `throughput`
 _TRIALS = 0.005  # share of the time for drafts that are not expected to gain

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.learn.times import round_seconds
-from penstock.core.policies.allocation import AllocationPolicy, Grant
 from penstock.core.policies.allocation.parts.gradient import (
     Fairness,
     GoodputAverages,
@@ -23,9 +22,9 @@ from penstock.core.policies.allocation.parts.gradient import (
     draft_budget,
     tokens_by_tenant,
 )
+from penstock.core.policies.base import AllocationPolicy, DraftCandidate, View
 from penstock.core.policies.options import MaxDraftTokens, NonNegativeInt
-from penstock.core.state import Outcome
-from penstock.core.view import DraftCandidate, View
+from penstock.core.state import Grant, Outcome
 
 FloatArray = NDArray[np.float64]
 

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from penstock.core.policies.allocation import AllocationPolicy, Grant
+from penstock.core.policies.base import AllocationPolicy, DraftCandidate, View
 from penstock.core.policies.options import MaxDraftTokens, NonNegativeInt
-from penstock.core.state import RequestState
-from penstock.core.view import DraftCandidate, View
+from penstock.core.state import Grant, RequestState
 
 
 class Fixed(AllocationPolicy):

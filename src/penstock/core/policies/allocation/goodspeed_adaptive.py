@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from penstock.core.policies.allocation import AllocationPolicy, Grant
 from penstock.core.policies.allocation.parts.gradient import (
     Fairness,
     GoodputAverages,
@@ -16,9 +15,9 @@ from penstock.core.policies.allocation.parts.gradient import (
     draft_budget,
     tokens_by_tenant,
 )
+from penstock.core.policies.base import AllocationPolicy, DraftCandidate, View
 from penstock.core.policies.options import MaxDraftTokens, NonNegativeInt
-from penstock.core.state import Outcome
-from penstock.core.view import DraftCandidate, View
+from penstock.core.state import Grant, Outcome
 from penstock.fluid.fair import geometric_lengths
 
 

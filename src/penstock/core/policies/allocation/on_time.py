@@ -24,16 +24,15 @@ from numpy.typing import NDArray
 from penstock.core.latency import remaining
 from penstock.core.learn.acceptance import MOST_POSITIONS
 from penstock.core.learn.times import round_seconds
-from penstock.core.policies.allocation import AllocationPolicy, Grant
 from penstock.core.policies.allocation.parts.drafters import fade_unused
 from penstock.core.policies.allocation.parts.gradient import (
     Fairness,
     GoodputAverages,
     tokens_by_tenant,
 )
+from penstock.core.policies.base import AllocationPolicy, DraftCandidate, View
 from penstock.core.policies.options import MaxDraftTokens, NonNegativeFloat
-from penstock.core.state import Outcome
-from penstock.core.view import DraftCandidate, View
+from penstock.core.state import Grant, Outcome
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]

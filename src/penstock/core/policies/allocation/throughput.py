@@ -15,10 +15,10 @@ from typing import ClassVar
 import numpy as np
 
 from penstock.core.learn.times import round_seconds
-from penstock.core.policies.allocation import AllocationPolicy, Grant
 from penstock.core.policies.allocation.parts.drafters import fade_unused, reading_seconds
+from penstock.core.policies.base import AllocationPolicy, DraftCandidate, View
 from penstock.core.policies.options import MaxDraftTokens, NonNegativeFloat
-from penstock.core.view import DraftCandidate, View
+from penstock.core.state import Grant
 
 _LEAST_OVERHEAD_S = 1e-6  # keeps rates finite before anything is measured
 

@@ -8,9 +8,8 @@ from typing import ClassVar
 import numpy as np
 
 from penstock.core.learn import Estimators
-from penstock.core.policies.pipeline import Pipeline
+from penstock.core.policies.base import Pipeline, View
 from penstock.core.state import DraftStage, RequestState
-from penstock.core.view import View
 from penstock.fluid.step_profile import StepWork
 
 _OVERDUE = 0.25  # remaining share of the elapsed time of an overdue draft; chosen by hand

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
-from penstock.core.policies.pipeline import Pipeline
+from penstock.core.policies.base import Pipeline, View
 from penstock.core.policies.pipeline.micro_batches import MicroBatches
 from penstock.core.policies.pipeline.parts.planner import (
     MOST_MICRO_BATCHES,
@@ -19,7 +19,6 @@ from penstock.core.policies.pipeline.parts.planner import (
 )
 from penstock.core.state import RequestState
 from penstock.core.types import StepResult
-from penstock.core.view import View
 
 # Chosen by hand.
 _MIN_GAIN = 0.005  # predicted gain from which on the setting is changed

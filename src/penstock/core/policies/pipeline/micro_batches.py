@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
+from penstock.core.policies.base import Pipeline, View
 from penstock.core.policies.options import Range
-from penstock.core.policies.pipeline import Pipeline
 from penstock.core.policies.pipeline.parts.division import Division
 from penstock.core.policies.pipeline.parts.planner import PipelineSetting
 from penstock.core.state import RequestState
-from penstock.core.view import View
 
 
 class MicroBatches(Pipeline):

@@ -26,14 +26,13 @@ import numpy.typing as npt
 from penstock.core.learn import Estimators
 from penstock.core.learn.acceptance import MOST_POSITIONS
 from penstock.core.learn.prior import AcceptancePrior, Belief, mean_rate
+from penstock.core.policies.base import ReplayProposal, SelectionPolicy, View, usable
 from penstock.core.policies.options import LONGEST_DRAFT, Range, Seed, Share
-from penstock.core.policies.selection import ReplayProposal, SelectionPolicy, usable
 from penstock.core.policies.selection.parts.pace import Favourite, Pace, ReviewTime
 from penstock.core.policies.selection.parts.places import assign
 from penstock.core.policies.selection.parts.savings import WEIGHTS, Prices, Savings
 from penstock.core.state import Drafter, Outcome, RequestState
 from penstock.core.types import Replayed, Request
-from penstock.core.view import View
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]

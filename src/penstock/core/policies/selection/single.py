@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from penstock.core.policies.selection import SelectionPolicy, usable
+from penstock.core.policies.base import SelectionPolicy, View, usable
 from penstock.core.state import Drafter, RequestState
-from penstock.core.view import View
 
 
 class Single(SelectionPolicy):

@@ -8,8 +8,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from penstock.core.policies.admission import AdmissionPolicy
 from penstock.core.policies.admission.parts.gate import Gate, schedule_running
+from penstock.core.policies.base import AdmissionPolicy
 from penstock.core.policies.options import PositiveFloat, PositiveInt
 from penstock.core.state import RequestState
 from penstock.core.step import Step

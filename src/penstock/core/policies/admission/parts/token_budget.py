@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.core.policies.admission import AdmissionPolicy
+from penstock.core.policies.base import AdmissionPolicy
 from penstock.core.policies.options import PositiveInt
 from penstock.core.queues import OrderName
 from penstock.core.state import RequestState

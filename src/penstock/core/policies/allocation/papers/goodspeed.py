@@ -10,16 +10,15 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from penstock.core.learn.streams import Evidence, Smoothed
-from penstock.core.policies.allocation import AllocationPolicy, Grant
 from penstock.core.policies.allocation.parts.gradient import (
     Fairness,
     draft_budget,
     tenant_weight,
     tokens_by_tenant,
 )
+from penstock.core.policies.base import AllocationPolicy, DraftCandidate, View
 from penstock.core.policies.options import MaxDraftTokens, NonNegativeInt, Range
-from penstock.core.state import Outcome
-from penstock.core.view import DraftCandidate, View
+from penstock.core.state import Grant, Outcome
 from penstock.fluid.fair import geometric_lengths
 
 INITIAL_ACCEPTANCE, _INITIAL_GOODPUT = 0.5, 1.0

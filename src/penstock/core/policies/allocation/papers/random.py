@@ -8,10 +8,10 @@ from itertools import pairwise
 from random import Random
 from typing import ClassVar
 
-from penstock.core.policies.allocation import AllocationPolicy, Grant
 from penstock.core.policies.allocation.parts.gradient import draft_budget
+from penstock.core.policies.base import AllocationPolicy, DraftCandidate, View
 from penstock.core.policies.options import MaxDraftTokens, NonNegativeInt, Seed
-from penstock.core.view import DraftCandidate, View
+from penstock.core.state import Grant
 
 
 class RandomLengths(AllocationPolicy):

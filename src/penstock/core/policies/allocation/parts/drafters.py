@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.core.view import DraftCandidate, View
+from penstock.core.policies.base import DraftCandidate, View
 
 _STEP_TOKENS = 2  # tokens that a drafter has not read after a round: part of its first step
 

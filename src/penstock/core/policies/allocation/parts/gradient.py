@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated
 
 from penstock.core.learn.streams import Evidence, Population, StreamModel, switching_or_steady
+from penstock.core.policies.base import DraftCandidate, View
 from penstock.core.policies.options import Range
 from penstock.core.state import Outcome
 from penstock.core.types import Tenant
-from penstock.core.view import DraftCandidate, View
 from penstock.fluid.step_profile import StepWork
 
 IDLE_STEPS = 10  # steps until an idle tenant starts anew

@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
+from penstock.core.policies.base import SelectionPolicy, View
 from penstock.core.policies.options import Range, Seed
-from penstock.core.policies.selection import SelectionPolicy
 from penstock.core.policies.selection.parts.goodput import ObservedGoodput, RoundTimes, model_of
 from penstock.core.policies.selection.parts.places import Places
 from penstock.core.state import Drafter, Outcome, RequestState
-from penstock.core.view import View
 
 
 class EpsilonGreedy(SelectionPolicy):

@@ -9,12 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from penstock.core.policies.base import SelectionPolicy, View
 from penstock.core.policies.options import PositiveInt
-from penstock.core.policies.selection import SelectionPolicy
 from penstock.core.policies.selection.parts.goodput import model_of
 from penstock.core.policies.selection.parts.places import Places
 from penstock.core.state import Drafter, RequestState
-from penstock.core.view import View
 
 _MEMORY = 512  # prompts whose lengths are divided: their quantiles are good to about 2%
 

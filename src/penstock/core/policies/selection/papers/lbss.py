@@ -13,12 +13,11 @@ from typing import ClassVar
 
 import numpy as np
 
+from penstock.core.policies.base import ReplayProposal, SelectionPolicy, View, usable
 from penstock.core.policies.options import NonNegativeFloat, PositiveInt, Seed
-from penstock.core.policies.selection import ReplayProposal, SelectionPolicy, usable
 from penstock.core.policies.selection.parts.goodput import ObservedGoodput, RoundTimes, model_of
 from penstock.core.policies.selection.parts.places import Places, assign
 from penstock.core.state import Drafter, Outcome, RequestState
-from penstock.core.view import View
 
 
 @dataclass(slots=True)

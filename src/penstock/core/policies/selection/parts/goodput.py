@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.core.learn.times import round_seconds
+from penstock.core.policies.base import View
 from penstock.core.policies.selection.parts.savings import num_unread
 from penstock.core.state import Drafter, Outcome, RequestState
 from penstock.core.types import Status
-from penstock.core.view import View
 
 _DECAY = 0.999  # memory a round of a model's mean over all requests
 _OWN_DECAY = 0.995  # memory a round of a request's mean

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from penstock.core.policies.base import View
 from penstock.core.state import Outcome
-from penstock.core.view import View
 
 _DECAY = 0.99  # memory a step; chosen by hand
 _MOST_OVERHEAD = 2.0

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from penstock.core.policies.selection import usable
+from penstock.core.policies.base import View, usable
 from penstock.core.policies.selection.parts.goodput import model_of
 from penstock.core.state import Drafter, RequestState
-from penstock.core.view import View
 
 FloatArray = npt.NDArray[np.float64]
 

@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from penstock.core.learn.prior import mean_rate
 from penstock.core.learn.times import Times, round_seconds
+from penstock.core.policies.base import View
 from penstock.core.policies.selection.parts.pace import Pace
 from penstock.core.state import Drafter, RequestState
-from penstock.core.view import View
 
 FloatArray = npt.NDArray[np.float64]
 

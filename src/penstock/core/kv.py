@@ -1,7 +1,7 @@
-"""KV block ids of one model: reference counts, and a prefix cache over verified full blocks.
+"""KV blocks of one model: reference counts, and a prefix cache over verified full blocks.
 
-free blocks, in the order in which they are taken
-|<- empty, last freed first ->|<- never used ->|<- cached, without readers, oldest first ->|
+Free blocks, in the order in which they are taken:
+|<- empty, last freed first ->|<- never used ->|<- cached, without readers, oldest first ->
 
 A block with ref > 0 is in no list. Cached blocks keep their hash until they are reclaimed."""
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 
 def hash_blocks(
@@ -18,8 +19,10 @@ def hash_blocks(
     salt: str,
     parent: bytes = b"",
 ) -> tuple[bytes, ...]:
-    """Chained hashes of the full blocks of `token_ids`: equal exactly where the whole prefix, and
-    the tenant's salt, are equal. 128-bit, so that a collision cannot be made to leak a prefix."""
+    """Return chained hashes of the full blocks of `token_ids`.
+
+    They are equal exactly where the whole prefix and the tenant's salt are; 128 bits, so that a
+    collision cannot be made to leak a prefix."""
     hashes = []
     parent = parent or hashlib.blake2b(salt.encode(), digest_size=16).digest()
     for end in range(block_size, len(token_ids) + 1, block_size):
@@ -30,7 +33,7 @@ def hash_blocks(
 
 
 class BlockPool:
-    """The KV blocks of one model."""
+    """KV blocks of one model."""
 
     def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
         if num_blocks < 1 or block_size < 1:
@@ -43,7 +46,7 @@ class BlockPool:
         self._empty: list[int] = []
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._refs: list[int] = []
-        """Of every block that was ever used: ids are handed out from 0 on."""
+        """Reference counts of every block that was ever used: ids are handed out from 0 on."""
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
 
@@ -60,15 +63,16 @@ class BlockPool:
         return self.num_blocks * self.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
+        """Return the number of blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def can_allocate(self, num_blocks: int) -> bool:
         return num_blocks <= self._num_free
 
     def count(self, num_blocks: int) -> None:
-        """Take blocks (or give them back, if negative) without saying which: enough where nobody
-        reads them. `can_allocate` first."""
+        """Take blocks (give back, if negative) by number only, where nothing reads their ids.
+
+        Ask `can_allocate` first."""
         self._take(num_blocks)
 
     def _take(self, num_blocks: int) -> None:
@@ -120,7 +124,7 @@ class BlockPool:
         self._take(num_idle)
 
     def num_idle(self, blocks: Iterable[int]) -> int:
-        """How many of `blocks` have no reader: sharing them takes them off the free list."""
+        """Return how many of `blocks` have no reader: sharing takes them off the free list."""
         return sum(self._refs[block] == 0 for block in blocks)
 
     def commit(self, block: int, block_hash: bytes) -> None:
@@ -160,3 +164,36 @@ class BlockPool:
         block_hash = self._hash_of.pop(block, None)
         if block_hash is not None:
             del self._block_of[block_hash]
+
+
+@dataclass(slots=True)
+class SequenceKV:
+    """KV of one request in one model's pool.
+
+    Positions from the known tokens on belong to drafts not yet verified. num_cached_tokens: those
+    that came from the prefix cache."""
+
+    num_computed_tokens: int = 0
+    blocks: list[int] = field(default_factory=list)
+    num_committed_blocks: int = 0
+    num_cached_tokens: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.blocks)
+
+    def grow(self, pool: BlockPool, num_blocks: int) -> list[int]:
+        """Take more blocks; returns their ids."""
+        new_blocks = pool.allocate(num_blocks)
+        self.blocks += new_blocks
+        return new_blocks
+
+    def give_back(self, pool: BlockPool) -> None:
+        pool.free(self.blocks)
+
+    def start_from(self, pool: BlockPool, cached: Sequence[int]) -> None:
+        """Read blocks of the prefix cache, which `pool.match` has returned."""
+        pool.share(cached)
+        self.blocks = list(cached)
+        self.num_committed_blocks = len(cached)
+        self.num_computed_tokens = len(cached) * pool.block_size

@@ -1,0 +1,258 @@
+"""Phases 1 and 5: the requests of the target's step, and its known and draft tokens."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import NamedTuple
+
+from penstock.core import draft
+from penstock.core.context import Context
+from penstock.core.groups import CountedState, decode_run
+from penstock.core.kv import BlockPool, hash_blocks
+from penstock.core.state import CHOSEN, DraftStage, Grant, RequestState
+from penstock.core.step import ScheduledTokens, Step, StepRules, newest
+from penstock.core.types import (
+    AUTO_DRAFTER,
+    NO_DRAFTER,
+    NO_TARGET,
+    TARGET,
+    DecodeRun,
+    DraftOrder,
+    DraftSource,
+    FinishReason,
+    Output,
+    Request,
+    VerifyItem,
+)
+
+_NOTHING = Grant(0)
+
+
+# --- arrivals -------------------------------------------------------------------------------------
+
+
+def arrive(ctx: Context, request: Request, now: float) -> list[Output]:
+    """Let a request wait, or refuse it."""
+    error = refusal(ctx, request)
+    if error is not None:
+        return [Output(request.id, finish_reason=FinishReason.REFUSED, error=error)]
+    table = ctx.table
+    kind = CountedState if _can_count(ctx, request) else RequestState
+    state = kind(request, table.counters.requests, table.next_epoch())
+    ctx.learn.traffic.arrived(request, now)
+    may_share = any(p.prefix_caching for p in table.memory.pools.values())
+    if may_share and request.prompt_token_ids is not None and not state.block_hashes:
+        block_size = table.memory.pools[TARGET].block_size
+        hashes = hash_blocks(request.prompt_token_ids, block_size, request.tenant)
+        state.block_hashes = list(hashes)
+    table.arrive(state)
+    return []
+
+
+def refusal(ctx: Context, request: Request) -> str | None:
+    """Return the reason why a request can never be served, in one line; None if it can."""
+    pool = ctx.table.memory.pools[TARGET]
+    total = request.prompt_len + request.max_tokens
+    if request.id in ctx.table.requests:
+        return f"a request with id {request.id!r} is already running"
+    if request.prompt_len < 1 or request.max_tokens < 1:
+        return "a request needs at least 1 prompt token and at least 1 token to make"
+    if total > ctx.max_model_len:
+        return (
+            f"{request.prompt_len} prompt tokens and {request.max_tokens} to make are more "
+            f"than the context of {ctx.max_model_len} tokens"
+        )
+    if total > pool.capacity_tokens:
+        return (
+            f"{request.prompt_len} prompt tokens and {request.max_tokens} to make are more "
+            f"than the KV memory of {pool.capacity_tokens} tokens"
+        )
+    allowed = (AUTO_DRAFTER, NO_DRAFTER, *ctx.table.drafters)
+    if request.drafter not in allowed:
+        return f"unknown drafter {request.drafter!r}; choose from {', '.join(allowed)}"
+    return None
+
+
+def _can_count(ctx: Context, request: Request) -> bool:
+    """Return True if only the request's lengths matter, so that a decode group can count it."""
+    return (
+        ctx.counted
+        and request.prompt_token_ids is None
+        and not (request.block_hashes and ctx.table.memory.pools[TARGET].prefix_caching)
+        and not request.stop_token_ids
+        and request.latency == NO_TARGET
+        and (request.drafter == NO_DRAFTER or not ctx.table.drafters)
+    )
+
+
+# --- admit: who runs ------------------------------------------------------------------------------
+
+
+def compose(ctx: Context, now: float) -> Step:
+    """Wait for drafts, or let the admission policy choose the requests of a step."""
+    table = ctx.table
+    step = _new_step(ctx, now)
+    if not table.drafters:
+        _admit(ctx, step)
+        return step
+    draft.select(ctx, table.solo.values(), now)
+    table.counters.version += 1
+    while ctx.uses_lanes:
+        wait = _hold(ctx, now)
+        step.wake_at = wait.deadline
+        if wait.until is not None and wait.until > now:
+            step.wake_at = _earlier(wait.until, wait.deadline)
+            return step
+        _admit(ctx, step)
+        if step.scheduled or step.decoding or not step.num_preempted:
+            break
+        # The requests that were to join the step were preempted for each other's memory: the
+        # others may be ready, and nothing else would ask for them.
+        step = _new_step(ctx, now)
+    else:
+        _admit(ctx, step)
+    draft.select(ctx, step.scheduled_states, now)
+    return step
+
+
+class _Hold(NamedTuple):
+    """A wait for drafts.
+
+    until: when it ends; None: no wait. deadline: of the first draft on its way."""
+
+    until: float | None
+    deadline: float | None
+
+
+def _hold(ctx: Context, now: float) -> _Hold:
+    """Give up overdue drafts and ask the pipeline whether the target waits."""
+    draft.expire(ctx, now)
+    draft.divide(ctx)
+    table = ctx.table
+    pending = [s for s in table.running.values() if s.draft.order is not None]
+    ready = [s for s in table.solo.values() if s.is_decoding and ctx.has_draft(s)]
+    until = ctx.pipeline.hold_until(ready, pending, ctx.view(table.drafters, now))
+    deadlines = [s.draft.order.deadline for s in pending if s.draft.order is not None]
+    return _Hold(until, min((d for d in deadlines if d is not None), default=None))
+
+
+def _new_step(ctx: Context, now: float) -> Step:
+    victim = newest if ctx.fairness is None else ctx.fairness.victim
+    rules = StepRules(ctx.max_num_seqs, ctx.may_run, partial(draft.reserve, ctx), victim)
+    return Step(ctx.table, ctx.learn, rules, now)
+
+
+def _admit(ctx: Context, step: Step) -> None:
+    """Let the admission policy compose the step."""
+    woken = step.wake_at
+    if ctx.fairness is None:
+        ctx.admission.compose(step)
+    else:
+        # A drafter with a lane would wait for a paused request, not the target.
+        ctx.fairness.compose(step, ctx.admission, may_pause=not ctx.uses_lanes)
+    if woken is not None or step.wake_at is not None:
+        step.wake_at = _earlier(step.wake_at, woken)
+
+
+def _is_steady(ctx: Context, step: Step) -> bool:
+    """Return True if the next step would be composed alike unless a request comes or ends."""
+    if ctx.fairness is not None and not ctx.fairness.is_steady(step):
+        return False
+    return ctx.admission.is_steady(step)
+
+
+def _earlier(a: float | None, b: float | None) -> float | None:
+    """Return the earlier of two times; None and infinity are never."""
+    earliest = min(math.inf if a is None else a, math.inf if b is None else b)
+    return None if earliest == math.inf else earliest
+
+
+# --- verify: what is computed ---------------------------------------------------------------------
+
+
+def items(ctx: Context, step: Step, plan_id: int) -> tuple[VerifyItem, ...]:
+    """Return an item for every scheduled request, with its draft and KV blocks."""
+    scheduled = list(step.scheduled.values())
+    grants = {}
+    if ctx.table.drafters or any(s.state.draft.stage is DraftStage.HELD for s in scheduled):
+        grants = draft.grants_of_step(ctx, step, scheduled)
+    written = [(s, _item(ctx, s, grants.get(s.state.request.id, _NOTHING))) for s in scheduled]
+    for s, item in written:
+        s.state.in_flight = True
+        order = item.draft
+        s.state.plans[plan_id] = (TARGET,) if order is None else (TARGET, order.drafter)
+    return tuple([item for _, item in written])
+
+
+def decodes(ctx: Context, step: Step, plan_id: int) -> DecodeRun:
+    """Return the step of decode groups, repeated as long as nothing else happens."""
+    repeatable = not step.scheduled and _is_steady(ctx, step)
+    return decode_run(step.decoding, step.pool, plan_id, repeatable, step.wake_at)
+
+
+def _item(ctx: Context, scheduled: ScheduledTokens, grant: Grant) -> VerifyItem:
+    length = 0
+    state = scheduled.state
+    source, order, drafter = DraftSource.NONE, None, None
+    is_held = state.draft.stage is DraftStage.HELD
+    if is_held and scheduled.samples:
+        length = _grow_for_draft(ctx, scheduled, grant.num_draft_tokens)
+        if length:
+            is_ahead = bool(state.draft.ahead_token_ids)
+            source = DraftSource.AHEAD if is_ahead else DraftSource.HELD
+            drafter = None if state.draft.is_forced else state.drafter
+    elif state.drafter:
+        order = _order_inside(ctx, scheduled, grant)
+        length = order.max_draft_tokens if order is not None else 0
+        if length:
+            source, drafter = DraftSource.INLINE, state.drafter
+    ahead = state.draft.ahead_token_ids[:length] if is_held else ()
+    if drafter is not None:
+        ctx.table.counters.ahead_used += len(ahead)
+    if is_held:
+        state.draft = CHOSEN
+    return VerifyItem(
+        state.request.id,
+        state.epoch,
+        state.round,
+        scheduled.start,
+        scheduled.num_tokens,
+        scheduled.samples,
+        source,
+        drafter,
+        length,
+        order,
+        tuple(scheduled.new_blocks),
+        ahead,
+    )
+
+
+def _order_inside(ctx: Context, scheduled: ScheduledTokens, grant: Grant) -> DraftOrder | None:
+    """Return an order for a draft inside the step.
+
+    The drafter reads the prompt only then: many requests never draft with it."""
+    state = scheduled.state
+    drafter = ctx.table.drafter_of(state)
+    if drafter is None or ctx.is_beside(drafter) or not grant.num_draft_tokens:
+        return None
+    length = _grow_for_draft(ctx, scheduled, grant.num_draft_tokens)
+    known = scheduled.start + scheduled.num_tokens
+    return draft.order(ctx, state, known, grant._replace(num_draft_tokens=length))
+
+
+def _grow_for_draft(ctx: Context, scheduled: ScheduledTokens, length: int) -> int:
+    """Return the length of a draft that fits the target's free blocks, and take them."""
+    pool = ctx.table.memory.pools[TARGET]
+    num_blocks = scheduled.state.kv_of(TARGET).num_blocks
+    end = scheduled.start + scheduled.num_tokens
+    if end + length <= num_blocks * pool.block_size:
+        return length
+    length = min(length, (num_blocks + pool.num_free_blocks) * pool.block_size - end)
+    _grow(pool, scheduled, end + length)
+    return length
+
+
+def _grow(pool: BlockPool, scheduled: ScheduledTokens, num_tokens: int) -> None:
+    kv = scheduled.state.kv_of(TARGET)
+    scheduled.new_blocks += kv.grow(pool, pool.blocks_for(num_tokens) - kv.num_blocks)
