@@ -274,7 +274,8 @@ def target_only(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
 def speculation(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
     target, stock = args.targets[0], {} if args.skip_plain else {STOCK: Arm(STOCK, "vllm")}
     for num in args.ngram:
-        stock[f"{STOCK}, ngram {num}"] = _stock(num, method="ngram", **args.lookup)
+        lookup = {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
+        stock[f"{STOCK}, ngram {num}"] = _stock(num, method="ngram", **lookup)
     for num in args.draft_model:
         stock[f"{STOCK}, draft model {num}"] = _stock(
             num, method="draft_model", model=str(args.draft)
@@ -389,7 +390,6 @@ def main() -> int:
         help="where memory is short: no vLLM without drafts, Penstock without is the rival",
     )
     args = options.parse_args()
-    args.lookup = {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
     speculates = args.draft is not None
     if speculates and (args.native_draft is None or len(args.targets) != 1):
         options.error("--draft goes with --native-draft and one FOLDER")
