@@ -1,16 +1,12 @@
 """Which admission policy sustains the largest load, and at what latency, on the virtual clock?
 
-    python -m lab.bench.admission [NAME...] [--data DIR] [--out FILE] [--seeds N] [--scale X]
-                                   [--workers N | --ray ADDRESS]
+    python -m lab.bench.admission [capacity] [order] [--data DIR] [--out FILE] [--seeds N]
     python -m lab.bench.admission --report [--results DIR]
 
-Parts: capacity, order; without a name, both. Hours. A line of JSON for each run goes to FILE
-(default admission.jsonl); a run that is there is not repeated. `--report` prints tables of FILE and
-writes them as result files.
-
-Capacity is the largest load, by bisection, at which the backlog of Poisson arrivals does not grow
-(`penstock.sim.capacity`). `sarathi*` is Sarathi with token budget and cap tuned in hindsight: the
-best of a grid for each workload.
+Hours. A line of JSON for each run goes to FILE (default admission.jsonl); a run that is there is
+not repeated. `--report` prints tables of FILE and writes them as result files. Capacity is the
+largest load at which the backlog of Poisson arrivals does not grow (`penstock.sim.capacity`).
+`sarathi*` has the token budget and cap that are best in hindsight for each workload.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""Where the time of a target step goes, against the floor of bytes and operations.
+"""Where does the time of a target step go, against the floor of bytes and operations?
 
     python -m lab.bench.step_parts [--batches 1,8,32] [--json]
 
-Serves prompts of all domains on the bundled family, in this process, with no drafter and with
-`draft-tiny` (drafts of 3), and takes the engine's own clock apart: the target's pass with its
-samples, the drafter, the making of batches, and everything between two steps (results taken in,
-outputs, the next plan). The floor of the pass is its weights at the bandwidth of a torch sum over
-as many bytes, or its multiply-adds at the rate of a large torch matrix product, whichever takes
-longer; prefill is left out. Best of several passes.
+The bundled family in this process, without a drafter and with `draft-tiny` (drafts of 3): target's
+pass with samples, drafter, making of batches, and everything between two steps, by the engine's own
+clock. The floor is the weights at the bandwidth of a torch sum, or the multiply-adds at the rate of
+a large matrix product, whichever takes longer. Prefill is left out. Best of several passes.
 """
 
 from __future__ import annotations

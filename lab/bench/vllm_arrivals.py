@@ -2,15 +2,11 @@
 
     python -m lab.bench.vllm_arrivals azure2023_conv.csv.gz --out arrivals.jsonl [--json]
 
-Stock is vLLM as it is, or with its limits tuned in hindsight; beside it `fluid_guided` as the
-plug-in and as the engine. To be run by a Python that has vLLM. Prompts and outputs are those of
-stretches of a recorded trace, `--scale` times shorter, and so are the gaps between them, for the
-load that is wanted: a share of the rate at which stock serves the same stretch when all of it comes
-at once. All ways of serving get the same. The model's weights are random. KV memory is a quarter of
-what stock's most requests would hold. Each stretch is served in all ways before the next, and
-written down: a run that was cut, or that `--minutes` has ended, goes on. Ratios are of one
-stretch's figures, their intervals over the stretches. Requests are added between steps; the report
-says what share of the time that took.
+Needs a Python that has vLLM. Stock is vLLM as it is, or with limits tuned in hindsight; beside it
+`fluid_guided` as the plug-in and as the engine, all with random weights. Requests are stretches of
+a recorded trace, lengths `--scale` times shorter, gaps for a share of the rate at which stock
+serves the stretch at once. KV memory is a quarter of what stock's most requests would hold.
+Intervals are over the stretches. Every stretch is written down; the same command goes on.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ answers
     {"do": "load", ...}  the fields of `WorkerLoad`         -> {"facts": {...}}
     {"do": "run", "calls": [[prompt, ...], ...], "new_tokens": n, "draft_tokens": k}
                                                       -> {"wall_s", "cpu_s", "other_s", "token_ids"}
-    {"do": "close"}
 
 A failed command is answered by {"error": "..."}. Every call of "calls" is one batch, and its whole
 time counts: prefill, drafts and the making of the answer.
@@ -148,7 +147,7 @@ def continued_by_vllm(llm: Any, prompts: Prompts, new_tokens: int) -> list[list[
 
 
 def answer_commands(answer: Callable[[str, dict[str, Any]], dict[str, Any]]) -> None:
-    """A JSON line out for each JSON line in, until "close" or the end of standard input. answer: of
+    """A JSON line out for each JSON line in, until the end of standard input. answer: of
     what a command wants done, and its other fields; raises any Exception, which is told."""
     # A worker stands still between commands, so it would not notice that its master is gone.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -158,8 +157,6 @@ def answer_commands(answer: Callable[[str, dict[str, Any]], dict[str, Any]]) -> 
     for line in sys.stdin:
         command = json.loads(line)
         do = command.pop("do")
-        if do == "close":
-            break
         try:
             told = answer(do, command)
         except Exception as error:
