@@ -1,16 +1,12 @@
 """GoodSpeed, figure 3 and table I: where the wall time of a round goes, for Fixed-S, Random-S and
 GoodSpeed.
 
-A round waits for all drafts (receiving), verifies them, and sends the verdicts. The configurations
-are those of table I; what a model takes follows from its weights and the devices' memory bandwidth:
-L4 for drafters, H100 for targets. The paper names no network: here 10 Gbit/s, a round trip of
-1 ms, and draft servers that send whole distributions in float32, as the paper's do. Acceptance
-jumps by 0.3 every hundred rounds, each client in its own time. The policies make different numbers
-of tokens in a round, so times are those of the same number of tokens. `goodspeed_adaptive`,
-`deadline` and no drafts at all stand beside.
-
-The controls: Fixed-S against itself with other luck, Random-S in GoodSpeed's place, and verdicts
-that take longer to send.
+A round waits for all drafts (receiving), verifies them, and sends the verdicts. Configurations are
+those of table I; a model's time follows from its weights and the devices' memory bandwidth: L4 for
+drafters, H100 for targets. The network is assumed: 10 Gbit/s, a round trip of 1 ms, draft servers
+that send whole distributions in float32. Acceptance jumps by 0.3 every hundred rounds. Times are
+those of the same number of tokens. Controls: Fixed-S against itself with other luck, Random-S in
+GoodSpeed's place, and verdicts that take longer to send.
 """
 
 from __future__ import annotations
