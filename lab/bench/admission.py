@@ -1,18 +1,12 @@
 """Which admission policy sustains the largest load, and at what latency, on the virtual clock?
 
-    python -m lab.bench.admission [NAME...] [--data DIR] [--out FILE] [--seeds N] [--scale X]
-                                   [--workers N | --ray ADDRESS]
-    python -m lab.bench.admission --report [--also FILE...] [--results DIR]
+    python -m lab.bench.admission [capacity] [order] [--data DIR] [--out FILE] [--seeds N]
+    python -m lab.bench.admission --report [--results DIR]
 
-Parts: capacity, order, memory, trace; without a name, all. A line of JSON for each run goes to FILE
-(default admission.jsonl); what is there already is not run again, so that a long comparison can be
-stopped and continued. Runs that do not depend on each other go to as many processes as there are
-cores. `--report` prints tables of what FILE, and those of `--also`, hold, and writes them as result
-files.
-
-Capacity is the largest load, by bisection, at which the backlog of Poisson arrivals does not grow
-(`penstock.sim.capacity`). `sarathi*` is Sarathi with token budget and cap tuned in hindsight: the
-best of a grid for each workload.
+Hours. A line of JSON for each run goes to FILE (default admission.jsonl); a run that is there is
+not repeated. `--report` prints tables of FILE and writes them as result files. Capacity is the
+largest load at which the backlog of Poisson arrivals does not grow (`penstock.sim.capacity`).
+`sarathi*` has the token budget and cap that are best in hindsight for each workload.
 """
 
 from __future__ import annotations
@@ -21,10 +15,9 @@ import argparse
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -32,7 +25,6 @@ from lab.bench.admission_report import report
 from lab.common.cells import Cells, Figures
 from lab.common.results import DATA
 from penstock.config import PolicyConfig
-from penstock.fluid.capacity import capacity_bound, output_work
 from penstock.sim.capacity import capacity
 from penstock.sim.parallel import Workers, workers
 from penstock.sim.planner import load_bound
@@ -79,21 +71,15 @@ class WorkloadSource:
     def is_there(self, name: str) -> bool:
         return name not in FILES or (self.data / FILES[name]).exists()
 
-    def spec(self, name: str) -> str:
-        return str(self.data / FILES[name]) if name in FILES else name
-
-    def poisson(
-        self, lengths: str | Workload, num: int, rate: float, seed: int, **changes: Any
-    ) -> Workload:
+    def poisson(self, lengths: str | Workload, num: int, rate: float, seed: int) -> Workload:
         """So many requests of a workload with Poisson arrivals."""
-        options = {"arrivals": "poisson", **changes}
-        if isinstance(lengths, str):
-            lengths = self.spec(lengths)
-        return make_workload(lengths, num_requests=num, rate=rate, seed=seed, **options)
+        if isinstance(lengths, str) and lengths in FILES:
+            lengths = str(self.data / FILES[lengths])
+        return make_workload(lengths, num_requests=num, rate=rate, seed=seed, arrivals="poisson")
 
-    def arrivals(self, name: str, rate: float, seed: int, num: int | None = None) -> Workload:
+    def arrivals(self, name: str, rate: float, seed: int) -> Workload:
         """Requests of a trace in random order: a load is judged by the second half of them."""
-        num = num or max(2000, int(WORKLOADS[name][1] * self.scale))
+        num = max(2000, int(WORKLOADS[name][1] * self.scale))
         return self.poisson(name, num, rate, seed).shuffled(seed)
 
 
@@ -123,17 +109,11 @@ class Bench:
 
 
 def capacity_of(
-    loads: WorkloadSource,
-    name: str,
-    policy: PolicyConfig,
-    seed: int,
-    guess: float,
-    first: float,
-    **changes: Any,
+    loads: WorkloadSource, name: str, policy: PolicyConfig, seed: int, guess: float, first: float
 ) -> Figures:
     """With the arrivals of `seed`: within 3% of `first`, which is what those of seed 0 came to,
     within a third of `guess` where that is 0, and on from there where it was wrong."""
-    setup = setup_of(policy, **changes)
+    setup = setup_of(policy)
 
     def search(low: float, high: float) -> float:
         return capacity(
@@ -147,14 +127,13 @@ def capacity_of(
     return {"capacity": (first and search(0.97, 1.03)) or search(0.7, 1.1)}
 
 
-def setup_of(policy: PolicyConfig, **changes: Any) -> Setup:
-    changes.setdefault("profile", load_profile("a100-llama2-7b"))
-    return Setup(admission=policy, **changes)
+def setup_of(policy: PolicyConfig) -> Setup:
+    return Setup(load_profile("a100-llama2-7b"), policy)
 
 
-def latency(policy: PolicyConfig, load: Workload, **setup: Any) -> Figures:
+def latency(policy: PolicyConfig, load: Workload) -> Figures:
     """Means of a run, and beside them what the last requests and the longest prompts pay."""
-    figures = run(setup_of(policy, **setup), load).figures()
+    figures = run(setup_of(policy), load).figures()
     ttft = figures["ttft_s"]
     return {
         "latency": figures["latency_s"]["mean"],
@@ -225,48 +204,11 @@ def part_capacity(bench: Bench) -> None:
         for (seed, name), share in itertools.product(where, (0.5, 0.8, 0.95)):
             rate = bench.cells.done[f"capacity/{name}/sarathi*/{seed}"]["capacity"]
             workload = loads.arrivals(name, share * rate, seed)
-            everybody = {"fluid_guided": OURS, "sarathi*": best[name], **SHIPPED}
-            for label, policy in everybody.items():
+            policies = {"fluid_guided": OURS, "sarathi*": best[name], **SHIPPED}
+            for label, policy in policies.items():
                 key = f"latency/{name}/{share}/{label}/{seed}"
                 latencies[key] = partial(latency, policy, workload)
         bench.measure(latencies)
-
-
-_FEW = 25_000
-
-
-def part_memory(bench: Bench) -> None:
-    """25,000 KV tokens: capacity against the bound, and preemptions at 0.99 of it."""
-    names, labels = ("high", "ten_bins"), ("fluid_guided", "vllm_v1", "sarathi")
-    for seeds in bench.turns():
-        batch: Batch = {}
-        for seed, name, label in itertools.product(seeds, names, labels):
-            key = f"memory/{name}/{label}"
-            policy = SHIPPED.get(label, OURS)
-            batch[f"{key}/{seed}"] = partial(
-                short_of_memory, bench.loads, name, policy, seed, bench.first(key)
-            )
-        bench.measure(batch)
-
-
-def short_of_memory(
-    loads: WorkloadSource, name: str, policy: PolicyConfig, seed: int, first: float
-) -> Figures:
-    profile = load_profile("a100-llama2-7b")
-    lengths = loads.arrivals(name, 1.0, seed)
-    work = output_work(lengths.prompt_len, lengths.output_len)
-    mean_context = work.kv_token_steps / work.decode_steps
-    together = replace(work, min_context=mean_context, max_context=mean_context)
-    bounds = [capacity_bound(profile, w, _FEW).requests_per_s for w in (work, together)]
-    job = loads, name, policy, seed, 0.9 * bounds[0], first
-    found = capacity_of(*job, kv_tokens=_FEW)["capacity"]
-    at = run(setup_of(policy, kv_tokens=_FEW), loads.arrivals(name, 0.99 * found, seed, 30_000))
-    return {
-        "capacity": found,
-        "over_bound": found / bounds[0],
-        "over_bound_at_mean_context": found / bounds[1],
-        "preemptions": at.result.num_preemptions,
-    }
 
 
 # --- latency --------------------------------------------------------------------------------------
@@ -303,19 +245,7 @@ def part_order(bench: Bench) -> None:
     bench.measure(batch)
 
 
-def part_trace(bench: Bench) -> None:
-    """The conversation trace with its own arrivals: as recorded, a fifth faster, and with times
-    stretched by a fifth."""
-    policies = {"fluid_guided": OURS, "sarathi 376/320": TUNED_A100, **SHIPPED}
-    batch: Batch = {}
-    for name, scale in (("stretched", 1 / 1.2), ("recorded", 1.0), ("faster", 1.2)):
-        workload = make_workload(bench.loads.spec("conversation"), time_scale=scale)
-        for label, policy in policies.items():
-            batch[f"trace/{name}/{label}"] = partial(latency, policy, workload)
-    bench.measure(batch)
-
-
-PARTS = {"trace": part_trace, "order": part_order, "memory": part_memory, "capacity": part_capacity}
+PARTS = {"order": part_order, "capacity": part_capacity}
 
 
 def main() -> None:
@@ -323,7 +253,6 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []])
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--out", type=Path, default=Path("admission.jsonl"))
-    parser.add_argument("--also", type=Path, nargs="+", default=[], help="files to read as well")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--scale", type=float, default=1.0, help="of the number of arrivals")
     parser.add_argument("--workers", type=int, help="processes; default: one for each core")
@@ -331,7 +260,7 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="tables of what is known")
     parser.add_argument("--results", type=Path, help="folder of result files, for --report")
     given = parser.parse_args()
-    cells = Cells(given.out, given.also)
+    cells = Cells(given.out)
     if given.report:
         report(cells, given.results)
         return

@@ -80,14 +80,6 @@ def mean(cells: Cells, figure: str, digits: int = 3) -> Callable[[str], str]:
     return cell
 
 
-def with_interval(cells: Cells, figure: str) -> Callable[[str], str]:
-    def cell(key: str) -> str:
-        found = cells.mean(key, figure)
-        return "" if found is None else plus_minus(found)
-
-    return cell
-
-
 # --- the parts ------------------------------------------------------------------------------------
 
 
@@ -99,7 +91,7 @@ def capacity(cells: Cells) -> Iterator[ResultTable]:
         "",
         named("capacity", names),
         columns,
-        with_interval(cells, "capacity"),
+        lambda key: plus_minus(m) if (m := cells.mean(key, "capacity")) else "",
     )
     bounds = [mean(cells, "requests_per_s", 4)(f"bound/{n}") for n in names]
     rows = [[*row, bound] for row, bound in zip(shown.rows, bounds, strict=True)]
@@ -123,33 +115,6 @@ def capacity(cells: Cells) -> Iterator[ResultTable]:
             policies,
             lambda key: f"{seconds(key)} ({first(key)})" if seconds(key) else "",
         )
-
-
-def trace(cells: Cells) -> Iterator[ResultTable]:
-    policies = ("fluid_guided", "sarathi 376/320", *RIVALS)
-    rows = named("trace", ("stretched", "recorded", "faster"))
-    yield grid("Mean latency in s", "", rows, policies, mean(cells, "latency"))
-    yield grid("p99.9 of TTFT in s", "", rows, policies, mean(cells, "ttft_p999"))
-    longest = mean(cells, "slowdown_longest")
-    yield grid("Mean slowdown of the longest tenth", "", rows, policies, longest)
-
-
-def memory(cells: Cells) -> Iterator[ResultTable]:
-    policies = ("fluid_guided", "sarathi", "vllm_v1")
-    rows = named("memory", ("high", "ten_bins"))
-    figures = {
-        "Capacity, requests/s": "capacity",
-        "Of the bound": "over_bound",
-        "Of the bound at the mean context": "over_bound_at_mean_context",
-    }
-    for title, figure in figures.items():
-        yield grid(title, "", rows, policies, with_interval(cells, figure))
-
-    def preemptions(key: str) -> str:
-        values = cells.values(key, "preemptions")
-        return f"{sum(values) / len(values):.4g} ({max(values):g})" if values else ""
-
-    yield grid("Preemptions in 30,000 requests (most of a seed)", "", rows, policies, preemptions)
 
 
 def order(cells: Cells) -> Iterator[ResultTable]:
@@ -185,5 +150,5 @@ def order(cells: Cells) -> Iterator[ResultTable]:
     )
 
 
-PARTS = {f.__name__: f for f in (capacity, trace, order, memory)}
+PARTS = {f.__name__: f for f in (capacity, order)}
 ALSO = {"capacity": ("latency", "tuned")}

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import httpx
 import psutil
 import yaml
 
@@ -68,11 +67,6 @@ class BundledServer:
     def _processes(self) -> list[psutil.Process]:
         process = psutil.Process(self.process.pid)
         return [process, *process.children(recursive=True)]
-
-    def engine_pid(self) -> int:
-        """The process that would be missed: the largest of its descendants."""
-        found = httpx.get(f"{self.url}/health", timeout=30).json()["engine"].get("pid")
-        return int(found or max(self._processes()[1:], key=lambda c: c.memory_info().rss).pid)
 
 
 @contextmanager

@@ -3,16 +3,12 @@
     python -m lab.bench.drafter_choice [--quick] [--json] [--out DIR] [--batches 1,8,16]
     python -m lab.bench.drafter_choice --family DIR --targets target-large --cells mixed
 
-For every target, batch size and domain, and for all domains mixed, the same requests are served by
-no drafter, by the best single drafter at its best draft length, by a clairvoyant that gives each
-request its best drafter and length in hindsight, and by selection policies, in turn, on one engine
-in this process. What a request would have had accepted from every drafter is known beforehand
-(`texts_of`). Learning policies have served other prompts before (`--warm`). Rates are those of a
-full batch: what is made after the last request was let in does not count. Every text is compared
-with the target's own.
-
-`--family`: served by larger copies (`penstock zoo grow`), which make the same tokens, so that texts
-and what is accepted of drafts are those of the bundled models; in the format they are served in.
+By target, batch size and domain, and for all domains mixed, the same requests are served in turn by
+no drafter, by the best single drafter and draft length in hindsight, by the best ones of each
+request, and by selection policies, which have served other prompts before (`--warm`). What would be
+accepted from every drafter is known (`texts_of`). Rates are those of a full batch. Every text is
+compared with the target's own. `--family`: served by larger copies (`penstock zoo grow`), which
+make the same tokens.
 """
 
 from __future__ import annotations

@@ -1,36 +1,30 @@
-"""How near does an allocation of draft lengths come to the fair optimum, in steady, drifting and
-recorded acceptance?
+"""How near does an allocation of draft lengths come to the fair optimum, in steady and drifting
+acceptance?
 
-    python -m lab.bench.fairness [--quick] [--json] [--data DIR] [PART...]
+    python -m lab.bench.fairness [--quick] [--json] [PART...]
 
-Parts: solver, stationary, drift, recorded; without one, all. Eight clients, the real policy
-objects; five seeds fixed beforehand, intervals of 95% by
-Student's t. `recorded` replays the accept_* records in DIR (default: PENSTOCK_DATA, else
-../shared/data).
+Parts: stationary, drift; without one, both. Eight clients, the real policy objects; five seeds,
+intervals of 95% by Student's t.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import json
-import time
+import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lab.common.claims import ClaimVerdict, bar
 from lab.common.fair_path import expected_goodput, fair_optimum, fair_utility
-from lab.common.oracles import BestFilter, Clairvoyant, KnowsRates
-from lab.common.results import DATA, Results, parser, save
-from lab.common.rounds import FloatArray, GeometricClients, RecordedClient, jumping_rates, play
-from lab.common.statistics import SEEDS, interval, jain
+from lab.common.oracles import BestFilter, KnowsRates
+from lab.common.results import Results, parser, tell
+from lab.common.rounds import FloatArray, GeometricClients, jumping_rates, play
+from lab.common.statistics import SEEDS, interval
 from penstock.core.policies.base import AllocationPolicy
 from penstock.core.policies.registry import make_policy
-from penstock.fluid.fair import geometric_lengths
-from penstock.sim.acceptance import read_records
 
 CLIENTS = 8
 Figures = dict[str, Any]
@@ -48,36 +42,6 @@ def named(name: str, options: dict[str, Any]) -> Callable[..., AllocationPolicy]
     return lambda *_: make_policy("allocation", name, options)
 
 
-# --- solver ---------------------------------------------------------------------------------------
-
-
-def solver(quick: bool, data: Path) -> Part:
-    """Against the clock; tests compare it with every possible allocation."""
-    times = {n: _solver_ms(n, 5 if quick else 40) for n in (8, 1000, 100_000)}
-    verdicts = [
-        bar("solver", f"{ms:.4f} ms at N = {n:,} (bar {most:g})", ms <= most)
-        for most, (n, ms) in zip((0.02, 0.1, 10.0), times.items(), strict=True)
-    ]
-    return {"milliseconds": times}, verdicts
-
-
-def _solver_ms(clients: int, repeats: int) -> float:
-    """Best of several batches, so that other programs on the machine do not count."""
-    rng = np.random.default_rng(clients)
-    rates: Any = rng.uniform(0.3, 0.95, clients)
-    weights: Any = 1 / rng.uniform(1, 6, clients)
-    if clients == CLIENTS:
-        rates, weights = rates.tolist(), weights.tolist()
-    inner = max(1, 2000 // clients)
-    best = float("inf")
-    for _ in range(repeats):
-        started = time.perf_counter()
-        for _ in range(inner):
-            geometric_lengths(weights, rates, int(2.5 * clients))
-        best = min(best, (time.perf_counter() - started) / inner)
-    return 1000 * best
-
-
 # --- steady acceptance ----------------------------------------------------------------------------
 
 PRIORS = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -86,7 +50,7 @@ GAPS = {"30": 0.01, "300": 0.001, "mean 1-30": 0.01, "mean 1-300": 0.001}
 POLICIES = ("goodspeed_adaptive", "goodspeed")
 
 
-def stationary(quick: bool, data: Path) -> Part:
+def stationary(quick: bool) -> Part:
     """U* − U of the expected goodput, per client, from several priors."""
     figures: Figures = {"cells": []}
     worst: dict[str, dict[str, float]] = {}
@@ -164,7 +128,7 @@ def _drifting_goodput(
     return expected_goodput(rates, played.lengths).mean(axis=0)
 
 
-def drift(quick: bool, data: Path) -> Part:
+def drift(quick: bool) -> Part:
     """Loss of utility against a scheduler that knows acceptance, C = 20."""
     rounds = 400 if quick else 1600
     cells, verdicts = [], []
@@ -192,79 +156,19 @@ def drift(quick: bool, data: Path) -> Part:
     return {"cells": cells}, verdicts
 
 
-# --- recorded acceptance --------------------------------------------------------------------------
-
-
-def recorded(quick: bool, data: Path) -> Part:
-    """Σ log of realised tokens a round; clients are each drafter on each data set, twice."""
-    files = {name: data / f"accept_{name}.jsonl.gz" for name in ("gsm8k", "sharegpt")}
-    missing = [str(path) for path in files.values() if not path.is_file()]
-    if missing:
-        why = f"skipped: {', '.join(missing)} missing (see PENSTOCK_DATA)"
-        return {}, [bar("recorded", why, None)]
-    rows = [
-        read_records(path, [drafter])[drafter]
-        for drafter in ("ngram", "eagle")
-        for path in files.values()
-    ]
-    budget, rounds = 20, 1000 if quick else 2000
-    policies: dict[str, Callable[[list[RecordedClient]], AllocationPolicy]] = {
-        "fixed, rotating": lambda _: make_policy("allocation", "fixed", {"total": budget}),
-        **{name: named(name, {}) for name in POLICIES},
-        "clairvoyant": Clairvoyant,
-    }
-    rates: dict[str, list[FloatArray]] = {name: [] for name in policies}
-    for (name, make), seed in itertools.product(policies.items(), SEEDS):
-        clients = [RecordedClient(rows[i // 2], (seed, i)) for i in range(CLIENTS)]
-        rates[name].append(play(make(clients), clients, budget, rounds).tokens.mean(axis=0))
-    utility = {name: np.array(list(map(fair_utility, found))) for name, found in rates.items()}
-    gains = {name: interval(found - utility["goodspeed"]) for name, found in utility.items()}
-    cells = {
-        name: {
-            "sum_log": interval(utility[name]).mean,
-            "against_goodspeed": (gains[name].mean, gains[name].half),
-            "smallest": float(np.mean([r.min() for r in found])),
-            "total": float(np.mean([r.sum() for r in found])),
-            "jain": float(np.mean([jain(r) for r in found])),
-        }
-        for name, found in rates.items()
-    }
-    ours = gains["goodspeed_adaptive"]
-    beside = ", ".join(
-        f"{n} {gains[n].mean:+.3f} ± {gains[n].half:.3f}"
-        for n in ("fixed, rotating", "clairvoyant")
-    )
-    text = f"Σ log {ours.mean:+.3f} ± {ours.half:.3f} against goodspeed (beside it: {beside})"
-    return {"cells": cells}, [bar("recorded", text, ours.mean > ours.half)]
-
-
 # --- command --------------------------------------------------------------------------------------
 
-PARTS: dict[str, Callable[[bool, Path], Part]] = {
-    f.__name__: f for f in (solver, stationary, drift, recorded)
-}
+PARTS: dict[str, Callable[[bool], Part]] = {f.__name__: f for f in (stationary, drift)}
 
 
-def main() -> None:
+def main() -> int:
     options = parser(__doc__, quick="fewer rounds and repetitions")
-    options.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; or all")
-    options.add_argument("--data", type=Path, default=DATA)
+    options.add_argument("parts", nargs="*", choices=[*PARTS, []])
     given = options.parse_args()
-    unknown = [part for part in given.parts if part not in PARTS]
-    if unknown:
-        options.error(f"unknown part {', '.join(unknown)}; choose from {', '.join(PARTS)}")
-    found, told = {}, []
-    for part in given.parts or PARTS:
-        figures, verdicts = PARTS[part](given.quick, given.data)
-        found[part] = {**figures, "lines": [v.line() for v in verdicts]}
-        told += verdicts
-        if not given.json:
-            print("\n".join(found[part]["lines"]), flush=True)
-    if given.result:
-        save(given.result, Results(found, told))
-    if given.json:
-        print(json.dumps(found))
+    found = {part: PARTS[part](given.quick) for part in given.parts or PARTS}
+    runs = {part: figures for part, (figures, _) in found.items()}
+    return tell(given, Results(runs, [v for _, verdicts in found.values() for v in verdicts]))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

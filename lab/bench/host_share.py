@@ -10,18 +10,15 @@ samplers were at work; the rest of the time that passed is the share.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import sys
 import time
 from dataclasses import asdict, dataclass
 
 from openai import AsyncOpenAI
-from rich.console import Console
-from rich.table import Table
 
 from lab.bench.bundled_server import BundledServer, bundled_server
+from lab.common.results import Results, parser, table, tell
 from penstock.zoo.registry import DOMAINS, load_prompts
 
 MAX_TOKENS = 128
@@ -86,29 +83,28 @@ async def measure(
     return Share(drafter, streaming, tokens / passed, 1e3 * passed / steps, 1e3 * busy / steps)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=15.0)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
+def main() -> int:
+    options = parser(__doc__)
+    options.add_argument("--clients", type=int, default=8)
+    options.add_argument("--seconds", type=float, default=15.0)
+    args = options.parse_args()
     with bundled_server("--dtype", "float32", "--kv-tokens", str(args.clients * 1024)) as server:
         shares = [
             asyncio.run(measure(server, args.clients, args.seconds, drafter, streaming))
             for drafter in ("none", "auto")
             for streaming in (True, False)
         ]
-    if args.json:
-        print(json.dumps([{**asdict(s), "share": s.share} for s in shares]))
-        return
-    table = Table(title=f"{args.clients} clients over HTTP")
-    for column in ("drafter", "streaming", "tokens/s", "step, ms", "model, ms", "other share"):
-        table.add_column(column, justify="right")
-    for s in shares:
-        numbers = (f"{s.tokens_per_s:.0f}", f"{s.step_ms:.2f}", f"{s.busy_ms:.2f}")
-        table.add_row(s.drafter, "yes" if s.streaming else "no", *numbers, f"{s.share:.0%}")
-    Console(file=sys.stdout).print(table)
+    rows = [{**asdict(s), "share": s.share} for s in shares]
+    columns = {
+        "drafter": "{drafter}",
+        "streaming": "{streaming}",
+        "tokens/s": "{tokens_per_s:.0f}",
+        "step, ms": "{step_ms:.2f}",
+        "model, ms": "{busy_ms:.2f}",
+        "other share": "{share:.0%}",
+    }
+    return tell(args, Results(rows, tables=[table(f"{args.clients} clients", rows, columns)]))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

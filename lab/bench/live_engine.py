@@ -4,7 +4,6 @@ have had accepted along the target's own text."""
 from __future__ import annotations
 
 import argparse
-import itertools
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,12 +13,11 @@ import torch
 
 from lab.common.hindsight import LONGEST, Costs, KnownText
 from lab.common.live import request_of
-from lab.zoo.evidence import answer_logits, run_lengths
+from lab.zoo.evidence import answer_logits, lookup_runs, run_lengths
 from lab.zoo.modeling import load_model
 from penstock.config import NGRAM
 from penstock.core.types import NO_DRAFTER
 from penstock.engine.build import Engine
-from penstock.engine.drafters.lookup import NgramIndex
 from penstock.engine.sampling import SamplingRows, sample_coupled
 from penstock.engine.tokenizer import load_tokenizer
 from penstock.serving.offline import complete
@@ -86,7 +84,7 @@ def make_texts(
     texts = [tuple(c.token_ids) for c in complete(engine.loop, requests, 16)]
     found = []
     for seed, ((domain, prompt), text) in enumerate(zip(prompts, texts, strict=True)):
-        runs = {NGRAM: _lookup_runs(prompt, text)}
+        runs = {NGRAM: np.minimum(lookup_runs(prompt, text, 4), LONGEST).tolist()}
         for name in engine.executor.drafters:
             if name != NGRAM:
                 runs[name] = _model_runs(models[name], prompt, text, seed, temperature)
@@ -110,20 +108,6 @@ def _model_runs(
     positions = len(prompt) + np.arange(num)
     agrees = sample_coupled(logits, rows, positions).numpy() == np.array(text)
     return np.minimum(run_lengths(agrees), LONGEST).tolist()
-
-
-def _lookup_runs(prompt: tuple[int, ...], text: tuple[int, ...]) -> list[int]:
-    index = NgramIndex()
-    index.append(list(prompt))
-    runs = []
-    for t, token in enumerate(text):
-        draft = index.propose(LONGEST)
-        matched = itertools.takewhile(
-            lambda pair: pair[0] == pair[1], zip(draft, text[t:], strict=False)
-        )
-        runs.append(sum(1 for _ in matched))
-        index.append([token])
-    return runs
 
 
 def by_domain(texts: Sequence[KnownText]) -> dict[str, list[KnownText]]:

@@ -1,16 +1,12 @@
-"""Time of one forward pass by rows: the compiled kernels, eager torch, and the machine's floor;
-and what more rows cost in each format of weights.
+"""How long does a forward pass take by rows: compiled kernels, eager torch, and the machine's
+floor; and what do more rows cost in each format of weights?
 
     python -m lab.bench.native_kernels [--threads N] [--seconds S] [--formats]
 
-The model is a random decoder of 12 M parameters in bfloat16. The floor is what this machine could
-do at best: the weights at the bandwidth of a torch sum over as many bytes, or the multiply-adds at
-the rate of a large torch matrix product, whichever takes longer. All are measured in turns, best of
-many, so that other load on the machine meets each of them alike.
-
-The formats' table has the layers of a model of 1.5 B parameters, a few of them, more than caches
-hold. Its times are of one thread's processor, medians of interleaved rounds. `--formats` makes that
-table alone.
+A random decoder of 12 M parameters in bfloat16, in turns, best of many. The floor is the weights at
+the bandwidth of a torch sum, or the multiply-adds at the rate of a large matrix product, whichever
+takes longer. The formats' table has layers of a model of 1.5 B parameters: processor time of one
+thread, medians of interleaved rounds; `--formats` makes that table alone.
 """
 
 from __future__ import annotations
@@ -25,6 +21,7 @@ import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from lab.common.rehearsal import decoder_shape
 from penstock.engine.eager import EagerRunner
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.quantized import GROUP_FORMATS, QuantizedMatrix, Stored, Weight
@@ -42,25 +39,15 @@ CONTEXT = 64
 BLOCK_SIZE, NUM_BLOCKS = 16, 256
 
 
-def decoder_config(
-    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, head_dim: int
-) -> DecoderConfig:
-    return DecoderConfig(
-        vocab_size=4096,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        dtype=torch.bfloat16,
-    )
+def decoder_config(*shape: int, vocab: int = 4096) -> DecoderConfig:
+    """In bfloat16. shape: hidden, intermediate, layers, heads, KV heads, of a head."""
+    names = ("hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim")
+    made = decoder_shape(**dict(zip(names, shape, strict=True)))
+    return replace(made, vocab_size=vocab, dtype=torch.bfloat16)
 
 
-TARGET = decoder_config(384, 1024, layers=6, heads=6, kv_heads=2, head_dim=64)
-DRAFTER = decoder_config(96, 256, layers=1, heads=3, kv_heads=1, head_dim=32)
+TARGET = decoder_config(384, 1024, 6, 6, 2, 64)
+DRAFTER = decoder_config(96, 256, 1, 3, 1, 32)
 
 
 def random_weights(config: DecoderConfig) -> dict[str, torch.Tensor]:
@@ -188,7 +175,7 @@ def random_matrix(kind: str, rows: int, columns: int) -> Stored:
 
 def format_runner(kind: str) -> tuple[NativeRunner, int]:
     """A few layers of a 1.5 B model in one format, and the bytes that a row reads."""
-    config = replace(decoder_config(1536, 8960, 4, 12, 2, 128), vocab_size=64)
+    config = decoder_config(1536, 8960, 4, 12, 2, 128, vocab=64)
     shapes = {
         "qkv": (2048, 1536),
         "o": (1536, 1536),

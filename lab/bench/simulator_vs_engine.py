@@ -2,16 +2,13 @@
 
     python -m lab.bench.simulator_vs_engine [--quick] [--json] [--out DIR]
 
-Plays open-loop Poisson arrivals to the bundled target, in this process and without speculation.
-The steps of ONE load under ONE admission policy give a step-time profile. Three other loads, under
-every policy, are then simulated with that profile and the very same arrivals and lengths. All loads
-are played in turn, a stretch each, so that a drift of the machine's speed meets all of them.
+Poisson arrivals at the bundled target, in this process, without speculation. The steps of ONE load
+under ONE admission policy give a step-time profile; three other loads under every policy are then
+simulated with it, with the same arrivals and lengths. The loads take turns, a stretch each.
 
-The clock, for arrivals as for steps, is this process's CPU time, and the engine waits for arrivals
-by looking at it. On a core of its own that is real time; while another program holds the core the
-clock stands still for all alike. "CPU" in the table is CPU time over wall time.
-
-`--out` keeps the recorded steps (steps.csv, for `penstock profile fit`) and the profile.
+The clock is this process's CPU time, for arrivals as for steps: while another program holds the
+core it stands still. "CPU" in the table is CPU time over wall time. `--out` keeps the recorded
+steps (steps.csv, for `penstock profile fit`) and the profile.
 """
 
 from __future__ import annotations

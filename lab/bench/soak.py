@@ -1,20 +1,16 @@
-"""Does a server that is short of memory serve hundreds of streams whole, in memory that stays flat,
-also beside bad clients?
+"""Does a server that is short of memory serve hundreds of streams whole, in flat memory, also
+beside bad clients?
 
     python -m lab.bench.soak [--clients 256] [--seconds 600] [--bad 32] [--json]
 
-Starts `penstock serve` on the bundled family, in float32, with a quarter of the KV memory that the
-clients want, and everything in force that an operator may have: keys, tenants with limits that are
-met, JSON logs to a file, the settings read again every minute. Every client asks, streams and asks
-again, and waits for as long as a 429 says; one in eight asks for JSON by a schema. Seeds make the
-text of a (prompt, seed) pair a fact, so a token that is lost, doubled or given to somebody else
-shows as another text. Memory is looked at every two seconds (Linux).
+`penstock serve` on the bundled family in float32, with a quarter of the KV memory that the clients
+want, keys, tenants with limits that are met, JSON logs, settings read again every minute. Every
+client asks, streams and asks again, and waits as a 429 says; one in eight asks for JSON by a
+schema. A (prompt, seed) pair has one text, so a lost, doubled or misplaced token shows.
 
---bad N: stretches take turns: nobody else; N clients that read a byte a second and N that leave at
-any time, all of a tenant with a small weight and without a seed; and 2 N of that tenant that do
-neither. The tokens of the last are its fair share: bad clients are judged by what they cost beyond
-it. Rates are tokens over the server's processor time, which other programs do not change. Exit code
-1 if a bar is missed.
+--bad N: stretches take turns: no others; N clients that read a byte a second and N that leave at
+any time, of a tenant with a small weight; 2 N good clients of that tenant, whose tokens are its
+fair share. Rates are tokens over the server's processor time. Exit code 1 if a bar is missed.
 """
 
 from __future__ import annotations

@@ -3,14 +3,10 @@ chain that chooses between them in every round?
 
     python -m lab.bench.sources TARGET.gguf DRAFTER.gguf [--prompts 4] [--new-tokens 128] [--json]
 
-One request at a time, greedy, from `lab.bench.real_prompts`: code to complete, edits, questions,
-and JSON, SQL or YAML. All sources are drafters of one engine with the default allocation, and take
-turns on each prompt. `--warm` prompts of each kind, from the part `learn`, come first and count
-nothing: every source learns on them. Each source is a tenant, so that suffixes are found only in
-what the same source has put out before.
-
-Tokens per second are of decoding, from the first token on: the reading of the prompt by the small
-model is in them, the target's is not.
+One request at a time, greedy, from `lab.bench.real_prompts`. All sources are drafters of one engine
+and take turns on each prompt, after `--warm` prompts of each kind to learn from. Each source is a
+tenant, so suffixes are found only in what it has put out itself. Tokens per second are from the
+first token on: the small model's reading of the prompt is in them, the target's is not.
 """
 
 from __future__ import annotations

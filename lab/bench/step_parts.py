@@ -1,29 +1,26 @@
-"""Where the time of a target step goes, against the floor of bytes and operations.
+"""Where does the time of a target step go, against the floor of bytes and operations?
 
     python -m lab.bench.step_parts [--batches 1,8,32] [--json]
 
-Serves prompts of all domains on the bundled family, in this process, with no drafter and with
-`draft-tiny` (drafts of 3), and takes the engine's own clock apart: the target's pass with its
-samples, the drafter, the making of batches, and everything between two steps (results taken in,
-outputs, the next plan). The floor of the pass is its weights at the bandwidth of a torch sum over
-as many bytes, or its multiply-adds at the rate of a large torch matrix product, whichever takes
-longer; prefill is left out. Best of several passes.
+The bundled family in this process, without a drafter and with `draft-tiny` (drafts of 3): target's
+pass with samples, drafter, making of batches, and everything between two steps, by the engine's own
+clock. The floor is the weights at the bandwidth of a torch sum, or the multiply-adds at the rate of
+a large matrix product, whichever takes longer. Prefill is left out. Best of several passes.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import os
+import sys
 import time
 from dataclasses import asdict, dataclass
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
+from lab.bench.native_kernels import parameters
 from lab.common.live import load, make_loop, request_of
+from lab.common.results import Results, parser, table, tell
 from penstock.config import PolicyConfig
 from penstock.core.loop import Loop
 from penstock.core.types import NO_DRAFTER, StepPlan, StepResult
@@ -102,11 +99,7 @@ def bandwidth_and_rate(num_bytes: int) -> tuple[float, float]:
 def measure(
     engine: Engine, prompts: list[tuple[int, ...]], batch: int, drafter: str, passes: int
 ) -> Parts:
-    config = engine.executor.target.config
-    per_layer = config.hidden_size * (
-        2 * config.q_size + 2 * config.kv_size + 3 * config.intermediate_size
-    )
-    weights = config.num_layers * per_layer + config.vocab_size * config.hidden_size
+    weights = sum(parameters(engine.executor.target.config))
     found = []
     for _ in range(passes):
         bandwidth, rate = bandwidth_and_rate(2 * weights)
@@ -129,12 +122,11 @@ def measure(
     return min(found, key=lambda p: p.step)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batches", default="1,8,32")
-    parser.add_argument("--passes", type=int, default=5)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
+def main() -> int:
+    options = parser(__doc__)
+    options.add_argument("--batches", default="1,8,32")
+    options.add_argument("--passes", type=int, default=5)
+    args = options.parse_args()
     batches = [int(b) for b in args.batches.split(",")]
     engine = load("target-large", max(batches), NEW_TOKENS)
     tokenizer = load_tokenizer(engine.tokenizer_path)
@@ -147,17 +139,12 @@ def main() -> None:
         for drafter in (NO_DRAFTER, DRAFTER)
         for batch in batches
     ]
-    if args.json:
-        print(json.dumps([asdict(p) for p in found]))
-        return
-    table = Table(title="a decoding step, ms")
-    for column in Parts.__dataclass_fields__:
-        table.add_column(column.replace("_per_", "/"), justify="right")
-    for parts in found:
-        numbers = [f"{v:.2f}" for v in list(asdict(parts).values())[2:-1]]
-        table.add_row(parts.drafter, str(parts.batch), *numbers, f"{parts.tokens_per_s:.0f}")
-    Console().print(table)
+    rows = [asdict(parts) for parts in found]
+    columns = {"drafter": "{drafter}", "batch": "{batch}"}
+    parts = ("rows", "step", "draft", "target", "batching", "between", "floor")
+    columns |= {name: f"{{{name}:.2f}}" for name in parts} | {"tokens/s": "{tokens_per_s:.0f}"}
+    return tell(args, Results(rows, tables=[table("a decoding step, ms", rows, columns)]))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

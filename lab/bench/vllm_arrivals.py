@@ -2,15 +2,11 @@
 
     python -m lab.bench.vllm_arrivals azure2023_conv.csv.gz --out arrivals.jsonl [--json]
 
-Stock is vLLM as it is, or with its limits tuned in hindsight; beside it `fluid_guided` as the
-plug-in and as the engine. To be run by a Python that has vLLM. Prompts and outputs are those of
-stretches of a recorded trace, `--scale` times shorter, and so are the gaps between them, for the
-load that is wanted: a share of the rate at which stock serves the same stretch when all of it comes
-at once. All ways of serving get the same. The model's weights are random. KV memory is a quarter of
-what stock's most requests would hold. Each stretch is served in all ways before the next, and
-written down: a run that was cut, or that `--minutes` has ended, goes on. Ratios are of one
-stretch's figures, their intervals over the stretches. Requests are added between steps; the report
-says what share of the time that took.
+Needs a Python that has vLLM. Stock is vLLM as it is, or with limits tuned in hindsight; beside it
+`fluid_guided` as the plug-in and as the engine, all with random weights. Requests are stretches of
+a recorded trace, lengths `--scale` times shorter, gaps for a share of the rate at which stock
+serves the stretch at once. KV memory is a quarter of what stock's most requests would hold.
+Intervals are over the stretches. Every stretch is written down; the same command goes on.
 """
 
 from __future__ import annotations
@@ -200,9 +196,6 @@ class Bench:
         )
         return found
 
-    def stretch(self, number: int, rate: float | None) -> Rows:
-        return self._trace.stretch(number, self._args.requests, rate)
-
     def capacity(self, number: int, num: int | None = None) -> float:
         """Requests a second that stock serves when all of a stretch come at once."""
         num = num or self._args.requests
@@ -212,8 +205,8 @@ class Bench:
         """Figures of all arms at one load."""
         numbers = range(1, 1 + self._args.stretches)
         rates = {i: round(share * self.capacity(i), 3) for i in numbers}
-        tuned = None if self._args.untuned else self._tuned(share)
-        arms = ARMS if tuned is None else {**ARMS, "tuned": ("vllm", tuned)}
+        tuned = self._tuned(share)
+        arms = {**ARMS, "tuned": ("vllm", tuned)}
         runs: dict[str, list[Any]] = {name: [] for name in arms}
         for number, rate in rates.items():
             for name in rotated(list(arms), number):
@@ -231,9 +224,7 @@ class Bench:
                     "mean_ttft_s": _shown(interval(ttft[name])),
                     "p99_ttft_s": _shown(interval(p99[name])),
                     "latency_to_default": _shown(ratio(latency[name], latency["default"])),
-                    "latency_to_tuned": _shown(ratio(latency[name], latency["tuned"]))
-                    if "tuned" in arms
-                    else None,
+                    "latency_to_tuned": _shown(ratio(latency[name], latency["tuned"])),
                     "p99_ttft_to_default": _shown(ratio(p99[name], p99["default"])),
                     "adding_share": max(r["adding"] / r["seconds"] for r in runs[name]),
                 }
@@ -267,9 +258,7 @@ def _row(load: dict[str, Any], name: str) -> dict[str, str]:
     return cells | {"load": f"{load['load']:g}", "arm": name, "adding": adding}
 
 
-def _cell(values: list[float | None] | None) -> str:
-    if values is None:
-        return ""
+def _cell(values: list[float | None]) -> str:
     mean, low, high = values
     return f"{mean:.3f}" if low is None or high is None else f"{mean:.3f} ({low:.3f} to {high:.3f})"
 
@@ -293,7 +282,6 @@ def main() -> int:
     options.add_argument("--requests", type=int, default=2000, help="of a stretch")
     options.add_argument("--scale", type=float, default=8.0, help="lengths are divided by it")
     options.add_argument("--loads", type=lambda t: tuple(map(float, t.split(","))), default=LOADS)
-    options.add_argument("--untuned", action="store_true", help="without limits tuned in hindsight")
     args = options.parse_args()
     bench = Bench(args)
     try:

@@ -8,14 +8,12 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lab.bench.peers.workers.worker import answer_commands
-from penstock.fluid.step_profile import StepWork
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
 
@@ -30,10 +28,7 @@ class Server(ABC):
 
     def serve(self, requests: list[tuple[float, int, int]], seed: int) -> dict[str, Any]:
         """requests: (arrival in seconds, prompt tokens, tokens to make). Returns each one's seconds
-        to the first token and to the last, the seconds in which requests were added, and every
-        step: what was in it (`StepWork`), seconds."""
-        self.works: list[StepWork] = []
-        seconds: list[float] = []
+        to the first token and to the last, and the seconds in which requests were added."""
         rng = np.random.default_rng(seed)
         prompts = [rng.integers(8, self.vocab_size, n).tolist() for _, n, _ in requests]
         first, last = [0.0] * len(requests), [0.0] * len(requests)
@@ -48,12 +43,8 @@ class Server(ABC):
             if num_left == len(coming):
                 time.sleep(min(_LONGEST_NAP_S, coming[0][1][0] - now))
                 continue
-            before, num_steps = time.monotonic(), len(self.works)
             made = self.step()
             now = time.monotonic() - begin
-            # Of a turn with no step of its own nothing is known.
-            if len(self.works) > num_steps:
-                seconds.append(time.monotonic() - before)
             for i, num_tokens in made.items():
                 arrival, _, most = requests[i]
                 first[i] = first[i] or now - arrival
@@ -61,8 +52,7 @@ class Server(ABC):
                     last[i] = now - arrival
                     num_left -= 1
         took = time.monotonic() - begin
-        steps = [(*work, s) for work, s in zip(self.works, seconds, strict=True)]
-        return {"ttft": first, "latency": last, "seconds": took, "adding": adding, "steps": steps}
+        return {"ttft": first, "latency": last, "seconds": took, "adding": adding}
 
     vocab_size: int
 
@@ -118,27 +108,6 @@ class VllmServer(Server):
             structured_output_manager=core.structured_output_manager,
             block_size=old.block_size,
         )
-        core.scheduler.schedule = self._noted(core.scheduler, core.scheduler.schedule)
-
-    def _noted(self, scheduler: Any, schedule: Callable[..., Any]) -> Callable[..., Any]:
-        """`schedule`, and what is in its steps kept."""
-
-        def noted(*args: Any) -> Any:
-            output = schedule(*args)
-            chunks = [
-                # By then the step's tokens count as computed.
-                (scheduler.requests[i].num_computed_tokens - num, num, scheduler.requests[i])
-                for i, num in output.num_scheduled_tokens.items()
-            ]
-            prompts = [(at, n) for at, n, r in chunks if at + n < r.num_tokens or n > 1]
-            decodes = [at for at, n, r in chunks if at + n >= r.num_tokens and n == 1]
-            if chunks:
-                context = sum(n * (at + n / 2) for at, n in prompts)
-                num_prefill = sum(n for _, n in prompts)
-                self.works.append(StepWork(num_prefill, context, len(decodes), sum(decodes)))
-            return output
-
-        return noted
 
     def add(self, i: int, prompt: list[int], num_tokens: int) -> None:
         params = self._vllm.SamplingParams(
@@ -168,7 +137,7 @@ class PenstockServer(Server):
             vllm=VllmConfig(),
             admission=PolicyConfig.of("fluid_guided"),
         )
-        self._config, self._engine = config, load_engine(config)
+        self._engine = load_engine(config)
         gc.collect()
         gc.freeze()  # as the engine process does, and vLLM's
         self.vocab_size = self._engine.vocab_size
@@ -179,7 +148,6 @@ class PenstockServer(Server):
         self._num_stretches = 0
 
     def prepare(self, settings: dict[str, Any]) -> None:
-        from lab.common.step_recorder import StepRecorder
         from penstock.core.kv import BlockPool
         from penstock.core.learn import Estimators
         from penstock.core.loop import Loop
@@ -197,9 +165,7 @@ class PenstockServer(Server):
             max_model_len=self._engine.max_model_len,
             learn=learn,
         )
-        self._recorder = StepRecorder(self._engine.clock)
-        instruments = (self._recorder,)
-        self._loop = Loop(scheduler, self._engine.executor, self._engine.clock, instruments)
+        self._loop = Loop(scheduler, self._engine.executor, self._engine.clock)
         self._made = {}
         self._num_stretches += 1
 
@@ -221,8 +187,6 @@ class PenstockServer(Server):
     def step(self) -> dict[int, int]:
         events, self._events = self._events, []
         turn, got = self._loop.turn(events), {}
-        self.works += [work for work, _ in self._recorder.steps]
-        self._recorder.steps.clear()
         for output in turn.outputs:
             if output.error is not None:
                 raise RuntimeError(output.error)

@@ -3,14 +3,11 @@
     python -m lab.bench.vllm_engine [FOLDER ...] --out FILE.jsonl
     python -m lab.bench.vllm_engine TARGET --draft FOLDER --native-draft FILE --out FILE.jsonl
 
-To be run by a Python that has vLLM. Without a draft model: target-only, on the checkpoints named or
-on a Llama of 28 million random weights, for batches of 1, 8 and 32. With one: the target on
-real prompts (FOLDER has its tokenizer), code and edits, for batches of 1, 4 and 8, which are in the
-prefix cache, so that decoding is what takes the time; vLLM with each of its own ways to speculate,
-Penstock with its drafters, one process after the other. Same checkpoints, same prompts, greedy, end
-of text ignored, bfloat16, else vLLM's own defaults. All ways make a pass, in another order each
-time; a ratio is of passes of one turn. Every pass is written down, and the same command, cut or
-ended by `--minutes`, goes on behind it.
+Needs a Python that has vLLM. Without a draft model: target-only, on the checkpoints or a Llama of
+28 million random weights, batches of 1, 8 and 32. With one: real code and edits, in the prefix
+cache, batches of 1, 4 and 8; vLLM with each of its ways to speculate, Penstock with its drafters, a
+process at a time. Same prompts, greedy, bfloat16. All make a pass, in another order each time;
+ratios are of passes of one turn. Every pass is written down; the same command goes on.
 """
 
 from __future__ import annotations
@@ -274,7 +271,8 @@ def target_only(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
 def speculation(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
     target, stock = args.targets[0], {} if args.skip_plain else {STOCK: Arm(STOCK, "vllm")}
     for num in args.ngram:
-        stock[f"{STOCK}, ngram {num}"] = _stock(num, method="ngram", **args.lookup)
+        lookup = {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
+        stock[f"{STOCK}, ngram {num}"] = _stock(num, method="ngram", **lookup)
     for num in args.draft_model:
         stock[f"{STOCK}, draft model {num}"] = _stock(
             num, method="draft_model", model=str(args.draft)
@@ -389,7 +387,6 @@ def main() -> int:
         help="where memory is short: no vLLM without drafts, Penstock without is the rival",
     )
     args = options.parse_args()
-    args.lookup = {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
     speculates = args.draft is not None
     if speculates and (args.native_draft is None or len(args.targets) != 1):
         options.error("--draft goes with --native-draft and one FOLDER")

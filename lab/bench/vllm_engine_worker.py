@@ -4,14 +4,16 @@ a JSON line out. Runs where vLLM is installed."""
 from __future__ import annotations
 
 import gc
-import itertools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lab.bench.peers.workers.worker import answer_commands, measure
-
-Prompts = Sequence[Sequence[int]]
+from lab.bench.peers.workers.worker import (
+    Prompts,
+    answer_commands,
+    continued_by_penstock,
+    continued_by_vllm,
+    measure,
+)
 
 _MAX_MODEL_LEN = 1024
 _LIMITS = {"max_num_batched_tokens": 2048, "max_num_seqs": 128}
@@ -26,7 +28,6 @@ class Vllm:
     def __init__(self, target: str, prefix_caching: bool, args: dict[str, Any]) -> None:
         import vllm
 
-        self._sampling = vllm.SamplingParams
         self._llm = vllm.LLM(
             model=target,
             dtype="bfloat16",
@@ -41,12 +42,7 @@ class Vllm:
     def run(self, prompts: Prompts, num_tokens: int, draft_tokens: int) -> list[list[int]]:
         """Continue all prompts at once, greedily, by exactly `num_tokens` each; drafts are as was
         said at the start."""
-        params = self._sampling(
-            temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False
-        )
-        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        done = self._llm.generate(asked, params, use_tqdm=False)
-        return [list(one.outputs[0].token_ids) for one in done]
+        return continued_by_vllm(self._llm, prompts, num_tokens)
 
 
 class Penstock:
@@ -70,29 +66,10 @@ class Penstock:
         self._engine = load_engine(config)
         gc.collect()
         gc.freeze()  # as the engine process does, and vLLM's
-        self._ids = map(str, itertools.count())
 
     def run(self, prompts: Prompts, num_tokens: int, draft_tokens: int) -> list[list[int]]:
         """The same, with drafts of `drafter`."""
-        from penstock.core.types import Request, SamplingParams
-        from penstock.serving.offline import complete
-
-        requests = [
-            Request(
-                id=next(self._ids),
-                prompt_len=len(prompt),
-                prompt_token_ids=tuple(prompt),
-                max_tokens=num_tokens,
-                sampling=SamplingParams(temperature=0.0),
-                drafter=self.drafter,
-            )
-            for prompt in prompts
-        ]
-        done = complete(self._engine.loop, requests, len(requests))
-        for one in done:
-            if one.error is not None:
-                raise RuntimeError(one.error)
-        return [one.token_ids for one in done]
+        return continued_by_penstock(self._engine, prompts, num_tokens, self.drafter)
 
 
 KINDS = {"vllm": Vllm, "penstock": Penstock}

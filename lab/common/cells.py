@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,15 @@ Figures = dict[str, Any]
 class Cells:
     """What was measured so far. Raises: OSError, ValueError (a file that holds something else)."""
 
-    def __init__(self, out: Path, others: Iterable[Path] = ()) -> None:
-        """out: where new figures go; it and `others` are read."""
+    def __init__(self, out: Path) -> None:
+        """out: read, and where new figures go."""
         self._out = out
         self.done: dict[str, Figures] = {}
         self.dates: dict[str, date] = {}
-        for path in (*others, out):
-            if path.exists():
-                lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-                found = {figures["key"]: figures for figures in lines}
-                self.done |= found
-                self.dates |= dict.fromkeys(found, date.fromtimestamp(path.stat().st_mtime))
+        if out.exists():
+            lines = map(json.loads, out.read_text(encoding="utf-8").splitlines())
+            self.done = {figures["key"]: figures for figures in lines}
+            self.dates = dict.fromkeys(self.done, date.fromtimestamp(out.stat().st_mtime))
 
     def measure(self, key: str, measure: Callable[[], Figures]) -> Figures:
         """The figures under `key`, measured unless they are known."""

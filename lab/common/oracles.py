@@ -10,13 +10,10 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from lab.common.rounds import RecordedClient
 from penstock.core.policies.allocation.goodspeed_adaptive import GoodSpeedAdaptive
-from penstock.core.policies.allocation.parts.gradient import GoodputAverages, tokens_by_tenant
 from penstock.core.policies.base import AllocationPolicy, DraftCandidate, SelectionPolicy, View
 from penstock.core.policies.registry import policies, register
 from penstock.core.state import Grant, Outcome, RequestState
-from penstock.fluid.fair import draft_lengths
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -81,27 +78,6 @@ class BestFilter(GoodSpeedAdaptive):
         low = (1 - self._is_high) * self._low**accepted * (1 - self._low) ** rejected
         now_high = high / (high + low)
         self._is_high = now_high + self._jump * (1 - 2 * now_high)
-
-
-class Clairvoyant(AllocationPolicy):
-    """Knows how many draft tokens of each client would be accepted; lengths by eq. 5."""
-
-    def __init__(self, clients: Sequence[RecordedClient]) -> None:
-        self._clients = clients
-        self._averages = GoodputAverages()
-
-    def allocate(self, candidates: Sequence[DraftCandidate], view: View) -> list[Grant]:
-        names = [c.state.request.tenant for c in candidates]
-        self._averages.meet(dict.fromkeys(names, 1.0))
-        certain = [[1.0] * min(c.most_accepted(), view.room.budget) for c in self._clients]
-        weights = [1 / self._averages.of(name) for name in names]
-        return [Grant(n) for n in draft_lengths(weights, certain, view.room.budget).lengths]
-
-    def reserve(self, state: RequestState) -> int:
-        return 0
-
-    def observe(self, outcomes: Sequence[Outcome], now: float) -> None:
-        self._averages.observe(tokens_by_tenant(outcomes))
 
 
 class Misled(AllocationPolicy):

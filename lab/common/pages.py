@@ -8,6 +8,7 @@ experiment, as a benchmark's `--result FILE` writes it:
 title, about    what was measured
 command, date, machine
                 how, when and where
+commit          that has the command, if it is gone
 outdated        why the figures must be made again, if they must
 tables          each with a title (Markdown), a header and rows of cells
 verdicts        a line for each claim (`ClaimVerdict.line`); a page leaves out its control, but
@@ -83,8 +84,8 @@ def _section(result: dict[str, Any]) -> Iterator[str]:
     if "outdated" in result:
         yield f'!!! warning "To be made again"\n    {result["outdated"]}'
     yield result.get("about", "")
-    where = f"{result['date']}; {result['machine']}"
-    yield f"`{result['command']}` ({where}):" if result["command"] else f"({where})"
+    commit = f" at {result['commit']}" if "commit" in result else ""
+    yield f"`{result['command']}`{commit} ({result['date']}; {result['machine']}):"
     yield from (f"![{result['title']}]({picture})" for picture in result["pictures"])
     for table in result["tables"]:
         yield table["title"]

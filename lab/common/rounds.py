@@ -121,10 +121,6 @@ class PlayedRounds:
     tokens: IntArray
     seconds: FloatArray
 
-    def per_second(self) -> FloatArray:
-        """Tokens a second of each client."""
-        return np.asarray(self.tokens.sum(axis=0) / self.seconds.sum())
-
 
 def play(
     policy: AllocationPolicy,

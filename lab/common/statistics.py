@@ -1,4 +1,4 @@
-"""Means with their intervals of 95%, and how even rates are: the same for all experiments."""
+"""Means with their intervals of 95%: the same for all experiments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from penstock.fluid.shares import jain_index
 from penstock.sim.capacity import Estimate
 
 FloatArray = npt.NDArray[np.float64]
@@ -67,12 +66,6 @@ def ratio(numerator: Sequence[float] | FloatArray, rival: Sequence[float] | Floa
     """Geometric mean of ratios, pair by pair."""
     logs = interval(np.log(np.asarray(numerator) / np.asarray(rival)))
     return Interval(math.exp(logs.mean), math.exp(logs.low), math.exp(logs.high))
-
-
-def jain(rates: FloatArray) -> float:
-    """Jain's index: 1 where all are equal, 1/N where one has everything or nobody anything."""
-    index = jain_index(rates)
-    return 1 / len(rates) if index is None else index
 
 
 def rotated(items: Sequence[_T], turn: int) -> list[_T]:

@@ -1,15 +1,12 @@
 """Spin's premise: where is it worth choosing a drafter for every request?
 
-Four specialists for four domains that are equally frequent (`lab.common.families`): no drafter is
-better than another for a mixture. The batch is always full. Drafters work inside the target's step,
-one after the other and with lengths by `throughput`, or each on a device of its own, with drafts of
-four tokens: `throughput` adds up the times of drafters that work at the same time, and refuses
-drafts that pay.
+Four specialists for four equally frequent domains (`lab.common.families`): no drafter is better
+than another for a mixture. The batch is always full. Drafters work inside the target's step, with
+lengths by `throughput`, or each on a device of its own, with drafts of four tokens.
 
-Compared are tokens per second with the better one of two that choose nothing, no drafter and one
-for all (by symmetry any). `clairvoyant` knows the domains and is the better of two that give every
-request a drafter by them: its specialist, or the one of two drafters. `adaptive` and `lbss` find
-out; for `adaptive, words` the prompts' words say the domain, for the other two they say nothing.
+Compared with the better of no drafter and one for all: `clairvoyant`, which knows the domains and
+is the better of the specialists and of two drafters by domain; `adaptive` and `lbss`, which find
+out; for `adaptive, words` the prompts' words say the domain.
 """
 
 from __future__ import annotations

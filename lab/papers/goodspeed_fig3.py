@@ -1,21 +1,17 @@
 """GoodSpeed, figure 3 and table I: where the wall time of a round goes, for Fixed-S, Random-S and
 GoodSpeed.
 
-A round waits for all drafts (receiving), verifies them, and sends the verdicts. The configurations
-are those of table I; what a model takes follows from its weights and the devices' memory bandwidth:
-L4 for drafters, H100 for targets. The paper names no network: here 10 Gbit/s, a round trip of
-1 ms, and draft servers that send whole distributions in float32, as the paper's do. Acceptance
-jumps by 0.3 every hundred rounds, each client in its own time. The policies make different numbers
-of tokens in a round, so times are those of the same number of tokens. `goodspeed_adaptive`,
-`deadline` and no drafts at all stand beside.
-
-The controls: Fixed-S against itself with other luck, Random-S in GoodSpeed's place, and verdicts
-that take longer to send.
+A round waits for all drafts (receiving), verifies them, and sends the verdicts. Configurations are
+those of table I; a model's time follows from its weights and the devices' memory bandwidth: L4 for
+drafters, H100 for targets. The network is assumed: 10 Gbit/s, a round trip of 1 ms, draft servers
+that send whole distributions in float32. Acceptance jumps by 0.3 every hundred rounds. Times are
+those of the same number of tokens. Controls: Fixed-S against itself with other luck, Random-S in
+GoodSpeed's place, and verdicts that take longer to send.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +20,7 @@ import numpy as np
 from lab.common.claims import ClaimVerdict, Measurement, check
 from lab.common.experiment import Experiment, Trial
 from lab.common.report import Plot, draw, write_table
-from lab.common.rounds import BarrierTimes, FloatArray, GeometricClients, jumping_rates, play
+from lab.common.rounds import BarrierTimes, GeometricClients, jumping_rates, play
 from lab.common.statistics import Interval, ratio
 from penstock.core.policies.registry import make_policy
 
@@ -195,36 +191,36 @@ Pair = tuple[list[list[Spent]], list[list[Spent]]]
 """Of a policy and of Fixed-S: by configuration, a figure for each seed."""
 
 
+def _ratios(given: Pair, seconds: Callable[[Spent], float] = lambda s: s.total) -> list[Interval]:
+    """By configuration."""
+    return [
+        ratio([seconds(s) for s in a], [seconds(s) for s in b]) for a, b in zip(*given, strict=True)
+    ]
+
+
 def comparable(given: Pair) -> Measurement:
-    found = [ratio(_totals(a), _totals(b)) for a, b in zip(*given, strict=True)]
+    found = _ratios(given)
     return Measurement(_span(found), tuple(abs(r.mean - 1) <= _CLOSE for r in found))
 
 
 def longer(given: Pair) -> Measurement:
-    found = [ratio(_totals(a), _totals(b)) for a, b in zip(*given, strict=True)]
-    low, high = _RANDOM_COSTS
+    found, (low, high) = _ratios(given), _RANDOM_COSTS
     return Measurement(_span(found), tuple(low <= r.mean <= high for r in found))
 
 
 def waits(given: Pair) -> Measurement:
-    found = [
-        ratio([s.receiving / s.rounds for s in a], [s.receiving / s.rounds for s in b])
-        for a, b in zip(*given, strict=True)
-    ]
+    found = _ratios(given, lambda s: s.receiving / s.rounds)
     return Measurement(f"in a round {_span(found)}", tuple(r.low > 1 for r in found))
 
 
 def verifies_less(given: Pair) -> Measurement:
-    found = [
-        ratio([s.verification for s in a], [s.verification for s in b])
-        for a, b in zip(*given, strict=True)
-    ]
+    found = _ratios(given, lambda s: s.verification)
     less = all(r.high < 1 for r in found)
     return Measurement(_span(found), (less, less and all(r.mean <= _VERIFIES_LESS for r in found)))
 
 
 def pays(given: Pair) -> Measurement:
-    found = [ratio(_totals(a), _totals(b)) for a, b in zip(*given, strict=True)]
+    found = _ratios(given)
     return Measurement(_span(found), tuple(r.high < 1 for r in found))
 
 
@@ -234,10 +230,6 @@ def sends_little(given: list[list[Spent]]) -> Measurement:
         f"{min(shares):.2%} to {max(shares):.2%} of the time",
         tuple(share < _SENDING for share in shares),
     )
-
-
-def _totals(runs: list[Spent]) -> FloatArray:
-    return np.array([s.total for s in runs])
 
 
 def _span(found: list[Interval]) -> str:

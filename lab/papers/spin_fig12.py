@@ -2,17 +2,13 @@
 
 A random Llama-shaped decoder (512 wide, 8 heads, 4 layers, or with `--family` the shape of that
 family's target) verifies on this machine's processor; the paper's LLaMA-7B ran on a V100. The paper
-prints no lengths, only whose spread is wide and why: requests whose drafts fare differently advance
-differently. A request here is a prompt and the tokens of some rounds of four drafts at its own
-acceptance, in the middle of its generation.
+prints no lengths, only whose spread is wide and why: drafts fare differently. A request here is a
+prompt and the tokens of some rounds of four drafts at its own acceptance.
 
-Decomposition searches its rows; beside it stands the paper's fixed number of them, as many as there
-are requests (B = n). Layouts take turns, and a share of time that is saved is judged by its
-interval over the turns. In the picture one size of memory is the same for all data sets: it holds
-whatever decomposition needs, and padding up to a batch of 16.
-
-Controls: padding set against itself, data sets under each other's names, requests of one length or
-of one acceptance, pieces merged without eq. 13.
+Decomposition searches its rows; beside it stands the paper's number of them (B = n). Layouts take
+turns. In the picture one memory is the same for all data sets: it holds what decomposition needs,
+and padding up to a batch of 16. Controls: padding against itself, data sets under each other's
+names, requests of one length or of one acceptance, pieces merged without eq. 13.
 """
 
 from __future__ import annotations

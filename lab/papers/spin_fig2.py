@@ -1,13 +1,12 @@
 """Spin, figures 2 and 3: which drafter is best for whom.
 
 Live, on the bundled family or a larger copy of it (`--family`): every request is served with every
-drafter, four tokens a round, one request at a time, and what counts is the time of a token. The
-eight domains stand for the paper's data sets.
+drafter, four tokens a round, one request at a time; the time of a token counts. The eight domains
+stand for the paper's data sets.
 
-Which drafter was fastest for a request is partly luck: with several drafters somebody always is. So
-every prompt is served twice, sampled with other seeds. A drafter is chosen by the first pass and
-judged by the second, in which luck is another. The controls choose for a request what was best for
-the next one, which is of another domain, and for a domain what was best for the next.
+Every prompt is served twice, sampled with other seeds: a drafter is chosen by the first pass and
+judged by the second, in which luck is another. The controls choose for a request, and for a domain,
+what was best for the next one.
 """
 
 from __future__ import annotations

@@ -1,16 +1,13 @@
 """Spin, theorem 1: regret and switching cost over time, against log T.
 
 Eight requests of all texts that never end, Spin's five drafters on a device each, four draft tokens
-in a slot (`lab.common.slots`, `lab.common.families`). What is lost is counted in slots of each
-request's best drafter: by drafters that are worse (the goodput regret of eq. 6), and by reading the
-text after a switch, which takes the longer the longer the text is, as the paper says of its cost.
+in a slot (`lab.common.slots`, `lab.common.families`). Counted in slots of each request's best
+drafter is what is lost by worse drafters (eq. 6) and by reading the text after a switch.
 
 T doubles from horizon to horizon. A regret of log T grows by as much each time, one of T by twice
-as much as the time before: claimed is an exponent of 0, and one below a half is nearer to that than
-to 1. The paper averages all that was observed; where nothing else is said, `lbss` lets evidence
-fade, which matters from some hundred slots on. `long` explores for 240 slots of an epoch, not 6.
-
-The control is a drafter drawn at random in every slot.
+as much: claimed is an exponent of 0, and one below a half is nearer to that than to 1. The paper
+averages all that was observed; `lbss` lets evidence fade where nothing else is said. `long`
+explores for 240 slots of an epoch, not 6. The control is a drafter drawn at random in every slot.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
 from lab.zoo.template import EOS_ID, PAD_ID
+from penstock.engine.drafters.lookup import NgramIndex
 from penstock.zoo.registry import Prompt
 
 NGRAM = "n-gram"
@@ -98,40 +101,17 @@ def run_lengths(agrees: Bools) -> npt.NDArray[np.int64]:
 
 
 def lookup_runs(
-    prompt: list[int], text: list[int], longest: int = 3, shortest: int = 2
+    prompt: Sequence[int], text: Sequence[int], max_ngram: int = 3
 ) -> npt.NDArray[np.int64]:
-    """Accepted drafts of n-gram prompt lookup from each position of `text`.
-
-    The last `longest` tokens (then fewer, down to `shortest`) are sought in what came before, the
-    most recent place first; what followed there is the draft.
-    """
-    whole = prompt + text
-    last: dict[tuple[int, ...], int] = {}
+    """Accepted draft tokens of the engine's n-gram look-up from each position of `text`."""
+    index = NgramIndex(max_ngram)
+    index.append(prompt)
     runs = np.zeros(len(text), dtype=np.int64)
-    for end in range(1, len(whole)):
-        t = end - len(prompt)
-        if t >= 0:
-            runs[t] = _lookup(whole, end, last, longest, shortest)
-        for n in range(shortest, longest + 1):
-            if end >= n:
-                last[tuple(whole[end - n : end])] = end
+    for t, token in enumerate(text):
+        pairs = zip(index.propose(len(text)), text[t:], strict=False)
+        runs[t] = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        index.append([token])
     return runs
-
-
-def _lookup(
-    whole: list[int], end: int, last: dict[tuple[int, ...], int], longest: int, shortest: int
-) -> int:
-    for n in range(longest, shortest - 1, -1):
-        found = last.get(tuple(whole[end - n : end]))
-        if found is None:
-            continue
-        count = 0
-        while end + count < len(whole) and found + count < end:
-            if whole[found + count] != whole[end + count]:
-                break
-            count += 1
-        return count
-    return 0
 
 
 def trace(

@@ -151,7 +151,7 @@ def test_a_restart_loads_no_libraries_again() -> None:
     with bundled_server() as running:
         times = []
         for _ in range(3):
-            first = running.engine_pid()
+            first = engine_pid(running.url)
             began = time.perf_counter()
             os.kill(first, signal.SIGKILL)
             eventually(lambda first=first: engine_pid(running.url) not in (0, first), timeout=120)  # type: ignore[misc]

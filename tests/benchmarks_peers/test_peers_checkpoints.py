@@ -18,7 +18,6 @@ from lab.bench.peers.checkpoints import (
     silence,
     write_checkpoint,
 )
-from lab.bench.peers.quantize import main as quantize
 from lab.bench.peers.workers.gguf_file import interleave, read_safetensors
 
 
@@ -82,20 +81,3 @@ def test_a_real_model_that_is_not_there_ends_it(
         parse(arguments)
     assert ended.value.code == 2
     assert says in capsys.readouterr().err
-
-
-def test_quantising_takes_a_file_that_is_there_and_overwrites_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    mine, other = tmp_path / "mine.gguf", tmp_path / "other.gguf"
-    mine.write_text("kept")
-    for arguments, says in (
-        ([other, tmp_path / "out.gguf", "q4_0"], "other.gguf is not there"),
-        ([mine, mine, "q4_0"], "mine.gguf exists"),
-        ([mine, other, "q3_0"], "invalid choice: 'q3_0'"),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            quantize([str(argument) for argument in arguments])
-        assert ended.value.code == 2
-        assert says in capsys.readouterr().err
-    assert mine.read_text() == "kept"

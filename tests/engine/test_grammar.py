@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import gc
 import json
@@ -14,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
+from tests.engine.schemas import NUM_KINDS
+from tests.engine.structured import count_texts
 from tests.engine.test_exactness import run
 
-from lab.bench.structured import check_schemas, models_of
-from lab.bench.structured_schemas import BY_HAND, SORTS
 from penstock.config import NGRAM, EngineConfig
 from penstock.core.kv import BlockPool
 from penstock.core.loop import Loop
@@ -392,11 +391,8 @@ def test_whoever_asks_before_a_settled_draft_is_appended_is_told_of_the_text(
 
 @pytest.mark.slow
 def test_schemas_of_all_sorts() -> None:
-    """As `python -m lab.bench.structured` does with more of them."""
-    models = models_of(argparse.Namespace(target=None, drafter=model_path("draft-tiny")))
-    rows = check_schemas(models, len(BY_HAND) + len(SORTS), progress=False)
-    assert {r["sort"] for r in rows} == {"by hand", *SORTS}
+    counts = count_texts(model_path("target-large"), model_path("draft-tiny"), NUM_KINDS)
     # The others are cut off by their length.
-    assert sum(r["num_valid"] for r in rows) > 0.5 * sum(r["num_texts"] for r in rows)
-    assert sum(r["num_forced"] for r in rows) > len(rows)
-    assert not sum(r["num_invalid"] + r["num_different"] for r in rows)
+    assert counts["valid"] > 0.5 * counts["texts"]
+    assert counts["forced"] > NUM_KINDS
+    assert not counts["invalid"] + counts["different"]

@@ -35,7 +35,6 @@ def test_a_round_lasts_as_long_as_its_slowest_draft() -> None:
     fixed = make_policy("allocation", "fixed", {"k": 2})
     played = play(fixed, world.clients(), 4, 3, times=times)
     assert played.seconds == pytest.approx([0.24 + 0.3 + 0.006] * 3)
-    assert played.per_second() == pytest.approx(played.tokens.sum(axis=0) / played.seconds.sum())
     none = play(make_policy("allocation", "fixed", {"k": 0}), world.clients(), 4, 3, times=times)
     assert none.seconds == pytest.approx([0.302] * 3)
     assert (none.tokens == 1).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from lab.common.claims import Measurement, bar, check
 from lab.common.pages import main, pages
 from lab.common.results import Results, parser, save, table, tell
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 
 
 def test_the_pages_are_what_the_result_files_say() -> None:
@@ -29,6 +31,20 @@ def test_every_result_says_how_when_and_where() -> None:
             assert all(result[key] for key in ("title", "command", "date", "machine")), path
             for one in result["tables"]:
                 assert {len(row) for row in one["rows"]} == {len(one["header"])}, path
+
+
+def test_every_module_of_the_laboratory_that_a_command_names_is_there() -> None:
+    paths = [ROOT / "README.md", ROOT / "Makefile", *DOCS.rglob("*.md"), *DOCS.rglob("*.json")]
+    paths += [*(ROOT / "lab").rglob("*.py"), ROOT / "lab" / "README.md"]
+    named: dict[str, set[Path]] = {}
+    for path in paths:
+        for name in re.findall(r"python -m\s+(lab(?:\.\w+)+)", path.read_text(encoding="utf-8")):
+            named.setdefault(name, set()).add(path)
+    named.pop("lab.bench.NAME")
+    assert len(named) > 10
+    for name, where in named.items():
+        file = ROOT / name.replace(".", "/")
+        assert file.with_suffix(".py").exists() or (file / "__main__.py").exists(), (name, where)
 
 
 def results(speed: float) -> Results:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lab.common.families import SPIN_TARGETS
-from lab.common.statistics import interval, jain, ratio
+from lab.common.statistics import interval, ratio
 from lab.papers import spin_fig11, spin_fig13
 from lab.papers.spin_fig11 import Goodput, goodput, verdicts
 
@@ -24,8 +24,6 @@ def test_nothing_can_be_said_of_a_single_value() -> None:
     assert (one.mean, one.low, one.high, one.half) == (3.0, -np.inf, np.inf, 0.0)
     # Student's t with two degrees of freedom: 4.303 standard errors.
     assert interval([1.0, 2.0, 3.0]).half == pytest.approx(4.3027 / np.sqrt(3), abs=1e-4)
-    assert jain(np.array([1.0, 0.0])) == pytest.approx(0.5)
-    assert jain(np.zeros(4)) == 0.25
 
 
 def figures(**rates: float) -> Goodput:

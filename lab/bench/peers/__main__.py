@@ -14,7 +14,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from lab.bench.peers.checkpoints import MODELS, PeerCheckpoint, gguf_models, load_models
@@ -109,13 +108,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bars = [*(BARS if args.models else ()), *gguf_bars(models)]
     pool, store = Pool(args.folder, MOST_REQUESTS), Store(args.folder / "measured.jsonl")
     sweep = PeerSweep(pool, store, engines, bars, args.repeats, quick=args.quick)
-    runs, costs = sweep.measure(models, args.batches)
+    runs = sweep.measure(models, args.batches)
     verdict = judge(runs, missing, bars)
     if args.json:
-        verification = [asdict(cost) for cost in costs]
-        print(json.dumps({"runs": runs, "verification": verification, "verdict": verdict}))
+        print(json.dumps({"runs": runs, "verdict": verdict}))
     else:
-        print_report(runs, costs, verdict)
+        print_report(runs, verdict)
     return 0
 
 

@@ -72,12 +72,8 @@ class PeerCheckpoint:
 
     @property
     def is_gguf(self) -> bool:
+        """A pass over such a file takes so long that little is tried and short."""
         return self.target.suffix == ".gguf"
-
-    @property
-    def is_large(self) -> bool:
-        """A pass takes so long that little is tried and short."""
-        return self.is_gguf
 
 
 def random_llama(seed: int = 0) -> Weights:

@@ -36,7 +36,6 @@ class PeerEngine:
     draft_batches: batch sizes at which it can speculate; None: all.
     ngram: whether it can draft by look-up in the request's own text.
     chained: whether it can ask a draft model where look-up finds nothing.
-    verifies: whether it can time a step of so many rows of one request.
     build: environment variables of the installation.
     """
 
@@ -49,7 +48,6 @@ class PeerEngine:
     draft_batches: tuple[int, ...] | None = None
     ngram: bool = True
     chained: bool = False
-    verifies: bool = False
     gguf_settings: tuple[Settings, ...] = ()
     build: Mapping[str, str] = field(default_factory=dict)
 
@@ -119,7 +117,6 @@ ENGINES = {
             gguf_settings=({"dtype": "auto"}, {"dtype": "bfloat16"}),
             draft_tokens=(*DRAFT_TOKENS, BY_POLICY),
             fixed_draft_tokens=True,
-            verifies=True,
         ),
         PeerEngine(
             "transformers",
@@ -161,7 +158,6 @@ ENGINES = {
                 _LLAMACPP_GGUF | {"unified": True},
             ),
             chained=True,
-            verifies=True,
         ),
         PeerEngine(
             "openvino",

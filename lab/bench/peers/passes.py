@@ -103,7 +103,7 @@ class PeerCell:
     def warm_up(self, worker: Worker) -> None:
         """A pass that does not count; of a large model, whose kernels know no shapes, one request.
         Raises: WorkerError."""
-        if self.setup.model.is_large:
+        if self.setup.model.is_gguf:
             self._ask(worker, [self.setup.model.prompts[:1]], SHORT.tokens // 4)
         else:
             self.play(worker)

@@ -25,10 +25,10 @@ def planned(
     able = [engine for engine in engines if engine.settings_for(model)]
     targets = [tuner.target_cell(engine, model, batch) for engine in able]
     asked = {bar.mode for bar in bars if (bar.model, bar.batch) == (model.name, batch)}
-    if model.is_large and asked == {"target"} and not tuner.quick:
+    if model.is_gguf and asked == {"target"} and not tuner.quick:
         return near_the_best(targets)
     drafts = [tuner.draft_cell(engine, model, batch) for engine in able]
-    if not model.is_large or tuner.quick or not asked:
+    if not model.is_gguf or tuner.quick or not asked:
         return targets + [draft for draft in drafts if draft is not None]
     better = [
         max(target, draft or target, key=_trial)

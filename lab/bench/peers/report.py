@@ -10,7 +10,6 @@ from rich.table import Table
 
 from lab.bench.peers.engines import BY_POLICY
 from lab.bench.peers.passes import PeerCell, kept, median, shown
-from lab.bench.peers.verification import ROWS, VerificationCost
 
 Run = dict[str, Any]
 
@@ -90,28 +89,13 @@ def _place(cell: PeerCell) -> tuple[str, str, str, int]:
     return cell.setup.engine.name, where, cell.mode, cell.batch
 
 
-def print_report(
-    runs: Sequence[Run], costs: Sequence[VerificationCost], verdict: dict[str, Any]
-) -> None:
+def print_report(runs: Sequence[Run], verdict: dict[str, Any]) -> None:
     console = Console(width=150)
     for model in dict.fromkeys(run["model"] for run in runs):
         console.print(_table(model, [run for run in runs if run["model"] == model]))
-    if costs:
-        console.print(_verification(costs))
     for line in verdict["lines"]:
         console.print(line, highlight=False)
     console.print("met" if verdict["met"] else "not met", style="bold")
-
-
-def _verification(costs: Sequence[VerificationCost]) -> Table:
-    table = Table(title="cost of verifying: a step of several rows over a step of one")
-    for column in ("model", "engine", "one row, ms", *(f"{rows} rows" for rows in ROWS[1:])):
-        table.add_column(column, justify="left" if column in ("model", "engine") else "right")
-    for cost in costs:
-        figures = [f"{ratio:.2f}" for ratio in cost.ratios] if cost.seconds else [cost.error or ""]
-        one = f"{cost.seconds[0] * 1e3:.2f}" if cost.seconds else ""
-        table.add_row(cost.shape, cost.engine, one, *figures)
-    return table
 
 
 def _table(model: str, runs: Sequence[Run]) -> Table:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from lab.bench.peers.checkpoints import PeerCheckpoint
@@ -15,7 +14,6 @@ from lab.bench.peers.report import Run, runs_of
 from lab.bench.peers.store import Store, about_engine, about_model, about_setup
 from lab.bench.peers.tuning import PeerTuner
 from lab.bench.peers.verdict import Bar
-from lab.bench.peers.verification import VerificationCost, verification_costs
 from lab.bench.peers.workers_pool import Pool
 
 
@@ -40,24 +38,19 @@ class PeerSweep:
         self._tuner = PeerTuner(pool, store, quick, self._say_trial)
         self._progress = Progress({})
 
-    def measure(
-        self, models: Sequence[PeerCheckpoint], batches: Sequence[int]
-    ) -> tuple[list[Run], list[VerificationCost]]:
-        """The figures of every cell, and what a verification costs on each file."""
+    def measure(self, models: Sequence[PeerCheckpoint], batches: Sequence[int]) -> list[Run]:
+        """The figures of every cell."""
         self._progress = Progress.of(models, batches)
         runs: list[Run] = []
-        costs: list[VerificationCost] = []
         try:
             for model in models:
                 cells = {b: self._cells(model, b) for b in batches}
                 for batch in batches:
                     self._pool.keep([c.setup for b in batches if b >= batch for c in cells[b]])
                     runs += self._runs(model, batch, cells[batch])
-                if model.shape not in (cost.shape for cost in costs):
-                    costs += self._costs(model, [c for b in batches for c in cells[b]])
         finally:
             self._pool.keep([])
-        return runs, costs
+        return runs
 
     def _cells(self, model: PeerCheckpoint, batch: int) -> list[PeerCell]:
         return planned(self._tuner, self._engines, model, batch, self._bars)
@@ -81,16 +74,6 @@ class PeerSweep:
         when = "measured" if kept is None else f"kept from {kept['when']}"
         self._tell(f"{model.name}, batch {batch}: {when}")
         return runs
-
-    def _costs(self, model: PeerCheckpoint, cells: Sequence[PeerCell]) -> list[VerificationCost]:
-        about = {"verification": [about_setup(c.setup) for c in cells], **self._about(model, cells)}
-        kept = self._store.get(about)
-        if kept is not None:
-            return [VerificationCost.of(cost) for cost in kept["found"]]
-        costs = list(verification_costs(cells, self._pool))
-        if all(cost.error is None for cost in costs):
-            self._store.put(about, [asdict(cost) for cost in costs])
-        return costs
 
     def _about(self, model: PeerCheckpoint, cells: Sequence[PeerCell]) -> dict[str, Any]:
         engines = {cell.setup.engine.name: cell.setup.engine for cell in cells}

@@ -101,7 +101,7 @@ class PeerTuner:
             cell.trial = kept["found"]
             return cell
         self.pool.keep([setup])
-        large = setup.model.is_large
+        large = setup.model.is_gguf
         try:
             worker = self.pool.worker(setup)
             cell.warm_up(worker)

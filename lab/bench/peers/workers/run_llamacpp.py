@@ -7,7 +7,6 @@ are driven here, by rows in one `llama_decode`, as its own examples do.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -114,18 +113,6 @@ class LlamaCpp:
         self.drafter = None if alone else model(what.drafter)
         system = llama_cpp.llama_print_system_info().decode().strip()
         return {"version": llama_cpp.__version__, "system": system}
-
-    def step(self, context: int, rows: int) -> Callable[[], object]:
-        token = 100
-        self.target.clear()
-        self.target.decode([(token, i, 0, i + 1 == context) for i in range(context)])
-        batch = [(token, context + i, 0, True) for i in range(rows)]
-
-        def once() -> None:
-            self.target.cut(0, context)
-            self.target.decode(batch)
-
-        return once
 
     def run(self, prompts: Prompts, new_tokens: int, draft_tokens: int) -> list[list[int]]:
         self.target.clear()

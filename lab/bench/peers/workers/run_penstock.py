@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from worker import Prompts, WorkerLoad, serve
+from worker import Prompts, WorkerLoad, continued_by_penstock, serve
 
 from penstock import __version__
 from penstock.config import NGRAM, EngineConfig, PolicyConfig
-from penstock.core.types import NO_DRAFTER, Request, SamplingParams
+from penstock.core.types import NO_DRAFTER
 from penstock.engine.build import load_engine
-from penstock.engine.timing import dummy_verify
-from penstock.serving.offline import complete
 
 
 class Penstock:
@@ -38,29 +33,10 @@ class Penstock:
             )
         )
         self.drafter = NO_DRAFTER if drafter is None else "drafter"
-        self.names = (f"request-{i}" for i in itertools.count())
         return {"version": __version__, **self.engine.describe()}
 
-    def step(self, context: int, rows: int) -> Callable[[], object]:
-        return partial(dummy_verify, self.engine.executor.target, (rows,), context)
-
     def run(self, prompts: Prompts, new_tokens: int, draft_tokens: int) -> list[list[int]]:
-        requests = [
-            Request(
-                id=next(self.names),
-                prompt_len=len(prompt),
-                prompt_token_ids=tuple(prompt),
-                max_tokens=new_tokens,
-                sampling=SamplingParams(temperature=0.0),
-                drafter=self.drafter,
-            )
-            for prompt in prompts
-        ]
-        completions = complete(self.engine.loop, requests, len(requests))
-        for completion in completions:
-            if completion.error:
-                raise RuntimeError(completion.error)
-        return [completion.token_ids for completion in completions]
+        return continued_by_penstock(self.engine, prompts, new_tokens, self.drafter)
 
 
 if __name__ == "__main__":

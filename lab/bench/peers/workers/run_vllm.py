@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import vllm
-from vllm import LLM, SamplingParams
-from worker import Prompts, WorkerLoad, serve
+from vllm import LLM
+from worker import Prompts, WorkerLoad, continued_by_vllm, serve
 
 
 class Vllm:
@@ -35,12 +35,7 @@ class Vllm:
         return {"version": vllm.__version__}
 
     def run(self, prompts: Prompts, new_tokens: int, draft_tokens: int) -> list[list[int]]:
-        params = SamplingParams(
-            temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False
-        )
-        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        done = self.llm.generate(asked, params, use_tqdm=False)
-        return [list(one.outputs[0].token_ids) for one in done]
+        return continued_by_vllm(self.llm, prompts, new_tokens)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ answers
     {"do": "load", ...}  the fields of `WorkerLoad`         -> {"facts": {...}}
     {"do": "run", "calls": [[prompt, ...], ...], "new_tokens": n, "draft_tokens": k}
                                                       -> {"wall_s", "cpu_s", "other_s", "token_ids"}
-    {"do": "verify", "context": n, "rows": [r, ...], "passes": p}          -> {"seconds": [s, ...]}
-    {"do": "close"}
 
 A failed command is answered by {"error": "..."}. Every call of "calls" is one batch, and its whole
 time counts: prefill, drafts and the making of the answer.
@@ -16,6 +14,7 @@ time counts: prefill, drafts and the making of the answer.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import os
 import signal
@@ -31,6 +30,7 @@ Prompts = Sequence[Sequence[int]]
 NGRAM = "ngram"
 _PR_SET_PDEATHSIG = 1
 _TICK = 1 / os.sysconf("SC_CLK_TCK")
+_ids = (f"request-{i}" for i in itertools.count())
 
 
 @dataclass(frozen=True)
@@ -69,31 +69,6 @@ class WorkerEngine(Protocol):
 
         draft_tokens: draft length; 0 is target-only."""
         ...
-
-
-class VerifyingWorker(WorkerEngine, Protocol):
-    """One that can also time single steps."""
-
-    def step(self, context: int, rows: int) -> Callable[[], object]:
-        """A step of the target over the next `rows` tokens of one request behind `context`
-        others, all of them with the likeliest next token; may be run again and again."""
-        ...
-
-
-def verify_seconds(
-    engine: VerifyingWorker, context: int, rows: Sequence[int], passes: int
-) -> list[float]:
-    """Seconds of a step for each number of rows: the best of several passes over all of them, after
-    one that warms up. Whatever else the machine does only adds to a step."""
-    steps = [engine.step(context, count) for count in rows]
-    best = [float("inf")] * len(steps)
-    for number in range(passes + 1):
-        for i, step in enumerate(steps):
-            began = time.perf_counter()
-            step()
-            if number:
-                best[i] = min(best[i], time.perf_counter() - began)
-    return best
 
 
 def children_cpu_s(pid: int) -> float:
@@ -135,8 +110,44 @@ def measure(engine: WorkerEngine, command: dict[str, Any]) -> dict[str, Any]:
     return {"wall_s": wall, "cpu_s": cpu, "other_s": other, "token_ids": token_ids}
 
 
+def continued_by_penstock(
+    engine: Any, prompts: Prompts, new_tokens: int, drafter: str
+) -> list[list[int]]:
+    """`WorkerEngine.run` of Penstock's engine. Raises: RuntimeError."""
+    from penstock.core.types import Request, SamplingParams
+    from penstock.serving.offline import complete
+
+    requests = [
+        Request(
+            id=next(_ids),
+            prompt_len=len(prompt),
+            prompt_token_ids=tuple(prompt),
+            max_tokens=new_tokens,
+            sampling=SamplingParams(temperature=0.0),
+            drafter=drafter,
+        )
+        for prompt in prompts
+    ]
+    done = complete(engine.loop, requests, len(requests))
+    if error := next((one.error for one in done if one.error), None):
+        raise RuntimeError(error)
+    return [one.token_ids for one in done]
+
+
+def continued_by_vllm(llm: Any, prompts: Prompts, new_tokens: int) -> list[list[int]]:
+    """`WorkerEngine.run` of vLLM's `LLM`."""
+    import vllm
+
+    params = vllm.SamplingParams(
+        temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False
+    )
+    asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    done = llm.generate(asked, params, use_tqdm=False)
+    return [list(one.outputs[0].token_ids) for one in done]
+
+
 def answer_commands(answer: Callable[[str, dict[str, Any]], dict[str, Any]]) -> None:
-    """A JSON line out for each JSON line in, until "close" or the end of standard input. answer: of
+    """A JSON line out for each JSON line in, until the end of standard input. answer: of
     what a command wants done, and its other fields; raises any Exception, which is told."""
     # A worker stands still between commands, so it would not notice that its master is gone.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -146,8 +157,6 @@ def answer_commands(answer: Callable[[str, dict[str, Any]], dict[str, Any]]) -> 
     for line in sys.stdin:
         command = json.loads(line)
         do = command.pop("do")
-        if do == "close":
-            break
         try:
             told = answer(do, command)
         except Exception as error:
@@ -165,8 +174,6 @@ def serve(engine: WorkerEngine) -> None:
     def answer(do: str, command: dict[str, Any]) -> dict[str, Any]:
         if do == "load":
             return {"facts": engine.load(WorkerLoad(**command))}
-        if do == "verify":
-            return {"seconds": verify_seconds(engine, **command)}
         return measure(engine, command)
 
     answer_commands(answer)

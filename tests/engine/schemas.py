@@ -1,6 +1,5 @@
-"""JSON schemas of several sorts: made by a seeded generator, and written by hand after what real
-interfaces ask for. All are bounded, so that a small model, too, comes to an end of what it
-writes."""
+"""JSON schemas of several sorts, made by a seeded generator and written by hand after real
+interfaces. All are bounded, so that a small model comes to an end."""
 
 from __future__ import annotations
 
@@ -91,24 +90,15 @@ def _referring(rng: random.Random) -> Schema:
     return {"$defs": {"shared": _flat(rng)}, **_object({first: shared, second: shared})}
 
 
-SORTS: dict[str, Callable[[random.Random], Schema]] = {
-    "flat": _flat,
-    "optional fields": _optional,
-    "nested": _nested,
-    "lists": _list,
-    "one of several": _either,
-    "references": _referring,
-}
-
-BY_HAND: dict[str, Schema] = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
+_SORTS = (_flat, _optional, _nested, _list, _either, _referring)
+_BY_HAND: dict[str, Schema] = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
+NUM_KINDS = len(_BY_HAND) + len(_SORTS)
 
 
-def schemas(num: int, seed: int = 0) -> list[tuple[str, Schema]]:
-    """Sorts and schemas, those by hand first, then all sorts in turn."""
-    rng = random.Random(seed)
-    made = [("by hand", schema) for schema in BY_HAND.values()]
-    sorts = list(SORTS)
+def schemas(num: int) -> list[Schema]:
+    """Those by hand first, then all sorts in turn."""
+    rng = random.Random(0)
+    made = [*_BY_HAND.values()]
     while len(made) < num:
-        sort = sorts[len(made) % len(sorts)]
-        made.append((sort, SORTS[sort](rng)))
+        made.append(_SORTS[len(made) % len(_SORTS)](rng))
     return made[:num]
