@@ -63,17 +63,6 @@ def learned(
 # --- fixed ----------------------------------------------------------------------------------------
 
 
-def test_fixed_gives_everybody_k_within_limits() -> None:
-    policy = make_policy("allocation", "fixed", {"k": 3})
-    assert lengths_of(policy, candidates(8, 2, 0, 5), work()) == [3, 2, 0, 3]
-
-
-def test_fixed_cuts_the_longest_to_the_budget() -> None:
-    policy = make_policy("allocation", "fixed", {"k": 5})
-    assert lengths_of(policy, candidates(5, 5, 1), work(budget=6)) == [3, 2, 1]
-    assert lengths_of(policy, candidates(5, 5, 1), work(budget=0)) == [0, 0, 0]
-
-
 @settings(deadline=None)
 @given(
     limits=st.lists(st.integers(0, 9), max_size=8), budget=st.integers(0, 40), k=st.integers(0, 9)
@@ -87,14 +76,6 @@ def test_fixed_fills_the_budget_evenly(limits: list[int], budget: int, k: int) -
     assert all(length <= most for length, most in zip(lengths, wanted, strict=True))
     shortened = [n for n, most in zip(lengths, wanted, strict=True) if n < most]
     assert not shortened or max(lengths) - min(shortened) <= 1
-
-
-def test_fixed_shares_a_total_and_the_remainder_goes_round() -> None:
-    policy = make_policy("allocation", "fixed", {"total": 8})
-    rounds = [lengths_of(policy, candidates(9, 9, 9), work()) for _ in range(3)]
-    assert [sum(r) for r in rounds] == [8, 8, 8]
-    assert all(max(r) - min(r) <= 1 for r in rounds)
-    assert [sum(r[i] for r in rounds) for i in range(3)] == [8, 8, 8], "equal shares over rounds"
 
 
 @settings(deadline=None)
@@ -233,25 +214,6 @@ def test_throughput_does_not_draft_on_for_a_few() -> None:
     assert best < 0.97 * max(equal)
 
 
-def test_throughput_is_exactly_best_where_drafting_is_free() -> None:
-    """Then only rows cost, and greedy order is optimal for every number of rows."""
-    for seed in range(30):
-        rng = random.Random(seed)
-        estimators = learned(
-            [rng.random() for _ in range(3)], verify={1: 0.002, 15: rng.uniform(0.002, 0.02)}
-        )
-        estimators.times.overhead = 3e-4
-        everybody = candidates(4, 4, 4)
-        survivals = survivals_of(estimators, everybody)
-        policy = make_policy("allocation", "throughput", {"k_max": 4, "margin": 0.0})
-        chosen = lengths_of(policy, everybody, work(estimators, num_rows=3))
-        best = max(
-            rate_of(lengths, survivals, estimators)
-            for lengths in itertools.product(range(5), repeat=3)
-        )
-        assert rate_of(chosen, survivals, estimators) == pytest.approx(best)
-
-
 def test_throughput_charges_each_drafter_for_its_own_longest_draft() -> None:
     policy = make_policy("allocation", "throughput")
     estimators = learned([0.9, 0.9], verify=FLAT, drafter="cheap", draft=1e-5)
@@ -352,17 +314,6 @@ def test_confident_drafts_where_it_pays_at_one_price_for_all() -> None:
         assert len({g.min_survival for g in grants}) == 1
         assert 0 < grants[0].min_survival < 1
         assert [g.num_draft_tokens for g in grants] == [8, 8, 8]
-
-
-def test_confident_asks_more_of_a_token_where_positions_cost_more() -> None:
-    prices = []
-    for each in (1e-4, 5e-4):
-        policy = make_policy("allocation", "confident")
-        found, _ = served(
-            policy, seconds_of=lambda r, e=each: 0.01 + e * r, accepted_of=[3] * 3, proposed_of=3
-        )
-        prices.append(found[-1][0].min_survival)
-    assert prices[1] > 2 * prices[0]
 
 
 def test_confident_leaves_out_whose_drafts_do_not_pay() -> None:
@@ -474,23 +425,6 @@ def test_confident_is_throughput_for_drafters_that_do_not_end_by_themselves() ->
     assert make_policy("allocation", "confident").allocate(offered, view) == expected
 
 
-def test_confident_asks_for_the_same_survival_after_steps_of_other_drafters() -> None:
-    """`throughput`, which decides of those, keeps a price in tokens a second, some hundreds."""
-    others = {"d": Drafter("d")}
-    drafters = {"d": Drafter("d", stops_early=True)}
-    steps = {3: 0.01, 6: 0.0102, 9: 0.012, 12: 0.014, 30: 0.03}
-    estimators = learned([0.95] * 3, verify=steps, draft=1e-4)
-    offered, room = candidates(20, 20, 20), Room(1000, 3, 3)
-    expected = make_policy("allocation", "confident").allocate(
-        offered, View(drafters, estimators, room=room)
-    )
-    policy = make_policy("allocation", "confident")
-    policy.allocate(offered, View(others, estimators, room=room))
-    grants = policy.allocate(offered, View(drafters, estimators, room=room))
-    assert grants[0].min_survival == pytest.approx(expected[0].min_survival)
-    assert 0 < expected[0].min_survival < 1
-
-
 # --- tenants --------------------------------------------------------------------------------------
 
 
@@ -525,22 +459,6 @@ def test_a_short_budget_is_shared_out_by_weight(
     assert drafted(40, is_fair=True) == expected
     assert drafted(40, is_fair=False) == ((0, 40) if policy == "throughput" else (8, 32))
     assert drafted(100, is_fair=True) == (12, 60), "nothing is short"
-
-
-@settings(deadline=None)
-@given(
-    st.dictionaries(st.sampled_from("abcd"), st.integers(1, 6), min_size=1),
-    st.lists(st.floats(0.1, 10), min_size=4, max_size=4),
-    st.integers(0, 60),
-)
-def test_shares_of_a_budget_use_all_of_it(
-    num: dict[str, int], weights: list[float], budget: int
-) -> None:
-    offered = of_tenants(num)
-    tenants = {n: Tenant(n, w) for n, w in zip("abcd", weights, strict=True)}
-    step = View({}, Estimators(), tenants=tenants, room=Room(budget, 4, 4), is_fair=True)
-    lengths = lengths_of(make_policy("allocation", "fixed", {"k": 8}), offered, step)
-    assert sum(lengths) == min(budget, 8 * len(offered))
 
 
 @pytest.mark.parametrize(("made", "most"), [(5, 4), (9, 0), (10, 0)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from tests.core.fakes import ToyDrafter, ToyExecutor, target_only
@@ -90,78 +89,6 @@ def test_a_round_on_two_lanes() -> None:
     assert (order.start, order.num_catch_up_tokens) == (10, 2)
 
 
-def test_counters_right_after_a_rollback() -> None:
-    world = make_world(accuracy=0.0)
-    prefilled(world, "r")
-    world.executor.run("d")
-    world.turn()
-    assert kv_of(world.scheduler, "r", "d").num_computed_tokens == 10
-    world.turn()
-    world.executor.run(TARGET)
-    world.turn()
-    assert len(world.tokens["r"]) == 2, "the recovered token alone"
-    assert kv_of(world.scheduler, "r").num_computed_tokens == 7
-    assert kv_of(world.scheduler, "r", "d").num_computed_tokens == 7
-    assert state_of(world, "r").num_due_tokens == 1
-
-
-def test_results_out_of_order() -> None:
-    world = make_world("a", "b")
-    prefilled(world, "r", drafter="a")
-    world.arrive(make_request("s", seed=5, drafter="b"))
-    world.executor.run(TARGET)
-    world.turn()
-    world.turn()
-    first, second = last_plan(world, "a"), last_plan(world, "b")
-    assert first.id < second.id
-
-    world.executor.run("b")
-    world.turn()
-    world.turn()
-    assert [i.request_id for i in last_plan(world, TARGET).items] == ["s"]
-    assert state_of(world, "r").draft.order is not None, "r is being drafted for still"
-    world.executor.run(TARGET)
-    world.turn()
-    assert len(world.tokens["s"]) == 6
-    world.executor.run("a")
-    world.run()
-    world.check_outputs()
-    world.check_empty()
-
-
-def test_a_repeated_draft_counts_once() -> None:
-    world = make_world(accuracy=0.0)
-    prefilled(world, "r")
-    again = ready(world, "r")
-    world.executor.run("d")
-    world.turn(again, again)
-    assert kv_of(world.scheduler, "r", "d").num_computed_tokens == 10
-    world.turn(again)
-    world.executor.run(TARGET)
-    world.turn(again)
-    assert state_of(world, "r").draft.stage is not DraftStage.HELD, "the round is over"
-    assert kv_of(world.scheduler, "r", "d").num_computed_tokens == 7
-    world.turn(again)
-    assert state_of(world, "r").draft.order is not None, "an old draft answers no new order"
-    world.run()
-    world.check_outputs()
-
-
-def test_drafts_that_nobody_ordered_are_ignored() -> None:
-    world = make_world("a", "b")
-    prefilled(world, "r", drafter="a")
-    right = ready(world, "r", "a")
-    world.turn(
-        replace(right, request_id="nobody"),
-        replace(right, epoch=right.epoch - 1),
-        replace(right, round=right.round + 1),
-        replace(right, round=right.round - 1),
-        replace(right, drafter="b"),
-    )
-    assert state_of(world, "r").draft.stage is not DraftStage.HELD
-    assert state_of(world, "r").draft.order is not None
-
-
 def test_a_draft_is_no_longer_than_ordered_and_never_negative() -> None:
     for claimed, held in ((99, 4), (-3, 0)):
         world = make_world()
@@ -169,32 +96,6 @@ def test_a_draft_is_no_longer_than_ordered_and_never_negative() -> None:
         world.scheduler.apply(ready(world, "r", num=claimed), 0.0)
         state = state_of(world, "r")
         assert state.draft.num_draft_tokens == held
-
-
-def test_a_draft_ahead_of_its_plans_end() -> None:
-    world = make_world()
-    prefilled(world, "r")
-    result = world.executor.end("d")
-    world.turn(*result.drafts)
-    world.executor.run(TARGET)
-    world.turn()
-    assert len(world.tokens["r"]) == 6, "verified while the drafter's plan is still open"
-    world.executor.report(result)
-    world.run()
-    world.check_outputs()
-    world.check_empty()
-
-
-def test_a_repeated_result_counts_once() -> None:
-    world = make_world()
-    prefilled(world, "r", "s")
-    result = world.executor.end("d")
-    world.executor.ended.append(result)
-    world.executor.report(result)
-    world.executor.report(result)
-    world.run()
-    world.check_outputs()
-    world.check_empty()
 
 
 def test_cancelled_inside_a_target_step() -> None:
@@ -397,26 +298,6 @@ def test_an_item_without_an_answer_is_an_error() -> None:
     world.executor.report(silent)
     world.turn()
     assert world.ends["r"].error == "the executor gave no answer"
-
-
-def test_several_target_plans_in_flight() -> None:
-    world = make_world(depth=3)
-    for i, name in enumerate("rst"):
-        world.arrive(make_request(name, seed=i, drafter="none"))
-    assert [[i.request_id for i in p.items] for p in world.plans] == [["r"], ["s"], ["t"]]
-    first, second, third = (world.executor.end(TARGET) for _ in range(3))
-    world.executor.report(third)
-    world.turn()
-    assert [len(world.tokens[n]) for n in "rst"] == [0, 0, 1]
-    world.turn(Cancel("s"))
-    assert num_deferred(world) == 2
-    world.executor.report(second)
-    world.turn()
-    assert num_deferred(world) == 0
-    world.executor.report(first)
-    world.run()
-    world.check_outputs()
-    world.check_empty()
 
 
 def test_held_drafts_are_cut_to_the_token_budget() -> None:

@@ -56,13 +56,6 @@ def test_nothing_is_known_at_first() -> None:
     assert fluid_kv(learn, 1.0, 0.0) is None
 
 
-def test_asking_changes_nothing_that_policies_go_by() -> None:
-    asked, other = seen(2.0, 10, [20, 30]), seen(2.0, 10, [20, 30])
-    fluid_kv(asked, 200.0, TOKEN_S)
-    running = np.array([3, 4])
-    assert (asked.lengths.survival(running) == other.lengths.survival(running)).all()
-
-
 def test_seconds_of_a_token() -> None:
     states = [RequestState(Request(str(i), 10, 100), i) for i in range(3)]
     pace = TokenPace()

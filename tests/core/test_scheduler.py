@@ -21,7 +21,6 @@ from penstock.core.types import (
     Request,
     Status,
     StepResult,
-    Tenant,
     Verdict,
 )
 
@@ -189,16 +188,6 @@ def test_hashes_may_be_given_without_tokens() -> None:
     assert scheduler.num_unfinished == 0
 
 
-def test_a_drafter_starts_from_its_own_prefix_cache() -> None:
-    world = make_world(DRAFTER)
-    world.run([make_request("r", prompt_len=14)])
-    world.run([make_request("s", prompt_len=18)])
-    items = [i for p in world.plans for i in p.items if i.request_id == "s"]
-    order = next(i.draft for i in items if i.draft is not None)
-    assert (order.start, order.num_catch_up_tokens) == (12, 7)
-    assert len(order.new_blocks) == 6
-
-
 def test_a_drafters_cache_may_reach_further_than_the_targets_chunk() -> None:
     """Its table is announced whole, when it is first used, and shared blocks are not rewritten."""
     admission = {"max_num_batched_tokens": 8, "max_num_seqs": 4}
@@ -211,13 +200,6 @@ def test_a_drafters_cache_may_reach_further_than_the_targets_chunk() -> None:
     assert items[0].start < orders[0].start == 28
     assert len(orders[0].new_blocks) >= 8
     world.check_outputs()
-
-
-def test_tenants_weights() -> None:
-    world = make_world(tenants=[Tenant("big", weight=3.0)])
-    world.run([make_request("r", tenant="big", max_tokens=5), make_request("s", max_tokens=3)])
-    tenants = world.scheduler.table.tenants
-    assert (tenants["big"].weight, tenants["default"].weight) == (3.0, 1.0)
 
 
 def test_a_short_prompts_output_is_salted_too() -> None:
@@ -255,16 +237,6 @@ def test_a_waiting_request_may_be_cancelled() -> None:
     world.turn(Cancel("s"), Cancel("unknown"))
     assert world.ends["s"].finish_reason is FinishReason.CANCELLED
     world.run()
-    world.check_empty()
-
-
-def test_the_executor_hears_of_requests_that_must_wait() -> None:
-    world = make_world(num_blocks=4)
-    world.arrive(make_request("r", prompt_len=14, max_tokens=2))
-    world.executor.run(TARGET)
-    world.turn(*world.arrivals([make_request("s", prompt_len=10, max_tokens=2)]))
-    world.run()
-    world.check_outputs()
     world.check_empty()
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from tests.core.selection.rounds import Machine, Rates, Rounds, mixed_rates
+from tests.products import covering
 
 from penstock.core.learn import Estimators
 from penstock.core.policies.registry import PolicyError, make_policy
 from penstock.core.policies.selection import SelectionPolicy
-from penstock.core.policies.selection.papers import lbss as lbss_module
 from penstock.core.policies.selection.parts.goodput import RoundTimes
 from penstock.core.state import RequestState
 from penstock.core.types import Request
@@ -43,9 +43,9 @@ def play(
     return world.run(rounds)
 
 
-@pytest.mark.parametrize("capacity", [1, 2, 4])
-@pytest.mark.parametrize("beside", [False, True], ids=["inline", "lanes"])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "beside", "capacity"), covering(POLICIES, [False, True], [1, 2, 4], strength=1)
+)
 def test_capacities_hold_and_no_place_is_left_unused(
     policy: str, beside: bool, capacity: int
 ) -> None:
@@ -57,8 +57,7 @@ def test_capacities_hold_and_no_place_is_left_unused(
         assert max(drafting) == 5
 
 
-@pytest.mark.parametrize("first", [0, 4])
-@pytest.mark.parametrize("policy", [*LEARNING, "adaptive"])
+@pytest.mark.parametrize(("policy", "first"), covering([*LEARNING, "adaptive"], [0, 4], strength=1))
 def test_a_bad_beginning_is_not_held_against_a_drafter_for_ever(policy: str, first: int) -> None:
     """One request at a time: the first ones are too hard for the only drafter, all others easy.
     Who gives it up must try it again."""
@@ -196,20 +195,6 @@ def test_requests_that_differ_get_different_drafters() -> None:
     assert right > 0.45 * total
 
 
-def test_on_most_rounds_nothing_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    honest = lbss_module.assign
-
-    def counting(values: Any, *rest: Any) -> list[int | None]:
-        calls.append(len(values))
-        return honest(values, *rest)
-
-    monkeypatch.setattr("penstock.core.policies.selection.papers.lbss.assign", counting)
-    world = play("lbss", 300, max_tokens=400)
-    rounds = sum(len(chosen) for chosen in world.played)
-    assert 0 < sum(calls) < 0.25 * rounds
-
-
 @pytest.mark.parametrize(
     ("policy", "options", "message"),
     [
@@ -253,19 +238,3 @@ class Clairvoyant(SelectionPolicy):
             )
 
         return {s.request.id: max(NAMES, key=lambda n, s=s: worth(s, n)) for s in states}
-
-
-@pytest.mark.parametrize("beside", [False, True], ids=["one-device", "own-devices"])
-def test_choice_pays_with_devices_of_their_own_and_costs_on_one(beside: bool) -> None:
-    """To bring in another drafter makes all wait for it: one for everybody is better, although
-    each request has a better one for itself."""
-    machine = make_machine(beside=beside, verify=15e-3, per_catch_up_token=0.01e-3)
-    rates = mixed_rates(NAMES)
-    own = Rounds(Clairvoyant(machine, rates), machine, rates).run(400).goodput
-    singles = [
-        play("single", 400, {"drafter": n}, machine=machine, rates=rates, prompt_len=100).goodput
-        for n in NAMES
-    ]
-    ratio = own / max(singles)
-    print(f"\neach its own best over one for all: {ratio:.2f}")
-    assert ratio > 1.05 if beside else ratio < 0.85
