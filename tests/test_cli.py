@@ -13,31 +13,14 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.conftest import Cli
 from tests.engine.small_family import write_family
 
 import penstock
-from penstock.cli import main
 from penstock.cli.models import named_drafters, with_models
 from penstock.config import NGRAM, ConfigError, ServeConfig
 from penstock.core.policies.registry import policies
 from penstock.zoo.registry import DEFAULT_DRAFTER, ModelCard
-
-Cli = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Runs the program here; returns exit code, standard output and standard error."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["penstock", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capsys.readouterr()
-        assert ended.value.code is None or isinstance(ended.value.code, int)
-        return ended.value.code or 0, captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +44,17 @@ def family(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> dic
 
 def test_help_is_fast_and_loads_no_library() -> None:
     code = (
-        "import sys; sys.argv = ['penstock', 'serve', '--help']\n"
+        "import sys\n"
         "from penstock.cli import main\n"
-        "try: main()\n"
-        "except SystemExit: pass\n"
-        "print(sorted({'torch', 'transformers', 'fastapi', 'numpy'} & set(sys.modules)))"
+        "for command in ('serve', 'draft'):\n"
+        "  sys.argv = ['penstock', command, '--help']\n"
+        "  try: main()\n"
+        "  except SystemExit: pass\n"
+        "print(sorted({'torch', 'transformers', 'fastapi', 'numpy', 'grpc'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "--drafter" in done.stdout
+    assert "--connect" in done.stdout
     assert done.stdout.splitlines()[-1] == "[]"
 
 
@@ -187,14 +173,6 @@ def test_settings_of_the_wrong_shape(
     assert (code, out) == (2, "")
     assert re.match(rf"penstock: {re.escape(str(settings))}:[1-3]: {re.escape(message)}", err)
     assert err.count("\n") == 1
-
-
-def test_unknown_settings_are_refused(cli: Cli, tmp_path: Path) -> None:
-    settings = tmp_path / "settings.yaml"
-    settings.write_text("engine:\n  drafter: ngram\n")
-    code, _, err = cli("serve", "--config", str(settings))
-    assert code == 2
-    assert "'drafter'" in err
 
 
 def test_the_bundled_family_is_the_default(family: dict[str, ModelCard]) -> None:
@@ -436,16 +414,6 @@ def test_the_default_allocation_with_draft_servers(
     engine = started(*options).engine
     assert engine.allocation.name == allocation
     assert engine.pipeline == pipeline
-
-
-def test_draft_servers_of_a_file_have_the_same_default(
-    started: Callable[..., ServeConfig], tmp_path: Path
-) -> None:
-    file = tmp_path / "serve.yaml"
-    file.write_text("drafters: {listen: '127.0.0.1:0'}\n")
-    assert started("--config", str(file)).engine.allocation.name == "deadline"
-    file.write_text("drafters: {listen: '127.0.0.1:0'}\nengine: {allocation: {name: throughput}}\n")
-    assert started("--config", str(file)).engine.allocation.name == "throughput"
 
 
 @pytest.mark.parametrize(

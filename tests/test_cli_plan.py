@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from tests.engine.small_family import write_family
+from tests.conftest import Cli
 
 from penstock.config import ServeConfig
 from penstock.core.policies.admission import AdmissionPolicy
 from penstock.engine.build import load_engine
-
-Cli = Callable[..., tuple[int, str, str]]
 
 PROFILE = ("--profile", "a100-llama2-7b")
 MIX = ("--workload", "high", *PROFILE, "--rate", "15", "--requests", "200")
@@ -34,16 +28,15 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny checkpoint."""
-    return write_family(tmp_path_factory.mktemp("family"))["target"]
+REPORTS: dict[tuple[object, ...], str] = {}
 
 
 def plan(cli: Cli, *arguments: object) -> dict[str, Any]:
-    code, out, err = cli("plan", *arguments, "--json")
-    assert code == 0, err
-    report: dict[str, Any] = json.loads(out)
+    """Made once for the same arguments."""
+    if arguments not in REPORTS:
+        code, REPORTS[arguments], err = cli("plan", *arguments, "--json")
+        assert code == 0, err
+    report: dict[str, Any] = json.loads(REPORTS[arguments])
     return report
 
 
@@ -136,7 +129,7 @@ def configurations(cli: Cli, trace: Path) -> Iterator[tuple[str, list[str], dict
 
 @pytest.fixture
 def admission_of(
-    cli: Cli, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, family: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., AdmissionPolicy]:
     """The policy of the scheduler that `penstock serve` would have built."""
     served: list[ServeConfig] = []
@@ -151,7 +144,7 @@ def admission_of(
             path = tmp_path / "settings.yaml"
             path.write_text(json.dumps(settings))
             flags = [*flags, "--config", str(path)]
-        code, _, err = cli("serve", target, *flags)
+        code, _, err = cli("serve", family["target"], *flags)
         assert code == 0, err
         engine = served[-1].engine
         load_engine(engine, calibrated=False)
@@ -174,44 +167,3 @@ def test_the_server_takes_what_is_printed(
                 assert got == (tuple(value) if isinstance(value, list) else value)
         taken.add(name)
     assert taken == {"fluid_guided", "wait", "nested_wait"}
-
-
-def is_gated(settings: dict[str, Any]) -> bool:
-    return bool(settings["engine"]["admission"]["options"].get("gated"))
-
-
-@contextmanager
-def serving(*arguments: str) -> Iterator[str]:
-    """The address of a real `penstock serve` with the bundled family."""
-    command = [sys.executable, "-c", "from penstock.cli import main; main()", "serve"]
-    command += ["--port", "0", "--no-speculation", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            line = process.stdout.readline()
-            assert line.startswith("penstock: serving on http://127.0.0.1:")
-            yield line.split()[-1]
-        finally:
-            process.terminate()
-
-
-@pytest.mark.slow
-def test_a_real_server_answers_with_what_is_printed(cli: Cli, trace: Path, tmp_path: Path) -> None:
-    by_policy = {
-        (name, settings is not None and is_gated(settings)): (flags, settings)
-        for name, flags, settings in configurations(cli, trace)
-    }
-    for (name, _), (flags, settings) in by_policy.items():
-        if settings is not None:
-            path = tmp_path / f"{name}.yaml"
-            path.write_text(json.dumps(settings))
-            flags = [*flags, "--config", str(path)]
-        with serving(*flags, "--kv-tokens", "8192") as url:
-            if settings is not None and not is_gated(settings):
-                # To the letter they wait until enough prompts have come: nothing to ask for.
-                assert httpx.get(f"{url}/health", timeout=60).status_code == 200
-                continue
-            body = {"prompt": "def add(a, b):", "max_tokens": 8, "ignore_eos": True}
-            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
-            assert answer.status_code == 200, answer.text
-            assert answer.json()["usage"]["completion_tokens"] == 8
