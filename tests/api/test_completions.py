@@ -78,14 +78,6 @@ def test_usage_at_the_end_of_a_stream(http: httpx.Client) -> None:
     assert chunks[-1]["usage"]["completion_tokens"] == 9
 
 
-def test_usage_all_along_a_stream(http: httpx.Client) -> None:
-    options = {"continuous_usage_stats": True}
-    chunks = events(http, "/v1/completions", prompt=PROMPT, max_tokens=20, stream_options=options)
-    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-    assert counts == sorted(counts)
-    assert counts[-1] == 20
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("stop", "text"),
@@ -175,8 +167,3 @@ def test_parts_of_characters_stay_apart_in_logprobs(
     assert choice["text"] == "€"
     spelt = "".join(choice["logprobs"]["tokens"]).replace("bytes:", "")
     assert spelt == "\\xe2\\x82\\xac"
-
-
-def test_the_body_need_not_say_that_it_is_json(http: httpx.Client) -> None:
-    answer = http.post("/v1/completions", content=json.dumps({"prompt": PROMPT}))
-    assert answer.status_code == 200

@@ -149,15 +149,6 @@ def test_tokens_are_coloured_by_origin(page: Page, family: RunningServer) -> Non
     assert page.complaints() == []
 
 
-def test_without_a_drafter_all_is_the_targets(page: Page, family: RunningServer) -> None:
-    visit(page, family.url, "playground")
-    choose_drafter(page, "none")
-    chat(page, QUESTION, temperature=0, **{"max-tokens": 20})
-    assert {t["origin"] for t in tokens(page)} == {"target"}
-    assert page.text("#chat-accepted") == "–"
-    assert page.text("#chat-drafts") == "nothing was drafted"
-
-
 def test_an_answer_is_shown_while_it_comes(page: Page, slow_server: RunningServer) -> None:
     visit(page, slow_server.url, "playground")
     choose_drafter(page, "none")
@@ -172,25 +163,6 @@ def test_an_answer_is_shown_while_it_comes(page: Page, slow_server: RunningServe
     assert 5 < len(tokens(page)) < 450
     page.click("#clear")
     assert tokens(page) == []
-
-
-def test_what_was_said_before_goes_along(page: Page, server: RunningServer) -> None:
-    visit(page, server.url, "playground")
-    chat(page, "one two three", **{"max-tokens": 10})
-    first = httpx.get(f"{server.url}/dashboard/requests").json()["requests"][0]
-    chat(page, "four")
-    second = httpx.get(f"{server.url}/dashboard/requests").json()["requests"][0]
-    # Tokens that meet may become one.
-    assert second["num_prompt_tokens"] > first["num_prompt_tokens"] + first["num_tokens"] // 2
-
-
-def test_bad_settings_are_explained(page: Page, server: RunningServer) -> None:
-    visit(page, server.url, "playground")
-    page.type("#max-tokens", "100000")
-    page.type("#prompt", "one")
-    page.click("#send")
-    page.until(lambda: "do not fit" in page.text("#chat-error"))
-    assert page.one("#prompt").get_attribute("value") == "one", "not lost"
 
 
 # --- what comes from others ---------------------------------------------------------------------
@@ -232,75 +204,7 @@ def test_the_page_can_make_no_html_at_all(page: Page, server: RunningServer) -> 
     assert inline == "static"
 
 
-def test_everything_is_the_servers_own(page: Page, server: RunningServer) -> None:
-    visit(page, server.url, "playground")
-    chat(page, "one", **{"max-tokens": 5})
-    page.click("#to-overview")
-    asked = page.run("return performance.getEntriesByType('resource').map(e => e.name)")
-    assert len(asked) > 8
-    assert all(url.startswith((server.url, "data:")) for url in asked)
-
-
 # --- how it looks -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_fits_a_telephone(page: Page, family: RunningServer, scheme: str) -> None:
-    page.size(360, 740)
-    page.scheme(scheme)
-    visit(page, family.url, "playground")
-    chat(page, "A word: " + "w" * 300, **{"max-tokens": 60})
-    assert not page.is_wider_than_its_window()
-    page.click("#to-overview")
-    page.until(lambda: page.all("#requests td:nth-child(3)"))
-    page.until(lambda: page.all("#kv-plot text"))
-    assert not page.is_wider_than_its_window()
-    # It would be found out.
-    page.run("document.querySelector('h1').style.minWidth = '500px'")
-    assert page.is_wider_than_its_window()
-
-
-def contrast(page: Page, selector: str) -> float:
-    """Of an element's text on its card, after WCAG."""
-    found: float = page.run(
-        """const options = {willReadFrequently: true};
-           const canvas = document.createElement("canvas").getContext("2d", options);
-           const light = colour => {
-             canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1);
-             const parts = [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3).map(c => c / 255)
-               .map(c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
-             return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2];
-           };
-           const element = document.querySelector(arguments[0]);
-           const ground = getComputedStyle(element.closest("section, .card") ?? document.body);
-           const both = [getComputedStyle(element).color, ground.backgroundColor].map(light);
-           return (Math.max(...both) + 0.05) / (Math.min(...both) + 0.05);""",
-        selector,
-    )
-    return found
-
-
-def test_it_is_dark_for_those_who_like_that(page: Page, server: RunningServer) -> None:
-    grounds = {}
-    for scheme in ("light", "dark"):
-        page.scheme(scheme)
-        visit(page, server.url)
-        grounds[scheme] = page.one("body").value_of_css_property("background-color")
-        for selector in ("#ttft", "#ttft-p95", "h2", "#requests-key span"):
-            assert contrast(page, selector) >= 4.5, f"{selector} in the {scheme}"
-    assert grounds["light"] != grounds["dark"]
-
-
-def test_plots_have_scales(page: Page, server: RunningServer) -> None:
-    visit(page, server.url)
-    for plot, unit in (("tokens", "tokens/s"), ("requests", "requests"), ("kv", "tokens")):
-        page.until(lambda plot=plot: page.all(f"#{plot}-plot text"))
-        labels = [t.text for t in page.all(f"#{plot}-plot text")]
-        assert labels[0] == "0"
-        assert labels[2].endswith(unit)
-        assert labels[3] == "−5 min"
-        assert "now" in labels
-    assert page.text("#requests-key").split() == ["running", "waiting"]
 
 
 def test_figures_are_those_of_the_server(page: Page, family: RunningServer) -> None:

@@ -124,18 +124,6 @@ async def test_length_by_default_is_what_fits(tokenizer: Tokenizer) -> None:
     assert choice.request.max_tokens == 100 - choice.request.prompt_len
 
 
-async def test_long_texts_are_tokenised_alike(tokenizer: Tokenizer) -> None:
-    ready = Ready(TOKENIZER, 10**6, 4096, frozenset(), (), {})
-    text = "some words " * 2000
-    (request,) = await completion(
-        RequestBuilder(
-            "toy", tokenizer, ready, None, lambda: ready.drafters, lambda client: 64, Quotas()
-        ),
-        prompt=text,
-    )
-    assert list(request.prompt_token_ids or ()) == tokenizer.encode(text)
-
-
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
     """Of each text that is tokenised, the thread."""

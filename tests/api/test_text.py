@@ -77,16 +77,3 @@ def test_tokens_are_reported_with_the_text_they_complete(
         assert all(t.end <= len(text) for t in reported)
     assert [t.token_id for t in tokens] == token_ids
     assert b"".join(t.raw for t in tokens).decode() == text == "one two €!"
-
-
-def test_a_stop_string_is_cut_off(tokenizer: Tokenizer) -> None:
-    """It begins in the middle of a token's text, and a token is in it that has begun to be told."""
-    token_ids = tokenizer.encode("one two. three")
-    stream = TextStream(tokenizer, ["wo. three"])
-    stream.add(token_ids[:-1], [LOGPROB] * (len(token_ids) - 1))
-    text, tokens = stream.take()
-    stream.add(token_ids[-1:], [LOGPROB])
-    stream.finish(len("wo. three"))
-    rest, others = stream.take()
-    assert text + rest == "one t"
-    assert "".join(t.text for t in [*tokens, *others]) == "one t"
