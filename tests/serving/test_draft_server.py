@@ -133,17 +133,6 @@ async def test_logprobs(family: dict[str, Path], oracle: Oracle, num_logprobs: i
         assert told == known
 
 
-async def test_assigned_requests(family: dict[str, Path], oracle: Oracle) -> None:
-    verifier = ScriptedVerifier(oracle)
-    async with verifier.serving() as port, drafting(port, family["same"]):
-        for n in range(6):
-            verifier.assign(f"@{n}", list(range(n, n + 12)), 25, GREEDY if n % 2 else SEEDED)
-        await until(lambda: len(verifier.finished) == 6)
-        assert verifier.problems == []
-        assert {j.num_rounds for j in verifier.finished.values()} == {5}
-        assert verifier.opens == []
-
-
 async def test_whoever_takes_no_assignments_sends_nothing(
     family: dict[str, Path], oracle: Oracle
 ) -> None:

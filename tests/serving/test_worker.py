@@ -24,7 +24,6 @@ from penstock.serving.worker import (
     Disconnected,
     EngineServer,
     HeartbeatSender,
-    describe,
     idle_seconds,
 )
 
@@ -223,10 +222,3 @@ def test_the_loop_ends_with_its_peer(engine: ToyEngine) -> None:
         ours.close()
         with pytest.raises(Disconnected):
             EngineServer(engine, Channel(theirs), HeartbeatSender(20.0, [].append)).serve()
-
-
-def test_what_the_other_process_is_told(engine: ToyEngine) -> None:
-    ready = describe(engine)
-    assert ready.max_request_tokens == 512
-    assert ready.drafters == ("toy-drafter",)
-    assert ready.eos_token_ids == {2}
