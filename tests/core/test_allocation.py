@@ -99,25 +99,6 @@ def test_throughput_drafts_long_where_verification_is_flat_and_drafts_are_good()
     assert lengths_of(policy, candidates(20, 20, 20), work(estimators)) == [8, 8, 8]
 
 
-def test_throughput_stops_where_every_row_costs_a_token() -> None:
-    policy = make_policy("allocation", "throughput")
-    estimators = learned([0.5] * 3, verify=STEEP, draft=1e-4)
-    assert lengths_of(policy, candidates(20, 20, 20), work(estimators)) == [0, 0, 0]
-
-
-def test_throughput_stops_where_drafting_costs_more_than_it_brings() -> None:
-    policy = make_policy("allocation", "throughput")
-    estimators = learned([0.6], verify=FLAT, draft=0.02)
-    assert lengths_of(policy, candidates(20), work(estimators, num_rows=1)) == [0]
-
-
-def test_throughput_gives_more_to_those_who_are_right_more_often() -> None:
-    policy = make_policy("allocation", "throughput")
-    estimators = learned([0.9, 0.3], verify={1: 0.01, 100: 0.03}, draft=1e-4)
-    good, poor = lengths_of(policy, candidates(20, 20), work(estimators, num_rows=2))
-    assert good > poor + 2
-
-
 def test_throughput_respects_limits_and_budget() -> None:
     policy = make_policy("allocation", "throughput")
     estimators = learned([0.95] * 3, verify=FLAT)

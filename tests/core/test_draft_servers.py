@@ -25,7 +25,7 @@ from penstock.core.types import (
     Tenant,
     Verdict,
 )
-from penstock.core.view import DraftCandidate, Room, View
+from penstock.core.view import DraftCandidate, View
 
 VERIFY_S = 0.03
 
@@ -342,26 +342,3 @@ def test_lines_show_that_a_silent_server_lives() -> None:
     ahead(desk, 5)
     desk.scheduler.table.counters.version += 1
     assert [o.request_id for o in desk.send("s1").drafts] == ["r1"]
-
-
-def test_what_is_at_hand_costs_no_waiting() -> None:
-    """Far away nothing is worth its round trip; what is here already is."""
-    desk = prefilled("async")
-    learn = desk.scheduler.learn
-    for n in [1, 2, 4, 8] * 5:
-        learn.links.observe("s1", n, 5.0 + 0.01 * n)
-        learn.times.target.observe(n, VERIFY_S)
-    state = desk.scheduler.table.requests["r1"]
-    state.round = 0
-    view = View(desk.scheduler.table.drafters, learn, 1.0, room=Room(16, 1, 1))
-    lengths = []
-    for num_at_hand in (0, 3):
-        policy = make_policy("allocation", "deadline", {"total": 16})
-        # It has had a token in every step of the target.
-        for step in range(200):
-            policy.allocate([DraftCandidate(state, "s1", 0)], view)
-            verdict = Verdict("r1", state.epoch, step, (0,))
-            policy.observe([Outcome(state, verdict)], VERIFY_S * (step + 1))
-        (grant,) = policy.allocate([DraftCandidate(state, "s1", 8, num_at_hand)], view)
-        lengths.append(grant.num_draft_tokens)
-    assert lengths == [0, 3]

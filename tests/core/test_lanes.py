@@ -98,22 +98,6 @@ def test_a_draft_is_no_longer_than_ordered_and_never_negative() -> None:
         assert state.draft.num_draft_tokens == held
 
 
-def test_cancelled_inside_a_target_step() -> None:
-    world = make_world()
-    world.arrive(make_request("r"))
-    world.executor.begin(TARGET)
-    world.turn(Cancel("r"))
-    assert world.ends["r"].finish_reason is FinishReason.CANCELLED
-    assert world.scheduler.num_unfinished == 0
-    assert num_deferred(world) == 2, "the step may still write into them"
-    assert world.scheduler.pool.num_used_blocks == 2
-    world.executor.run(TARGET)
-    world.turn()
-    assert world.tokens["r"] == []
-    world.turn()
-    world.check_empty()
-
-
 def test_cancelled_while_a_drafter_drafts() -> None:
     world = make_world()
     prefilled(world, "r")
@@ -247,17 +231,6 @@ def test_a_late_draft_answers_no_order_given_after_the_drafter_came_back() -> No
     assert plan.is_empty, "not in the same round"
     world.scheduler.apply(late, 0.0)
     assert state_of(world, "r").draft.stage is not DraftStage.HELD
-
-
-def test_what_a_lost_drafter_held_is_not_verified() -> None:
-    world = make_world()
-    prefilled(world, "r")
-    world.executor.run("d")
-    world.turn()
-    assert state_of(world, "r").draft.stage is DraftStage.HELD
-    world.turn(world.take_down("d"))
-    (item,) = last_plan(world, TARGET).items
-    assert item.source is DraftSource.NONE
 
 
 def test_a_failed_draft_leaves_the_request_to_go_on_alone() -> None:

@@ -76,16 +76,6 @@ def test_a_long_prompt_is_passed_by_a_quarter_of_its_work() -> None:
     assert served(queue)[:6] == ["1", "2", "3", "4", "5", "0"], "5 times 200 of 4,000"
 
 
-def test_what_passed_too_much_is_made_up_for() -> None:
-    """The second long prompt was delayed by the same short ones as the first."""
-    queue = by_prompt()
-    for i in range(2):
-        queue.append(state(i, 700))
-    for i in range(2, 6):
-        queue.append(state(i, 200))
-    assert served(queue) == ["2", "0", "3", "1", "4", "5"]
-
-
 @pytest.mark.parametrize("new_queue", [ArrivalQueue, by_prompt, shortest_output_first])
 def test_preempted_requests_come_first(new_queue: Callable[[], ArrivalQueue]) -> None:
     queue = new_queue()

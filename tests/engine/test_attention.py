@@ -131,14 +131,6 @@ def test_half_precision(kind: AttentionFactory, dtype: torch.dtype) -> None:
 
 
 @every_kind
-def test_queries_may_be_a_view(kind: AttentionFactory) -> None:
-    scene = make_scene(BATCHES["mixed"])
-    wider = torch.cat((scene.q, torch.randn_like(scene.q)), dim=1)
-    scene.q = wider[:, :HEADS]
-    torch.testing.assert_close(scene.attend(kind), scene.expected, rtol=0, atol=1e-5)
-
-
-@every_kind
 def test_a_broken_sequence_spoils_no_other(kind: AttentionFactory) -> None:
     """What is left over in freed blocks, and what others compute, never gets through a mask."""
     scene = make_scene(BATCHES["mixed"])
@@ -284,11 +276,6 @@ def test_negative_control_other_heads_are_caught(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(KVGather, "fill", lambda gather, layer, kv, _: fill(gather, layer, kv))
     scene = make_scene(BATCHES["verify"])
     assert (scene.attend(PackedAttention) - scene.expected).abs().max() > 0.1
-
-
-def test_cache_of_no_blocks() -> None:
-    with pytest.raises(ValueError, match="both must be at least 1"):
-        PagedKVCache(small_config(), 0, 16, torch.float32, CPU)
 
 
 def seen_in_window(scene: Scene, lengths: list[tuple[int, int]], window: int) -> torch.Tensor:

@@ -23,7 +23,7 @@ from penstock.engine.batch import RaggedBatch
 from penstock.engine.build import Engine, load_engine
 from penstock.engine.drafters.chain import ChainDrafter
 from penstock.engine.drafters.drafts import Draft
-from penstock.engine.drafters.lookup import NO_MATCH, LookupDrafter, Match
+from penstock.engine.drafters.lookup import LookupDrafter, Match
 from penstock.engine.drafters.model import ModelDrafter
 from penstock.engine.drafters.sources import (
     Parts,
@@ -270,20 +270,6 @@ def parts_of(evidence: SourceEvidence, order: DraftOrder, match: Match, num_left
     return parts
 
 
-def test_tokens_and_seconds_are_those_of_a_plain_sum() -> None:
-    found, guessed = [0.9, 0.5], [0.8, 0.6, 0.3]
-    costs = RoundCosts((1.0, 1.1, 1.3, 1.4), step=0.2, read=0.01)
-    tokens, seconds = expected_tokens(found, guessed), round_seconds(costs, 2, 3)
-    for kept, more in itertools.product(range(3), range(4)):
-        survival = float(np.prod(found[:kept]))
-        looked_up = sum(float(np.prod(found[:n])) for n in range(1, kept + 1))
-        assert tokens[kept, more] == pytest.approx(1 + looked_up + survival * sum(guessed[:more]))
-        expected = np.inf
-        if kept + more <= 3:
-            expected = costs.rounds[kept + more] + 0.2 * more + 0.01 * kept * (more > 0)
-        assert seconds[kept, more] == pytest.approx(expected)
-
-
 def teach(evidence: SourceEvidence, match: Match, model_is_right: bool, rounds: int = 40) -> None:
     """Rounds in which look-up was always right, and the model always or never."""
     text = text_of("teacher", [1] * 4, max_tokens=rounds * 8)
@@ -318,18 +304,6 @@ def test_a_match_that_was_never_right_is_not_drafted() -> None:
     longer = match._replace(length=20)
     parts = parts_of(evidence, order_of(text, 6, costs_of(6, row=0.05, step=9.0)), longer, 200)
     assert parts.num_kept == 3, "of other lengths nothing is known"
-
-
-def test_an_order_without_times_has_the_model_asked_whatever_it_takes() -> None:
-    """As in a trial of the drafter, beside others for which the model does not pay."""
-    evidence = SourceEvidence()
-    dear = costs_of(6, row=0.05, step=9.0)
-    orders = [
-        order_of(text_of("tried", [1, 2, 3]), 6, None),
-        order_of(text_of("other", [1, 2, 3]), 6, dear),
-    ]
-    parts = evidence.best_parts(orders, [NO_MATCH, NO_MATCH], [200, 200])
-    assert [(p.num_kept, p.num_guessed) for p in parts] == [(0, 6), (0, 0)]
 
 
 def tables_of(rng: np.random.Generator, num: int, most: int) -> list[Any]:
@@ -500,26 +474,3 @@ def test_other_parts_in_every_round_are_exact_and_false_reports_are_caught(
     assert p_value(None, num_samples=4_000) > 1e-3
     assert {(0, 2), (1, 1), (2, 0)} <= switching.seen
     assert p_value(None, falsify=True, num_samples=4_000) < 1e-9
-
-
-def test_noise_is_that_of_the_whole_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts that begin at different places have different noise, though their model's parts begin
-    at the same."""
-    monkeypatch.setattr(
-        SourceEvidence, "best_parts", lambda _s, _o, matches, _n: [Parts(matches[0], num_kept, 2)]
-    )
-    guessed = []
-    for length, num_kept in ((7, 0), (6, 1), (5, 2)):
-        chain = make_chain(torch.zeros(VOCAB, VOCAB))
-        rows = []
-        for seed in range(200):
-            sampling = SamplingParams(seed=seed, verification="ratio")
-            prompt = (3, 2, 3, 2, 3, 2, 3, 2)[:length]
-            text = TokenBuffer(
-                Request(f"{seed}", length, 9, prompt_token_ids=prompt, sampling=sampling)
-            )
-            order = DraftOrder(f"{seed}", 0, 0, "chain", 0, length, 4)
-            rows += [chain.draft([order], [text]).drafts[0].token_ids[num_kept:]]
-        guessed.append(np.array(rows))
-    for a, b in itertools.combinations(guessed, 2):
-        assert (a == b).mean() < 0.5

@@ -100,15 +100,6 @@ def test_stop_strings_are_found_across_any_chunks(
         assert cut(before, stops) == before, "it is the token that completes the string"
 
 
-def test_a_stop_string_is_found_when_its_last_byte_is_there(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("a€", add_special_tokens=False)
-    assert len(ids) > 2, "the character is spelt by several tokens"
-    end = output_end(tokenizer, "€")
-    for token in ids[:-1]:
-        assert end.follow([token]) is None
-    assert end.follow([ids[-1], 9, 9]) == End(1, FinishReason.STOP, 1)
-
-
 def test_a_broken_character_may_be_a_stop_string(tokenizer: Tokenizer) -> None:
     """What is left of it at the end of the output is a replacement character, which is shown."""
     ids = tokenizer.encode("a€", add_special_tokens=False)[:-1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import gc
 import json
@@ -16,8 +15,6 @@ import pytest
 from jsonschema import Draft202012Validator
 from tests.engine.test_exactness import run
 
-from lab.bench.structured import check_schemas, models_of
-from lab.bench.structured_schemas import BY_HAND, SORTS
 from penstock.config import NGRAM, EngineConfig
 from penstock.core.kv.blocks import BlockPool
 from penstock.core.loop import Loop
@@ -388,15 +385,3 @@ def test_whoever_asks_before_a_settled_draft_is_appended_is_told_of_the_text(
     text.append(draft)
     assert np.array_equal(text.grammar.masks(text, (), 1)[0], behind)
     assert not np.array_equal(before, behind)
-
-
-@pytest.mark.slow
-def test_schemas_of_all_sorts() -> None:
-    """As `python -m lab.bench.structured` does with more of them."""
-    models = models_of(argparse.Namespace(target=None, drafter=model_path("draft-tiny")))
-    rows = check_schemas(models, len(BY_HAND) + len(SORTS), progress=False)
-    assert {r["sort"] for r in rows} == {"by hand", *SORTS}
-    # The others are cut off by their length.
-    assert sum(r["num_valid"] for r in rows) > 0.5 * sum(r["num_texts"] for r in rows)
-    assert sum(r["num_forced"] for r in rows) > len(rows)
-    assert not sum(r["num_invalid"] + r["num_different"] for r in rows)

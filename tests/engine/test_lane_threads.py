@@ -44,21 +44,6 @@ def test_changes_wait_for_the_turns_before_them() -> None:
     assert seen == ["idle", "between", "after", "last"]
 
 
-def test_a_turn_waits_for_the_one_before() -> None:
-    turns, began = TicketQueue(), threading.Event()
-    first, second = turns.take(), turns.take()
-
-    def begin() -> None:
-        second.begin()
-        began.set()
-
-    threading.Thread(target=begin, daemon=True).start()
-    first.begin()
-    assert not began.is_set()
-    first.end()
-    assert began.wait(PATIENCE_S)
-
-
 def test_lanes_work_at_the_same_time_and_give_a_sign() -> None:
     threads: Lanes[str] = Lanes()
     meet = threading.Barrier(2)
@@ -79,17 +64,6 @@ def test_lanes_work_at_the_same_time_and_give_a_sign() -> None:
     assert sorted(done) == ["a", "b"]
     assert threads.num_busy == 0
     assert not select.select([threads.wakeup], [], [], 0)[0], "it has been heard"
-
-
-def test_a_sign_that_comes_after_its_result_was_taken_does_not_stay() -> None:
-    """Whoever waits for the sign would never sleep again."""
-    threads: Lanes[str] = Lanes()
-    threads.start("a", lambda: "done")
-    threads.wakeup.wait(PATIENCE_S)
-    assert threads.take() == ["done"]
-    threads.wakeup.give()
-    assert threads.take() == []
-    assert not select.select([threads.wakeup], [], [], 0)[0]
 
 
 def test_what_a_lane_raises_is_raised_where_it_is_collected() -> None:

@@ -118,19 +118,6 @@ def test_every_token_is_counted_once_however_the_text_is_cut(engine: Engine, nam
         assert (part.num_tokens, part.num_matched) == (len(counted), sum(counted))
 
 
-def test_tokens_read_again_are_not_counted_again(engine: Engine) -> None:
-    """After its KV was given up, a drafter reads everything once more."""
-    drafter = engine.executor.drafters["near"]
-    text = make_text(engine, SAMPLINGS["greedy"])
-    right = really_drafted(drafter, text, PROMPT, text.length)
-    first = drafter.replay([order(text, "near", 0, 40, evaluate=True)], [text])[0]
-    drafter.drop_table(text.request.id)
-    again = drafter.replay([order(text, "near", 0, text.length, evaluate=True)], [text])[0]
-    drafter.forget(text.request.id)
-    assert first.num_tokens + again.num_tokens == OUTPUT
-    assert first.num_matched + again.num_matched == sum(right)
-
-
 def test_a_position_that_was_drafted_at_is_left_to_its_verdict(engine: Engine) -> None:
     """A replay that goes on where drafts ended has not seen the guess at the first token."""
     drafter = engine.executor.drafters["near"]

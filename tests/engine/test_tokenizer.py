@@ -106,15 +106,6 @@ def test_stream_equals_decode(tokenizer: Tokenizer) -> None:
         assert not any("\ufffd" in piece for piece in pieces)
 
 
-@pytest.mark.parametrize("kind", ["byte level", "sentencepiece-like"])
-def test_characters_come_out_whole(kind: str, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(save(tmp_path, KINDS[kind]()))
-    pieces = stream(tokenizer, tokenizer.encode("𝄞 and ж"))
-    assert "".join(pieces) == "𝄞 and ж"
-    assert [piece for piece in pieces if "𝄞" in piece or "ж" in piece] == ["𝄞", "ж"]
-    assert pieces.count("") > 3
-
-
 def test_a_stream_goes_on_from_a_text_as_they_decode_together(tokenizer: Tokenizer) -> None:
     """A vocabulary that drops the space before a text drops none before its continuation."""
     prompt = [*tokenizer.encode("<s>"), *tokenizer.encode(" and  and")]
@@ -136,11 +127,6 @@ def test_special_tokens(tokenizer: Tokenizer) -> None:
         assert "".join(stream(tokenizer, ids, skip)) == tokenizer.decode(ids, skip)
     assert "<s>" in tokenizer.decode(ids, skip_special_tokens=False)
     assert "<s>" not in tokenizer.decode(ids)
-
-
-def test_ids_beyond_the_vocabulary_are_no_text(tokenizer: Tokenizer) -> None:
-    ids = [*tokenizer.encode("and"), tokenizer.vocab_size + 5, *tokenizer.encode("and")]
-    assert "".join(stream(tokenizer, ids)).count("and") == 2
 
 
 def test_random_bytes_stream_as_they_decode(tmp_path: Path) -> None:

@@ -90,18 +90,3 @@ def test_kingman_holds() -> None:
     bound = mean_excess(mean, count - mean)
     assert bound == mean / (2 * (count - mean))
     assert 0.5 * bound < paths[:, -1].mean() <= bound
-
-
-def test_at_equality_a_queue_grows_like_a_root() -> None:
-    """Appendix C, case 1, prints λ_j + √(λ_j S): arrivals per second where arrivals per iteration
-    belong, n_j = λ_j ΔT."""
-    rng = np.random.default_rng(4)
-    count, steps = 20.0, 2000
-    at_end = lindley(rng.poisson(count, (500, steps)) - count, 0.0)[:, -1].mean()
-    assert 0.7 * math.sqrt(count * steps) < at_end <= mean_excess(count, 0.0, steps)
-    assert mean_excess(count, 0.0, steps) == math.sqrt(count * steps)
-    rate = count / 100  # iterations of 100 s
-    assert at_end > rate + math.sqrt(rate * steps), "as printed"
-    assert mean_excess(count, 0.0) == math.inf
-    with pytest.raises(ValueError, match="grows without bound"):
-        mean_excess(count, -0.1)

@@ -8,7 +8,6 @@ import pytest
 from lab.common.rounds import (
     BarrierTimes,
     GeometricClients,
-    jumping_rates,
     play,
 )
 from lab.papers import (
@@ -18,15 +17,6 @@ from lab.papers import (
     goodspeed_theorems,
 )
 from penstock.core.policies.registry import make_policy
-
-
-def test_jumps_are_of_the_size_and_at_the_times_that_are_said() -> None:
-    rates = jumping_rates(300, 8, 30, seed=1)
-    steps = np.abs(np.diff(rates, axis=0))
-    assert rates.min() >= 0.3
-    assert rates.max() <= 0.9
-    assert set(np.round(steps[steps > 1e-9], 6)) == {0.3}
-    assert all(9 <= (steps[:, i] > 1e-9).sum() <= 10 for i in range(8))
 
 
 def test_a_round_lasts_as_long_as_its_slowest_draft() -> None:

@@ -85,14 +85,6 @@ def test_records_are_replayed_position_by_position() -> None:
     assert model.num_accepted(item(length=0), 2) == 0
 
 
-def test_tokens_per_step_walks_the_record() -> None:
-    model = RecordedAcceptance({"a": [[3, 1, 1, 2, 1]]})
-    # 0 -> 3 -> 5 with long drafts; 0 -> 2 -> 3 -> 5 with one token.
-    assert model.tokens_per_step("a", 4) == pytest.approx(5 / 2)
-    assert model.tokens_per_step("a", 1) == pytest.approx(5 / 3)
-    assert model.tokens_per_step("a", 0) == 1
-
-
 def test_drafters_of_one_file_share_a_row_and_seeds_choose_it() -> None:
     rows = [[i + 1] for i in range(40)]
     model = RecordedAcceptance({"a": rows, "b": rows}, seed=1)
@@ -210,19 +202,3 @@ def test_acceptance_does_not_depend_on_the_batch() -> None:
         return record.num_proposed, record.num_accepted
 
     assert proposals(1) == proposals(12)
-
-
-@pytest.mark.parametrize("name", ["accept_gsm8k.jsonl.gz", "accept_sharegpt.jsonl.gz"])
-def test_measured_records(name: str) -> None:
-    if not (DATA / name).exists():
-        pytest.skip(f"{name} is not in the data folder (set PENSTOCK_DATA)")
-    records = read_records(DATA / name, ["ngram", "eagle"])
-    assert (
-        len(records["ngram"])
-        == len(records["eagle"])
-        == {"gsm8k": 174, "sharegpt": 69}[name.split("_")[1].split(".")[0]]
-    )
-    model = RecordedAcceptance(read_records(DATA / name, ["eagle"]))
-    rising = [model.tokens_per_step("eagle", k) for k in (1, 2, 4, 8, 20)]
-    assert rising == sorted(rising)
-    assert 1.2 < rising[0] < 2

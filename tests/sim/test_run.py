@@ -10,13 +10,10 @@ from penstock.sim.acceptance import GeometricAcceptance
 from penstock.sim.planner import (
     PlanError,
     check_thresholds_fit,
-    fitting,
     load_bound,
-    mean_rate,
     plan_deployment,
     static_budget,
     threshold_options,
-    traffic_of,
 )
 from penstock.sim.plots import Sampler
 from penstock.sim.profiles import load_profile
@@ -130,24 +127,6 @@ def test_the_bound_holds_with_and_without_drafts() -> None:
     assert drafted >= alone == pytest.approx(useless)
 
 
-def test_the_bound_counts_refused_requests_as_load() -> None:
-    ones = np.array([50] * 9 + [500], dtype=np.int64)
-    workload = Workload("w", ones, np.full(10, 50))
-    all_fit = load_bound(PROFILE, workload.take(slice(9)), 300)
-    assert load_bound(PROFILE, workload, 300) == pytest.approx(all_fit * 10 / 9)
-    with pytest.raises(PlanError, match="no request of 'w' fits into 60 KV tokens"):
-        fitting(workload, 60)
-
-
-def test_traffic_of_a_mix_is_exact() -> None:
-    traffic = traffic_of(HIGH, 12.0)
-    assert [t.rate for t in traffic] == pytest.approx([6.0, 4.0, 2.0])
-    assert [t.decode_len for t in traffic] == [100, 200, 300]
-    assert mean_rate(make_workload("high", num_requests=20_000, rate=7)) == pytest.approx(
-        7, rel=0.03
-    )
-
-
 @pytest.mark.parametrize("name", ["low", "high", "nested", "ten_bins"])
 @pytest.mark.parametrize("admission", ["wait", "nested_wait"])
 def test_planned_thresholds_carry_their_load(name: str, admission: str) -> None:
@@ -241,18 +220,3 @@ def sampled(every: float) -> tuple[Sampler, Report]:
 
     report = run(Setup(PROFILE, PolicyConfig.of("sarathi")), HIGH, watch=watch)
     return made[0], report
-
-
-def test_samples_agree_with_the_run() -> None:
-    samples, report = sampled(0.0)
-    assert max(samples.kv_tokens) <= report.result.kv_peak_tokens
-    assert max(samples.kv_tokens) > 0.9 * report.result.kv_peak_tokens
-    assert samples.kv_tokens[-1] == 0
-    for time, waiting, running in zip(
-        samples.times[::50], samples.waiting[::50], samples.running[::50], strict=True
-    ):
-        in_system = (report.arrived_at <= time) & (report.finished_at > time)
-        assert waiting + sum(running) <= in_system.sum()
-        assert waiting + sum(running) >= in_system.sum() - 3, "arrivals wait for the step's end"
-    assert max(sum(r[2:]) for r in samples.running) > 0
-    assert len(sampled(1.0)[0].times) <= report.result.finished_at + 1

@@ -240,16 +240,6 @@ def test_a_policy_may_wait() -> None:
 # --- clock, times, acceptance ---------------------------------------------------------------------
 
 
-def test_the_clock_only_goes_on() -> None:
-    clock = VirtualClock()
-    clock.advance_to(1.5)
-    clock.advance_to(1.5)
-    assert clock.now() == 1.5
-    for earlier in (1.0, float("nan")):
-        with pytest.raises(ValueError, match="cannot go back"):
-            clock.advance_to(earlier)
-
-
 def test_geometric_acceptance() -> None:
     items = [
         VerifyItem(f"r{i}", 1, 3, 0, 1, True, drafter="a", num_draft_tokens=4) for i in range(4000)

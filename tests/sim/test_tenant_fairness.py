@@ -12,7 +12,6 @@ from tests.products import covering
 from tests.sim.test_counted import LENGTHS, THRESHOLDS, assert_same
 
 from penstock.config import PolicyConfig
-from penstock.sim.acceptance import GeometricAcceptance
 from penstock.sim.profiles import load_profile
 from penstock.sim.run import Report, Setup, run
 from penstock.sim.workloads import Workload, make_workload
@@ -219,34 +218,3 @@ def test_turns_are_no_reason_to_stand_still() -> None:
     fair = run(replace(setup, fairness=True, tenant_weights={"quiet": 10.0}), workload)
     assert fair.completed.all()
     np.testing.assert_allclose(fair.finished_at, run(setup, workload).finished_at, rtol=0.05)
-
-
-@pytest.mark.parametrize("allocation", ["throughput", "fixed"])
-def test_draft_tokens_are_shared_where_a_step_has_few(allocation: str) -> None:
-    """A step holds 40 tokens: drafts of 14 beside 26 requests. Two of a tenant's draft as many as
-    they can, and are faster than the other 24, each of which has a fourth of a draft token a
-    step."""
-    num = 24
-    workload = Workload(
-        "drafts",
-        np.full(num + 2, 32),
-        np.r_[np.full(num, 300), np.full(2, 300)],
-        np.zeros(num + 2),
-        np.array(["greedy"] * num + ["quiet"] * 2),
-    )
-    setup = Setup(
-        PROFILE,
-        PolicyConfig.of("vllm_v1", max_num_batched_tokens=40, max_num_seqs=40),
-        allocation=PolicyConfig.of(
-            allocation, **({"k": 4} if allocation == "fixed" else {"k_max": 4})
-        ),
-        drafters=("draft",),
-        acceptance=GeometricAcceptance({"draft": 0.9}, seed=1),
-    )
-    quiet = workload.tenants == "quiet"
-    ratio = {}
-    for rule in (False, True):
-        seconds = run(replace(setup, fairness=rule), workload).token_seconds
-        ratio[rule] = seconds[quiet].mean() / seconds[~quiet].mean()
-    assert ratio[False] > 0.75
-    assert ratio[True] < 0.6

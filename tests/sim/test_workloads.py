@@ -80,16 +80,6 @@ def test_a_request_has_the_papers_stages(name: str, closed_form: float) -> None:
     assert steps in [length + 1 for length in mix.decode_lens]
 
 
-def test_another_rate_only_scales_the_arrivals() -> None:
-    unit = make_workload("nested", num_requests=200, rate=1.0, arrivals="gamma:2", seed=1)
-    fast = make_workload("nested", num_requests=200, rate=8.0, arrivals="gamma:2", seed=1)
-    assert (unit.output_len == fast.output_len).all()
-    assert (unit.arrival_time / 8 == fast.arrival_time).all()
-    other = make_workload("nested", num_requests=200, rate=1.0, arrivals="gamma:2", seed=2)
-    assert (unit.output_len != other.output_len).any()
-    assert (unit.arrival_time[1:] != other.arrival_time[1:]).all()
-
-
 # Arrivals
 
 
@@ -386,16 +376,6 @@ def test_a_workload_checks_its_columns() -> None:
 
 
 # The real traces
-
-
-@pytest.mark.parametrize(
-    ("name", "rows", "seconds"),
-    [("azure2023_conv.csv.gz", 19_366, 3501.721937), ("azure2023_code.csv.gz", 8_819, 3435.948056)],
-)
-def test_production_traces(name: str, rows: int, seconds: float) -> None:
-    made = make_workload(data_file(name))
-    assert len(made) == rows
-    assert made.arrival_time[-1] == pytest.approx(seconds)
 
 
 def test_sharegpt_lengths() -> None:
