@@ -173,27 +173,6 @@ def test_a_second_choice_is_second_under_the_same_noise(
     assert [other.barred[name, start], other.whole[name][start]] == best
 
 
-def test_a_branch_that_comes_true_costs_nothing_more(make: Make) -> None:
-    """Its tokens and its KV are kept: the next draft is there at once."""
-    sessions, runner = make()
-    sessions.begin("r", PROMPT, SEEDED, sends_lines=True)
-    other = Verifier(SEEDED)
-    grow(sessions)
-    other.take(sessions)
-    lengths = {n: len([p for p in w if p > s]) for (n, s) in other.barred for w in [other.whole[n]]}
-    name = max(lengths, key=lambda n: lengths[n])
-    assert lengths[name] >= 2, "no branch went on"
-    start = next(s for (n, s) in other.barred if n == name)
-    whole = other.whole[name]
-    other.advance(sessions, [whole[p] for p in range(len(PROMPT), start + 1)])
-    path = other.lines.path(len(other.text))
-    assert path == tuple(whole[p] for p in range(start + 1, max(whole) + 1))
-    before = runner.num_passes
-    size = min(2, len(path))
-    assert draft(sessions, "r", len(other.text), size).token_ids == path[:size]
-    assert runner.num_passes == before
-
-
 def test_memory_and_what_is_sent_are_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.core.drafting.sessions.LEAST_LINE_CHANCE", 0.0)
     sessions, _ = make()

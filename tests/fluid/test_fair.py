@@ -114,13 +114,6 @@ def test_a_sample_finds_the_price_for_very_many(limited: bool) -> None:
     assert multiplier == pytest.approx(price, rel=1e-9)
 
 
-def test_many_equal_clients_share_equally() -> None:
-    lengths, price = geometric_lengths(np.ones(1000), np.full(1000, 0.5), 2500)
-    assert lengths.sum() == 2500
-    assert set(lengths.tolist()) == {2, 3}
-    assert price == pytest.approx(0.125)
-
-
 def test_many_almost_sure_clients_stay_within_the_budget() -> None:
     lengths, price = geometric_lengths(np.ones(1000), np.ones(1000), 777)
     assert lengths.sum() == 777

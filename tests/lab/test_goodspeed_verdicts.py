@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from lab.common.rounds import (
-    BarrierTimes,
     GeometricClients,
     play,
 )
@@ -17,18 +16,6 @@ from lab.papers import (
     goodspeed_theorems,
 )
 from penstock.core.policies.registry import make_policy
-
-
-def test_a_round_lasts_as_long_as_its_slowest_draft() -> None:
-    times = BarrierTimes(np.array([0.1, 0.2]), np.array([0.01, 0.02]), 0.3, 0.001)
-    world = GeometricClients(np.full((3, 2), 0.5), seed=0)
-    fixed = make_policy("allocation", "fixed", {"k": 2})
-    played = play(fixed, world.clients(), 4, 3, times=times)
-    assert played.seconds == pytest.approx([0.24 + 0.3 + 0.006] * 3)
-    assert played.per_second() == pytest.approx(played.tokens.sum(axis=0) / played.seconds.sum())
-    none = play(make_policy("allocation", "fixed", {"k": 0}), world.clients(), 4, 3, times=times)
-    assert none.seconds == pytest.approx([0.302] * 3)
-    assert (none.tokens == 1).all()
 
 
 def test_all_policies_meet_the_same_luck() -> None:

@@ -78,20 +78,6 @@ def test_of_a_control_only_an_outcome_other_than_expected_is_shown(docs: Path) -
     assert f"{line}\n{line} (control: holds in part)\n" in text
 
 
-def test_pictures_are_shown_with_their_own_result(docs: Path) -> None:
-    folder = docs / "results" / "toys"
-    for name in ("top", "top_spin"):
-        save(folder / f"{name}.json", results(2.0), title=name, command="top", machine="here")
-        (folder / f"{name}.png").touch()
-    (folder / "top_fast.png").touch()
-    ((_, text),) = pages(docs)
-    first, second = text.split("## top_spin")
-    assert "![top_spin](toys/top_spin.png)" in second
-    assert "(toys/top.png)" in first
-    assert "(toys/top_fast.png)" in first
-    assert text.count("![") == 3
-
-
 def test_a_stale_page_is_told(docs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = docs / "results" / "toys" / "top.json"
     save(result, results(2.0), command="top", machine="here")

@@ -64,18 +64,6 @@ def slots(policy: PolicyConfig, rates: FloatArray) -> Slots:
     return Slots(policy.make("selection"), spin_profile("7B"), rates, prompts, length=4, seed=0)
 
 
-def test_who_stays_with_the_best_drafter_loses_nothing() -> None:
-    rates = np.tile([0.9, 0.2, 0.2, 0.2, 0.2], (3, 1))
-    right = slots(PolicyConfig.of("single", drafter="68M"), rates).play([8, 16])
-    assert not right.goodput.any()
-    assert not right.switches.any()
-    assert right.best.tolist() == [1.0, 1.0]
-    wrong = slots(PolicyConfig.of("single", drafter="1.4B"), rates).play([8, 16])
-    assert wrong.goodput[1] == pytest.approx(2 * wrong.goodput[0])
-    assert 0.5 * 8 < wrong.goodput[0] < 8
-    assert not wrong.best.any()
-
-
 def test_a_switch_reads_what_the_drafter_lacks() -> None:
     rates = np.full((2, 5), 0.5)
     random = PolicyConfig.of("epsilon_greedy", explore=1.0, seed=1)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.products import first_fast, slow
+from tests.products import first_fast
 
 from penstock.config import PolicyConfig
 from penstock.core.scheduler import Scheduler
@@ -47,21 +47,6 @@ def served(
         pipeline=pipeline,
     )
     return run(setup, workload, watch=watch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("pipeline", "kv_tokens"), [("off", 2048), *slow(["off"], [4096]), *slow(["2"], [2048, 4096])]
-)
-def test_long_prompts_wait_hardly_longer_than_in_order_of_arrival(
-    kv_tokens: int, pipeline: str
-) -> None:
-    workload = mixed(8.0)
-    long = workload.prompt_len == LONG
-    ours = served(workload, "fluid_guided", pipeline, kv_tokens)
-    theirs = served(workload, "vllm_v1", pipeline, kv_tokens)
-    assert ours.figures()["requests_completed"] == len(workload)
-    assert ours.ttft[long].max() <= 1.25 * theirs.ttft[long].max()
 
 
 class EndsBeforeTurn:
