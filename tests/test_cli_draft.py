@@ -1,7 +1,5 @@
 """`penstock draft` as a program, against a scripted verification server."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

@@ -1,7 +1,5 @@
 """What the simulator's commands say of drafters."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Choosing the engine, and settings of the file on the command line."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The program with GGUF files: as target, as drafter, beside a folder, and damaged."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What happens before anything heavy is imported: bad input, and extras that are not there."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Sequence

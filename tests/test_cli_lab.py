@@ -1,7 +1,5 @@
 """The laboratory's commands: there in a clone, one line that says where they are without one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

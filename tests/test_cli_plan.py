@@ -1,7 +1,5 @@
 """`penstock plan`, and that what it prints can be served with."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`penstock quantize`: what it writes is served, and bad input ends it with one line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`penstock simulate`, `penstock capacity`, `penstock plan`."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import json

@@ -1,7 +1,5 @@
 """A setting that is given twice is refused, wherever settings are given."""
 
-from __future__ import annotations
-
 import pytest
 from tests.conftest import Cli
 

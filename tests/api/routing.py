@@ -1,7 +1,5 @@
 """vllm-router, as people run it before vLLM."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

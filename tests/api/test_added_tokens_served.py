@@ -1,8 +1,6 @@
 """A vocabulary with added tokens, served: they are text wherever text is, and a call of a tool may
 begin with one that is not special."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from itertools import pairwise

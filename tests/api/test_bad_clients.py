@@ -1,7 +1,5 @@
 """Clients that send nothing, read nothing, or want everything: what they do to others."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import openai
 from openai.types.chat import ChatCompletionMessageParam
 

@@ -1,7 +1,5 @@
 """What Open WebUI and LibreChat send, field by field, and what they look for in what comes back."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The dashboard and the playground in a real browser, where there is one."""
 
-from __future__ import annotations
-
 import re
 import socket
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Many clients at once over real models: what lies behind an end is counted nowhere."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ They bring many packages along, and so are not among those that the tests need: 
 (`PATH=/a/venv/bin:$PATH`, with guidellm and lm-eval[api] in it), they are tried.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What a client says about the length of its output reaches the scheduler's admission policy."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """`tool_choice`, `required` or a named tool: the bundled model has never seen a call, and must."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

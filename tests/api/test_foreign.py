@@ -1,7 +1,5 @@
 """Fields of other engines: ignored and named, or refused where the answer would be another."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

@@ -1,7 +1,5 @@
 """Engines that stand still, and requests that take too long."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """What clients, browsers, proxies and operators expect of any HTTP server."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from typing import Any

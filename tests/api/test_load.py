@@ -1,7 +1,5 @@
 """Many clients, clients that go away, engines that die."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Metrics of drafters, fed by hand."""
 
-from __future__ import annotations
-
 import pytest
 from tests.api.samples import labelled
 

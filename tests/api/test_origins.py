@@ -1,7 +1,5 @@
 """`speculation.origins`: where every token of an answer is from."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The real engine behind the API, with a tiny random family."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tenants that change while the server runs: a file, and SIGHUP."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

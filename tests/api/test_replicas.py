@@ -1,7 +1,5 @@
 """Two whole servers with the bundled family behind one router: what docs/scale.md says."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

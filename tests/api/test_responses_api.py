@@ -1,7 +1,5 @@
 """`/v1/responses` as OpenAI's package sends and reads it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

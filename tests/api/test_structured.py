@@ -1,7 +1,5 @@
 """Structured output, as OpenAI's clients and vLLM's ask for it."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

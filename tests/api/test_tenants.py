@@ -1,7 +1,5 @@
 """Tenants on a real engine, told apart by their keys: nobody waits for another's many requests."""
 
-from __future__ import annotations
-
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait

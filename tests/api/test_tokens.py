@@ -1,7 +1,5 @@
 """Tokens of texts and back, and what this kind of model does not make."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

@@ -1,7 +1,5 @@
 """Calls in texts, however they are cut."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

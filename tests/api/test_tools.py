@@ -1,7 +1,5 @@
 """Tool calls as OpenAI's package sends and reads them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Traces of requests, kept in memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """The checkpoints of the comparison, and their conversion."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

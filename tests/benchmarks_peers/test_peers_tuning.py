@@ -1,7 +1,5 @@
 """What is tried, what is measured after it, and that a cut run goes on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The bars of the comparison with other programs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

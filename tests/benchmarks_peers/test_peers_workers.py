@@ -1,7 +1,5 @@
 """Worker processes: their protocol, and that they stand still between commands."""
 
-from __future__ import annotations
-
 import ast
 import sys
 import time

@@ -1,7 +1,5 @@
 """Perplexity: which tokens count, that they are the model's own, and going on after a cut."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Fetching: parts are joined and checked, nothing else is believed; dequantised folders load."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import zipfile

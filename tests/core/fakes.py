@@ -6,8 +6,6 @@ through its block tables is compared with the request's own prefix, when the pla
 when it ends: a block that was reused, shared or rolled back wrongly cannot pass.
 """
 
-from __future__ import annotations
-
 import random
 import zlib
 from collections import deque

@@ -1,7 +1,5 @@
 """The host's work on drafts is not measured while nobody drafts; it is forgotten, but slowly."""
 
-from __future__ import annotations
-
 import pytest
 
 from penstock.core.learn import Estimators

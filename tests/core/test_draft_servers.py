@@ -1,7 +1,5 @@
 """Draft servers: orders that are answered later, by events, or never."""
 
-from __future__ import annotations
-
 import pytest
 
 from penstock.core.ahead import LinePiece

@@ -1,8 +1,6 @@
 """Whatever drafts, fails, is preempted or comes late: the output is the target's own, and no plan
 ever reads KV that is not its request's."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Lanes of their own: results out of order, late and repeated drafts, ends in mid-flight."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.core.fakes import ToyDrafter, ToyExecutor, target_only

@@ -1,7 +1,5 @@
 """How much time a request has left for its target."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

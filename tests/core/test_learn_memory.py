@@ -1,7 +1,5 @@
 """What the traffic seen so far takes of KV memory in the fluid."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Texts that a drafter cannot read: longer than its context, or with tokens unknown to it."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

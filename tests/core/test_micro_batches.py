@@ -1,7 +1,5 @@
 """Groups of requests: drafted for and verified in turn, of equal size, and never twice."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 

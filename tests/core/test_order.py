@@ -1,7 +1,5 @@
 """The order in which waiting requests are tried."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Queues hold whom they should, whatever the order, the admission policy and what is learned."""
 
-from __future__ import annotations
-
 import random
 import typing
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The ragged-batch planner: nothing lost, nothing twice, and the costs counted by hand."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

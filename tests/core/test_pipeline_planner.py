@@ -1,7 +1,5 @@
 """What micro-batches are worth, and how many are chosen."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

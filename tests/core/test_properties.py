@@ -1,8 +1,6 @@
 """Whatever arrives, whatever the limits: `World` checks after every turn that blocks are conserved
 and that budgets hold; here everybody must also be served."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from typing import Any

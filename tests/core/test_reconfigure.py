@@ -1,7 +1,5 @@
 """Tenants whose settings change while their requests run."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from tests.core.fakes import ToyDrafter, ToyExecutor
 from tests.core.world import World, make_request, make_scheduler
 

@@ -1,7 +1,5 @@
 """Lines that are sent ahead: followed along the text, against a plain definition."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

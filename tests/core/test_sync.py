@@ -1,7 +1,5 @@
 """A host that keeps requests by itself tells the scheduler how they stand (`Scheduler.sync`)."""
 
-from __future__ import annotations
-
 import pytest
 from tests.core.world import ADMISSION
 

@@ -1,7 +1,5 @@
 """A scheduler and a `ToyExecutor`, and the rough world around them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace

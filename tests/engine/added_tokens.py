@@ -1,8 +1,6 @@
 """Bundled models with tokens added to their vocabulary as real models have them: found in a text
 before it is cut, not special, and not all in ASCII."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -5,8 +5,6 @@ request is a row of one batch with a seed of its own, so that tens of thousands 
 a few rounds of the functions under test.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,8 +1,6 @@
 """Added tokens are text, whatever alphabet the vocabulary writes its own in; what is spelt like an
 added or special token can be asked for; and no drafter changes any of it."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

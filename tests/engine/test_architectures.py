@@ -1,8 +1,6 @@
 """Architectures beside Llama's through the whole engine: speculation changes nothing, and what a
 backend's kernels do not compute is computed eagerly or refused in one line."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every kind of attention against plain attention over the sequence's own keys and values."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 from typing import Any

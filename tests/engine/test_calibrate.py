@@ -1,7 +1,5 @@
 """What is measured before the first request, by runners whose steps take known times."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

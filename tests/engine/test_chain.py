@@ -1,7 +1,5 @@
 """Drafts that begin as look-up and go on with a model: exact whatever is taken of either."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import zlib

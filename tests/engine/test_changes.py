@@ -1,7 +1,5 @@
 """Penalties, logit_bias, min_tokens and min_p: what they are, and the same with drafts."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from pathlib import Path

@@ -3,8 +3,6 @@
 The joint distribution of three positions over a vocabulary of six, 30,000 samples, chi-square.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Where an output ends, and that nothing behind it is counted."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

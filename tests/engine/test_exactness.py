@@ -1,7 +1,5 @@
 """Speculation changes nothing: token for token equality with target-only decoding, in float32."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections import Counter

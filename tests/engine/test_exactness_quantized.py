@@ -4,8 +4,6 @@ What a target makes alone is compared with the same target's, on the same kernel
 are rounded, so that no other arithmetic makes the same tokens everywhere.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the architectures beside Llama's and Qwen2's say of themselves, and what they may not."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

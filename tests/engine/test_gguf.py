@@ -1,7 +1,5 @@
 """GGUF files: the same logits as transformers has from the same values, and clear refusals."""
 
-from __future__ import annotations
-
 import dataclasses
 import struct
 from collections.abc import Callable

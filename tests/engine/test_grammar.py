@@ -1,7 +1,5 @@
 """Output that follows a grammar: always valid, and the same with drafts as without."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import json

@@ -1,7 +1,5 @@
 """Folders with integer weights, read back by us and by the format's own library."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

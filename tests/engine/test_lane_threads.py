@@ -1,7 +1,5 @@
 """Lanes that work at the same time: turns on a model, sleep and sign, and drafters that fail."""
 
-from __future__ import annotations
-
 import gc
 import select
 import threading

@@ -1,7 +1,5 @@
 """Lines of drafting sessions: what is sent ahead is what would be drafted after the verdict."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Configurations, rotary tables, weights and dtypes; a bad checkpoint is one clear line."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -1,7 +1,5 @@
 """Step times of an engine: measured, written, and read again instead of measuring."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

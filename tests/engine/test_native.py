@@ -1,7 +1,5 @@
 """The compiled kernels: transformers' logits, and the same bits however the work is cut."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Drafting and sampling in compiled code: step by step, and the reference, bit for bit."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

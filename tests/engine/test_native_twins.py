@@ -1,7 +1,5 @@
 """Every instruction set's products, and plain C++ beside them: the same bits."""
 
-from __future__ import annotations
-
 import platform
 import shutil
 import subprocess

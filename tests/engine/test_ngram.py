@@ -1,7 +1,5 @@
 """N-gram look-up against a plain search of the whole text."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

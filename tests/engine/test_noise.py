@@ -1,7 +1,5 @@
 """The noise is the same everywhere, and looks like noise."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

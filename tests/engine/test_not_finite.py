@@ -1,7 +1,5 @@
 """Logits that are not finite end their own request, or a drafter's draft, and nothing else."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path

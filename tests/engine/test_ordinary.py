@@ -1,7 +1,5 @@
 """Configurations that are read without transformers, against what it makes of them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Quantised checkpoint folders: the values of every format, packed here as its definition says."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

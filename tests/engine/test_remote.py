@@ -1,7 +1,5 @@
 """Drafts from elsewhere: held, verified by the distributions that were sent, never left over."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Replays: a drafter that reads verified text says how often its own first guess was right."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence

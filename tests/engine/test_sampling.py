@@ -1,7 +1,5 @@
 """Filters, `coupled` sampling and verification, mixed batches, log-probabilities."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Drafting sessions against the plain definition: a draft is a function of the text before it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Drafters with a shorter context, or fewer or more token ids, than the target; and those that fail
 inside a step: a request is then decoded without, and nobody notices."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Collection, Iterator

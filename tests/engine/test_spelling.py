@@ -1,7 +1,5 @@
 """One text in the tokens of two vocabularies."""
 
-from __future__ import annotations
-
 import itertools
 import unicodedata
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Look-up of the longest suffix: against a plain search, between requests, and between tenants."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

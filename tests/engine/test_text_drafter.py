@@ -1,7 +1,5 @@
 """Drafters with another tokenizer: whatever text they draft, the output is the target's own."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import logging

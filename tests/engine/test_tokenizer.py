@@ -1,7 +1,5 @@
 """Loading, digests, chat templates, and text that streams exactly as it would decode at once."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Verification inside the compiled pass: what the logits would have said."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

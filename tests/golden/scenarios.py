@@ -1,7 +1,5 @@
 """Runs that cover every policy: simulated ones, and ones of an executor that keeps real KV."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any

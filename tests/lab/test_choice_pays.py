@@ -1,7 +1,5 @@
 """The map of where a choice of drafter pays."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What the crossed settings' verdicts make of known rates, and that their runs repeat."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

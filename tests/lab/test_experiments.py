@@ -1,7 +1,5 @@
 """Every experiment in a tiny version: it runs, and writes its table and its picture."""
 
-from __future__ import annotations
-
 import csv
 import json
 import sys

@@ -1,7 +1,5 @@
 """What GoodSpeed's entries make of known curves, and rounds that can be counted by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

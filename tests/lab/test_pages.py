@@ -1,7 +1,5 @@
 """Pages of results: written from result files, and up to date."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Pictures: what is drawn can be told apart, and is the same file again."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What Spin's figure 12 makes of known cells, and of whom its batches are made."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 

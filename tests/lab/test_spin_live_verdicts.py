@@ -1,7 +1,5 @@
 """What the live figures of Spin make of figures that are known."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

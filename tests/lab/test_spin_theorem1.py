@@ -1,7 +1,5 @@
 """What Spin's theorem 1 makes of losses that are known, and slots that can be counted by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

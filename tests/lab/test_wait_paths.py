@@ -1,7 +1,5 @@
 """Algorithms 1 and 2 by counts do what the scheduler does; their verdicts come out either way."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Verdicts can come out either way."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

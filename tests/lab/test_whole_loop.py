@@ -1,7 +1,5 @@
 """What the whole loop's verdicts make of latencies that are known, and its days of requests."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from lab.papers import whole_loop

@@ -1,7 +1,5 @@
 """How often draft servers and strangers may connect."""
 
-from __future__ import annotations
-
 import hashlib
 import heapq
 from collections.abc import AsyncIterator, Iterator

@@ -1,7 +1,5 @@
 """Both roles as real processes, with identities and trust."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A draft server over real sockets, against a scripted verification server."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import suppress
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Lines that draft servers send ahead, over real streams."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Faults under load, with real processes and sockets: nobody's output changes, and none is lost."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,8 +1,6 @@
 """`penstock serve` in processes of its own, killed, frozen, without a disk for its log and with a
 clock that jumps, while users ask: clean errors, soon served again, and nothing answered twice."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Who may have how many requests waiting, and when to come again."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import math

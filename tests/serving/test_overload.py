@@ -1,7 +1,5 @@
 """A verification server that cannot take a draft server's requests, and what their users hear."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """Recorded steps, their way into a profile, and the benchmark that compares with the simulator."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Draft servers over real streams: their requests, and those of others that they draft for."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

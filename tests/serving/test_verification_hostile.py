@@ -1,7 +1,5 @@
 """Draft servers that lie, flood, stall or are not who they should be; and what others notice."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

@@ -1,7 +1,5 @@
 """Links of draft servers: TLS and certificates, trust, and what happens when something dies."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import os

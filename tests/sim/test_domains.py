@@ -1,7 +1,5 @@
 """Acceptance by domain."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Drafters of a simulated machine: times of their own, capacities, instances, lanes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """fluid_guided against the rivals, on runs of seconds; the benchmark has the large ones."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What GoodSpeed learns of acceptance while requests come and end."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Requests with latency targets of their own, on the virtual clock."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Draft servers and links on the virtual clock."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,8 +1,6 @@
 """Every option of every policy, with values that it may never have been meant for: the factory
 refuses each in one line, or the policy serves a few requests to their end."""
 
-from __future__ import annotations
-
 import math
 import typing
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Jobs in this process, in several, and on a Ray cluster: the same results in the same order."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The policies that fluid_guided is compared with, where prompts are long."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

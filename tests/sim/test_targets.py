@@ -1,8 +1,6 @@
 """Targets for TTFT and TPOT: told of them, fluid_guided keeps more requests within both than not
 told, and than Sarathi tuned in hindsight. The benchmark has recorded arrivals, and five seeds."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Fairness between tenants on the virtual clock: what it changes, and what it does not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Prompts nearly as large as memory, among short ones: they wait, but not without bound."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

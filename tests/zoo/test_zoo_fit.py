@@ -1,7 +1,5 @@
 """Fitting acceptance by domain: known distributions are found again, and noise is taken off."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,8 +1,6 @@
 """What a step takes without drafts is found out though every step drafts, and what it takes with
 them is not mistaken for it."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

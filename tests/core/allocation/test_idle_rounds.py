@@ -1,7 +1,5 @@
 """Where drafting is not worth its time it is not looked at in every step."""
 
-from __future__ import annotations
-
 import pytest
 from tests.core.test_allocation import candidates, work
 

@@ -1,8 +1,6 @@
 """What `throughput` counts as the cost of drafts: not the step's prefill, but the drafter's own
 reading, and drafts that come to nothing."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

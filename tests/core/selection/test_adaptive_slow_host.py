@@ -1,7 +1,5 @@
 """`adaptive` where to choose a drafter takes as long as several rounds."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any

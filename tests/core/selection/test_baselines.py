@@ -1,7 +1,5 @@
 """`greedy` and `epsilon_greedy`: what the paper compares with."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Spin's Algorithms 1 and 2, with their evident intent."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """What every policy owes its requests, whatever it learns."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Replays of inline drafters: they read what is verified, are exact, and never spoil anything."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Replays may take a share of the time, in which steps without any draft count for little."""
 
-from __future__ import annotations
-
 import itertools
 
 from tests.core.selection.rounds import Machine

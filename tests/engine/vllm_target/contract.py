@@ -3,8 +3,6 @@
 python -m tests.engine.vllm_target.contract
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import json

@@ -1,7 +1,5 @@
 """An engine over vLLM makes the tokens that vLLM makes by itself, whatever happens on the way."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """vLLM's scheduler does what Penstock's policies plan, and every request gets its own tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A server whose target is computed by several of vLLM's workers, as people start it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
