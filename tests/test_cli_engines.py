@@ -136,9 +136,6 @@ def test_commands_that_take_an_engine(cli: Cli, command: str, tmp_path: Path) ->
     assert (code, err) == (2, "penstock: --engine is 'no'; allowed: native, vllm\n")
 
 
-# --- old names ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -184,9 +181,6 @@ def test_old_names_work_and_warn(cli: Cli) -> None:
     )
     code, _, err = cli("serve", "--selection")
     assert (code, err) == (2, "penstock: Invalid value: --selection takes a value\n")
-
-
-# --- help -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -77,11 +77,7 @@ def test_every_configuration_is_expected_by_its_own_run(cli: Cli) -> None:
     assert runs.keys() == report["serve_flags"].keys()
     assert report["expected"] == runs["penstock"]
     policies = {name: figures["admission"] for name, figures in runs.items()}
-    assert policies == {
-        "penstock": "fluid_guided",
-        "penstock_config": "wait",
-        "vllm": "vllm_v1",
-    }
+    assert policies == {"penstock": "fluid_guided", "penstock_config": "wait", "vllm": "vllm_v1"}
     for figures in runs.values():
         options = [x for n, v in figures["options"].items() for x in ("--set", f"{n}={_text(v)}")]
         alone = ("simulate", *MIX, "--admission", figures["admission"], *options, "--json")
@@ -104,9 +100,6 @@ def test_targets_reach_the_policy_that_knows_them(cli: Cli) -> None:
     assert runs["penstock"]["options"] == {"ttft_p99": 2.0}
     assert "ttft_p99" not in runs["vllm"]["options"]
     assert all("slo_goodput" in figures for figures in runs.values())
-
-
-# --- what is printed can be served with -----------------------------------------------------------
 
 
 def configurations(cli: Cli, trace: Path) -> Iterator[tuple[str, list[str], dict[str, Any] | None]]:

@@ -38,9 +38,6 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-# --- simulate -------------------------------------------------------------------------------------
-
-
 def test_simulate_reports_the_keys_that_scripts_rely_on(cli: Cli) -> None:
     report = report_of(cli, "simulate", *HIGH, "--admission", "sarathi")
     assert report["requests_completed"] == 200
@@ -153,9 +150,6 @@ def test_blocks_and_memory(cli: Cli) -> None:
     assert report["preemptions"] > 0
 
 
-# --- capacity and plan ----------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_capacity_of_a_mix_and_of_a_trace(cli: Cli, tmp_path: Path) -> None:
     low = ("--workload", "low", "--profile", "a100-llama2-7b", "--requests", 2000)
@@ -261,8 +255,6 @@ def test_steps_of_absurd_length(cli: Cli, tmp_path: Path, command: str, factor: 
     assert said.startswith("penstock: ") == (factor in ABSURD)
 
 
-# --- scenario files -------------------------------------------------------------------------------
-
 SCENARIO = """
 workload: high
 profile: a100-llama2-7b
@@ -311,8 +303,6 @@ def test_a_scenario_file_that_is_none(cli: Cli, tmp_path: Path, text: str, compl
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert complaint in err
 
-
-# --- bad input ------------------------------------------------------------------------------------
 
 BAD_TRACES = {
     "columns.csv": "a,b\n1,2\n",

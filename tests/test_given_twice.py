@@ -42,10 +42,7 @@ def test_variables_of_different_settings_go_together() -> None:
     ("arguments", "said"),
     [
         ((*SHOW, "--drafter", "a=ngram", "--drafter", "a=suffix"), "--drafter: 'a'"),
-        (
-            (*SHOW, "--drafter", "ngram", "--drafter", "ngram=suffix"),
-            "--drafter: 'ngram'",
-        ),
+        ((*SHOW, "--drafter", "ngram", "--drafter", "ngram=suffix"), "--drafter: 'ngram'"),
         (
             (
                 "config",

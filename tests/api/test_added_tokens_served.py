@@ -36,9 +36,7 @@ FORMAT = {
 
 
 @pytest.fixture(scope="module")
-def added(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[tuple[RunningServer, Tokenizer]]:
+def added(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningServer, Tokenizer]]:
     root = tmp_path_factory.mktemp("added")
     target, model = write(root / "target", "target-small"), write(root / "model", "draft-tiny")
     text = other_vocabulary.write(root / "text", "draft-tiny", other_vocabulary.finer)

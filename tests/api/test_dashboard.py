@@ -9,12 +9,7 @@ import httpx
 import pytest
 from tests.api.chromium import Page, chromium, needs_chromium
 from tests.serving.fakes import FACTORY, TOKENIZER
-from tests.serving.harness import (
-    RunningServer,
-    running_server,
-    serve_config,
-    server_process,
-)
+from tests.serving.harness import RunningServer, running_server, serve_config, server_process
 
 from penstock.config import hash_of_key, parse_config
 from penstock.serving.fork_context import LOAD_ENGINE
@@ -102,9 +97,6 @@ def answer_of(url: str, prompt: str, drafter: str, **fields: Any) -> dict[str, A
     return made
 
 
-# --- the playground -----------------------------------------------------------------------------
-
-
 def test_tokens_are_coloured_by_origin(page: Page, family: RunningServer) -> None:
     visit(page, family.url, "playground")
     choose_drafter(page, "draft-tiny")
@@ -163,9 +155,6 @@ def test_an_answer_is_shown_while_it_comes(page: Page, slow_server: RunningServe
     assert tokens(page) == []
 
 
-# --- what comes from others ---------------------------------------------------------------------
-
-
 def test_text_is_never_html(page: Page) -> None:
     """Of users, models, operators. The toy says what it is told."""
     config = serve_config(served_model_name=f"toy {EVIL}")
@@ -202,9 +191,6 @@ def test_the_page_can_make_no_html_at_all(page: Page, server: RunningServer) -> 
     assert inline == "static"
 
 
-# --- how it looks -------------------------------------------------------------------------------
-
-
 def test_figures_are_those_of_the_server(page: Page, family: RunningServer) -> None:
     def steps() -> str:
         """The legend of a step's parts, which has their seconds while there are steps."""
@@ -227,9 +213,6 @@ def test_figures_are_those_of_the_server(page: Page, family: RunningServer) -> N
     page.until(lambda: "100%" in page.text("#tenants"))
     page.until(lambda: page.text("#ttft").endswith("s"))
     page.until(lambda: re.fullmatch(r"plan [\d.]+ ms draft [\d.]+ ms receive .*", steps()))
-
-
-# --- keys ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -303,9 +286,6 @@ def test_a_tenant_sees_its_own(page: Page, keyed: RunningServer) -> None:
     page.click("#to-playground")
     chat(page, "one two", **{"max-tokens": 5})
     assert len(tokens(page)) == 5
-
-
-# --- a server that goes away --------------------------------------------------------------------
 
 
 def test_a_server_that_goes_away_and_comes_back(page: Page) -> None:

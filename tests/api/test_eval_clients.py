@@ -49,9 +49,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
         yield running
 
 
-# --- guidellm -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("profile", "form"),
     [
@@ -86,8 +83,6 @@ def test_guidellm(server: Program, tmp_path: Path, profile: str, form: str) -> N
         lengths = {r["output_metrics"]["text_tokens"] for r in requests["successful"]}
         assert lengths == {16}
 
-
-# --- lm-eval --------------------------------------------------------------------------------------
 
 QUESTIONS = [
     {"question": "Question: language of Poland? Answer:", "choices": [" Polish", " 12", " {}"]},

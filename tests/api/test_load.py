@@ -160,10 +160,7 @@ def test_an_engine_killed_in_mid_stream() -> None:
 
 
 def test_an_engine_killed_under_a_whole_answer() -> None:
-    with (
-        running_server(serve_config(), SLOW_FACTORY) as server,
-        ThreadPoolExecutor(1) as pool,
-    ):
+    with running_server(serve_config(), SLOW_FACTORY) as server, ThreadPoolExecutor(1) as pool:
         asked = pool.submit(httpx.post, f"{server.url}/v1/completions", json=LONG, timeout=20)
         eventually(lambda: not is_free(server))
         os.kill(server.engine_pid, signal.SIGKILL)

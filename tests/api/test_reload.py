@@ -125,9 +125,6 @@ async def test_what_needs_a_restart_is_named(caplog: pytest.LogCaptureFixture) -
     )
 
 
-# --- with a server --------------------------------------------------------------------------------
-
-
 def _serve(pipe: Connection, path: Path) -> None:
     def read() -> ServeConfig:
         return serve_config(**read_yaml(path))

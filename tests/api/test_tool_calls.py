@@ -141,12 +141,7 @@ GOOD: list[tuple[ToolFormat, str, str, Calls]] = [
         QWEN_CODER,
         xml("weather", city="7", days="true", exact="None", near="close", more="1"),
         "",
-        [
-            (
-                "weather",
-                '{"city": "7", "days": "true", "exact": null, "near": "close", "more": "1"}',
-            )
-        ],
+        [("weather", '{"city": "7", "days": "true", "exact": null, "near": "close", "more": "1"}')],
     ),
     (
         QWEN_CODER,

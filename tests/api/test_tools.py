@@ -124,8 +124,6 @@ def test_a_special_token_that_opens_a_call_is_seen(tmp_path: Path) -> None:
     assert "".join(map(shown.add, tokens)) == "<tool_call>x"
 
 
-# --- what goes into the prompt, and what is refused ----------------------------------------------
-
 TURNS: list[Any] = [
     {"role": "user", "content": [{"type": "text", "text": t} for t in ("How ", "now")]},
     {

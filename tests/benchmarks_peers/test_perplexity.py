@@ -82,11 +82,7 @@ def test_bars_are_against_llama_cpp_and_against_the_model_that_is_named() -> Non
     ],
 )
 def test_what_cannot_be_measured_is_told_in_one_line(
-    arguments: list[str],
-    status: int,
-    says: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], status: int, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
         ended = main([*arguments, "--folder", str(tmp_path)])

@@ -58,9 +58,6 @@ def learned(
     return estimators
 
 
-# --- fixed ----------------------------------------------------------------------------------------
-
-
 @settings(deadline=None)
 @given(
     limits=st.lists(st.integers(0, 9), max_size=8), budget=st.integers(0, 40), k=st.integers(0, 9)
@@ -84,8 +81,6 @@ def test_fixed_shares_are_equal_over_a_cycle(total: int, num: int) -> None:
     rounds = [lengths_of(policy, everybody, work()) for _ in range(num)]
     assert {sum(r[i] for r in rounds) for i in range(num)} == {total}
 
-
-# --- throughput -----------------------------------------------------------------------------------
 
 FLAT = {1: 0.01, 1000: 0.01}
 STEEP = {1: 0.001, 1000: 1.0}
@@ -230,9 +225,6 @@ def test_a_margin_keeps_off_what_hardly_pays() -> None:
     # A draft token takes the step from 2.3 to 3.3 ms: it must be right in over 43%.
     assert [drafted(0.0, rate) for rate in (0.40, 0.46, 0.60)] == [0, 1, 1]
     assert [drafted(0.1, rate) for rate in (0.40, 0.46, 0.60)] == [0, 0, 1]
-
-
-# --- confident ------------------------------------------------------------------------------------
 
 
 def served(
@@ -404,9 +396,6 @@ def test_confident_is_throughput_for_drafters_that_do_not_end_by_themselves() ->
     assert make_policy("allocation", "confident").allocate(offered, view) == expected
 
 
-# --- tenants --------------------------------------------------------------------------------------
-
-
 def of_tenants(num: dict[str, int], limit: int = 8) -> list[DraftCandidate]:
     names = [name for name, n in num.items() for _ in range(n)]
     return [
@@ -417,8 +406,7 @@ def of_tenants(num: dict[str, int], limit: int = 8) -> list[DraftCandidate]:
 
 @pytest.mark.parametrize("policy", ["throughput", "fixed"])
 @pytest.mark.parametrize(
-    ("weights", "expected"),
-    [((1.0, 1.0), (12, 28)), ((1.0, 9.0), (4, 36)), ((9.0, 1.0), (12, 28))],
+    ("weights", "expected"), [((1.0, 1.0), (12, 28)), ((1.0, 9.0), (4, 36)), ((9.0, 1.0), (12, 28))]
 )
 def test_a_short_budget_is_shared_out_by_weight(
     policy: str, weights: tuple[float, float], expected: tuple[int, int]

@@ -264,9 +264,6 @@ def test_a_prompt_goes_where_its_tenant_allows_even_by_name() -> None:
     assert [o.request_id for o in desk.send("own").drafts] == ["w"], "its own, and nothing assigned"
 
 
-# --- drafts that were sent ahead ------------------------------------------------------------------
-
-
 def ahead(desk: Desk, *token_ids: int, start: int = 7, line: int = 1, drafter: str = "s1") -> None:
     """A line behind the first output token of `r1`."""
     pieces = (LinePiece(line, start, token_ids, line),)

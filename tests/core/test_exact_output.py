@@ -18,14 +18,7 @@ from penstock.core.policies.registry import make_policy
 from penstock.core.policies.selection import SelectionPolicy
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import DraftRound, DraftStage, RequestState
-from penstock.core.types import (
-    DraftReady,
-    FinishReason,
-    Output,
-    Request,
-    StepPlan,
-    StepResult,
-)
+from penstock.core.types import DraftReady, FinishReason, Output, Request, StepPlan, StepResult
 from penstock.core.view import View
 
 DRAFTERS = (
@@ -34,11 +27,7 @@ DRAFTERS = (
     ToyDrafter("lookup", accuracy=0.6, has_kv=False, eagerness=0.7),
 )
 ROUGH = Chaos(cancel=0.03, fail=0.02, drafter_down=0.03, repeat=0.2, early=0.3, patience=0.3)
-OWN_LANES = {
-    "inline": (),
-    "one-lane": ("good",),
-    "all-lanes": ("good", "poor", "lookup"),
-}
+OWN_LANES = {"inline": (), "one-lane": ("good",), "all-lanes": ("good", "poor", "lookup")}
 
 
 class Restless(SelectionPolicy):
@@ -143,9 +132,6 @@ def test_a_rough_world_is_rough() -> None:
     assert preemptions > 10
     assert cached > 50
     assert reasons == set(FinishReason) - {FinishReason.REFUSED}
-
-
-# --- negative controls: each of these faults must be noticed --------------------------------------
 
 
 def assert_noticed(**options: object) -> None:

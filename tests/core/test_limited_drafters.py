@@ -18,10 +18,7 @@ def make_world(*drafters: ToyDrafter, pipeline: str = "inline", **options: Any) 
     inline = pipeline == "inline"
     own_lanes = [] if inline else [d.name for d in drafters]
     scheduler = make_scheduler(
-        drafters=drafters,
-        own_lanes=own_lanes,
-        pipeline="off" if inline else pipeline,
-        **options,
+        drafters=drafters, own_lanes=own_lanes, pipeline="off" if inline else pipeline, **options
     )
     return World(scheduler, ToyExecutor(4, {d.name: d for d in drafters}))
 

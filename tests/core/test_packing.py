@@ -7,13 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lab.common.layouts import LAYOUTS, KVShape, compare
-from penstock.fluid.packing import (
-    AttentionCost,
-    Decomposition,
-    best_decomposition,
-    cut,
-    decompose,
-)
+from penstock.fluid.packing import AttentionCost, Decomposition, best_decomposition, cut, decompose
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=12)
 COSTS = st.builds(

@@ -66,8 +66,6 @@ def test_errors_are_one_clear_line(
     assert "\n" not in str(caught.value)
 
 
-# --- a policy of one's own ------------------------------------------------------------------------
-
 FILE = """
 from dataclasses import dataclass
 from penstock.core.policies.{kind} import {base}

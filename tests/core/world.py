@@ -152,8 +152,6 @@ class World:
         self._down: set[str] = set()
         self._past_drafts: list[DraftReady] = []
 
-    # --- the Instrument interface ---------------------------------------------------------------
-
     def on_plan(self, plan: StepPlan) -> None:
         self.log.append(plan)
         self.plans.append(plan)
@@ -176,8 +174,6 @@ class World:
         if output.finish_reason is not None:
             self.ends[output.request_id] = output
             self._in_target.discard(output.request_id)
-
-    # --- turns ----------------------------------------------------------------------------------
 
     @property
     def scheduler_ids(self) -> set[str]:
@@ -251,8 +247,6 @@ class World:
         for result in self.rng.sample(executor.ended, len(executor.ended)):
             if self.rng.random() >= self.chaos.patience:
                 executor.report(result)
-
-    # --- what must hold -------------------------------------------------------------------------
 
     def check(self) -> None:
         scheduler, memory = self.scheduler, self.scheduler.table.memory

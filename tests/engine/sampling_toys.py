@@ -33,11 +33,7 @@ def toy_table(vocab_size: int, seed: int, spread: float = 1.5) -> torch.Tensor:
 
 
 def sampling_rows(
-    num_rows: int,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    first_seed: int = 0,
+    num_rows: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, first_seed: int = 0
 ) -> SamplingRows:
     return SamplingRows(
         temperature=np.full(num_rows, temperature),

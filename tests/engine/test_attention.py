@@ -13,10 +13,7 @@ from tests.engine.small_models import Paging
 
 from penstock.engine.attention import AttentionFactory, decomposed
 from penstock.engine.attention.decomposed import DecomposedAttention, Planner
-from penstock.engine.attention.packed import (
-    _MAX_GATHERED_BYTES,
-    PackedAttention,
-)
+from penstock.engine.attention.packed import _MAX_GATHERED_BYTES, PackedAttention
 from penstock.engine.attention.reference import ReferenceAttention
 from penstock.engine.backends import ATTENTION
 from penstock.engine.batch import RaggedBatch
@@ -156,11 +153,7 @@ def _slots(batch: RaggedBatch, sequence: int, count: int) -> npt.NDArray[np.int6
 @every_kind
 def test_sequences_without_rows_are_skipped(kind: AttentionFactory) -> None:
     scene = make_scene([(10, 2), (20, 3)])
-    starts, lens, tables = (
-        scene.batch.query_start,
-        scene.batch.seq_lens,
-        scene.batch.block_tables,
-    )
+    starts, lens, tables = (scene.batch.query_start, scene.batch.seq_lens, scene.batch.block_tables)
     scene.batch = dataclasses.replace(
         scene.batch,
         query_start=starts[[0, 1, 1, 2]],

@@ -135,11 +135,7 @@ def test_output_is_the_targets_own(
     indirect=["engine"],
 )
 def test_other_sources_in_every_round_change_nothing(
-    engine: Engine,
-    alone: Alone,
-    switching: Switching,
-    sampling: str,
-    pipeline: str,
+    engine: Engine, alone: Alone, switching: Switching, sampling: str, pipeline: str
 ) -> None:
     requests = repeating_requests(SAMPLINGS[sampling], 8, "near")
     switching.tell(requests, alone[sampling][:8])
@@ -232,18 +228,12 @@ def test_a_cached_prefix_holds_only_what_the_model_has_read(
 
 
 def test_negative_control_accepting_everything_is_caught(
-    engine: Engine,
-    alone: Alone,
-    switching: Switching,
-    monkeypatch: pytest.MonkeyPatch,
+    engine: Engine, alone: Alone, switching: Switching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The equalities above must be able to fail."""
     monkeypatch.setattr(Verifier, "decide", lenient(Verifier.decide))
     outputs, _ = run(make_loop(engine), repeating_requests(SAMPLINGS["coupled"], 8, "near"))
     assert outputs != alone["coupled"][:8]
-
-
-# --- what is taken of either ----------------------------------------------------------------------
 
 
 def text_of(name: str, prompt: Sequence[int], max_tokens: int = 200) -> TokenBuffer:
@@ -342,8 +332,6 @@ def test_drafts_of_a_round_are_the_best_of_all_that_there_are(num: int) -> None:
     if num > 1:
         assert np.mean(alike) < np.mean(shares) - 0.01, "each as if all were like it"
 
-
-# --- rejection sampling ---------------------------------------------------------------------------
 
 NUM_SAMPLES = 50_000
 VOCAB = 6

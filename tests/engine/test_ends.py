@@ -162,9 +162,6 @@ def test_a_tokenizer_that_cannot_be_loaded_ends_the_request(tokenizer: Tokenizer
     assert text.problem == "stop: the tokenizer cannot be loaded: no such file"
 
 
-# --- nothing behind the end is counted ----------------------------------------------------------
-
-
 def verdict_of(tokenizer: Tokenizer, answer: Decided, draft: list[int], **fields: Any) -> Verdict:
     request = Request("r", 3, 99, prompt_token_ids=(5, 6, 7), **fields)
     text = TokenBuffer(request, end=OutputEnd(request, lambda: tokenizer))

@@ -180,11 +180,7 @@ def alone(family: dict[str, Path]) -> Alone:
     indirect=["engine"],
 )
 def test_output_is_the_targets_own(
-    engine: Engine,
-    alone: Alone,
-    sampling: str,
-    drafter: str,
-    batch: int,
+    engine: Engine, alone: Alone, sampling: str, drafter: str, batch: int
 ) -> None:
     loop = make_loop(engine, rotating=drafter == "rotating")
     name = "auto" if drafter == "rotating" else drafter
@@ -331,11 +327,7 @@ def test_drafts_held_from_lanes_of_their_own(
 ) -> None:
     """With another drafter in every round."""
     loop = make_loop(
-        engine,
-        own_lane=True,
-        pipeline=pipeline,
-        rotating=True,
-        learn=Estimators(A_DEVICE_EACH),
+        engine, own_lane=True, pipeline=pipeline, rotating=True, learn=Estimators(A_DEVICE_EACH)
     )
     outputs, accepted = run(loop, make_requests(SAMPLINGS[sampling], 8, "auto"))
     assert accepted > 0

@@ -9,13 +9,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.engine.small_family import (
-    VOCAB,
-    add_noise,
-    byte_tokenizer,
-    small_llama,
-    write_tokenizer,
-)
+from tests.engine.small_family import VOCAB, add_noise, byte_tokenizer, small_llama, write_tokenizer
 from tests.engine.small_gguf import save_gguf
 from tests.engine.test_exactness import (
     DRAFTERS,

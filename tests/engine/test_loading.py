@@ -53,8 +53,7 @@ def refusal(path: Path, *parts: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "key"),
-    [("qwen2", "attention_bias"), ("qwen2", "mlp_bias"), ("qwen3", "mlp_bias")],
+    ("case", "key"), [("qwen2", "attention_bias"), ("qwen2", "mlp_bias"), ("qwen3", "mlp_bias")]
 )
 def test_keys_that_an_architecture_does_not_have_mean_nothing(
     broken: Broken, case: str, key: str

@@ -228,10 +228,7 @@ def test_matrices_stay_quantised(name: str, group: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "group", "why"),
-    [
-        ("gptq reordered", 32, "out of order"),
-        ("W4A16", 16, "groups of 16 columns of 4 bits"),
-    ],
+    [("gptq reordered", 32, "out of order"), ("W4A16", 16, "groups of 16 columns of 4 bits")],
 )
 def test_what_has_no_kernel_is_widened_and_said(
     name: str, group: int, why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

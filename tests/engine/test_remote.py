@@ -186,9 +186,6 @@ def test_weighted_drafts_from_end_to_end(engine: Engine) -> None:
     assert len(engine.executor._held) == 0
 
 
-# --- the wire keeps `ratio` exact ---------------------------------------------------------------
-
-
 def over_the_wire(
     logits: torch.Tensor,
     rows: SamplingRows,

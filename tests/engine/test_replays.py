@@ -207,8 +207,7 @@ def test_replays_in_every_round_change_no_token(engine: Engine, sampling: str, b
 
 
 @pytest.mark.parametrize(
-    ("name", "own_lane"),
-    covering(["greedy", "epsilon_greedy", "lbss"], [False, True], strength=1),
+    ("name", "own_lane"), covering(["greedy", "epsilon_greedy", "lbss"], [False, True], strength=1)
 )
 def test_no_selection_changes_a_token(engine: Engine, name: str, own_lane: bool) -> None:
     sampling = SAMPLINGS["coupled"]

@@ -120,10 +120,7 @@ def test_output_is_the_targets_own(
     indirect=["engine"],
 )
 def test_distributions_of_another_size(
-    engine: Engine,
-    pipeline: str,
-    drafters: tuple[str, ...],
-    caplog: pytest.LogCaptureFixture,
+    engine: Engine, pipeline: str, drafters: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     outputs, accepted = run(
         make_loop(engine, pipeline=pipeline, rotating=True), some_requests(RATIO, *drafters)

@@ -196,9 +196,6 @@ def test_small_memory_preempts_and_changes_nothing(engine: Engine, alone: Alone)
     assert outputs == alone["coupled"]
 
 
-# --- the drafts themselves ------------------------------------------------------------------------
-
-
 def fresh_text(request: Request, token_ids: Sequence[int]) -> TokenBuffer:
     text = TokenBuffer(dataclasses.replace(request, id=f"fresh-{next(_ids)}"))
     text.append(token_ids)
@@ -253,8 +250,6 @@ def test_replays_count_what_would_have_been_drafted(engine: Engine, alone: Alone
     assert shares["twin"] > 0.97
     assert 0.05 < shares["finer"] < 0.95
 
-
-# --- rejection sampling ---------------------------------------------------------------------------
 
 NUM_SAMPLES = 20_000
 LETTERS = ("a", "b", "c", "d", "ab", "cd")
@@ -336,9 +331,6 @@ def test_joint_of_three_positions_is_the_targets(falsify: bool) -> None:
     assert p_value < 1e-9 if falsify else p_value > 1e-3
 
 
-# --- at the start ---------------------------------------------------------------------------------
-
-
 def test_it_is_said_at_the_start(paths: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         engine = load(paths, "eager")
@@ -357,6 +349,3 @@ def test_a_drafter_without_a_tokenizer_is_refused(paths: dict[str, Path], tmp_pa
     config = EngineConfig(target=model_path(TARGET), drafters={"bare": str(tmp_path)})
     with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
         load_engine(config, calibrated=False)
-
-
-# --- a real pair ----------------------------------------------------------------------------------

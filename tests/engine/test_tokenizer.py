@@ -69,11 +69,7 @@ def metaspace() -> Backend:
     return backend
 
 
-KINDS = {
-    "byte level": byte_level,
-    "sentencepiece-like": sentencepiece_like,
-    "metaspace": metaspace,
-}
+KINDS = {"byte level": byte_level, "sentencepiece-like": sentencepiece_like, "metaspace": metaspace}
 
 
 def save(path: Path, backend: Backend, chat_template: str | None = None) -> Path:

@@ -19,9 +19,7 @@ def best_value(weights: list[float], survival: list[list[float]], budget: int) -
     return max(value(weights, survival, list(s)) for s in every if sum(s) <= budget)
 
 
-def random_case(
-    rng: np.random.Generator,
-) -> tuple[list[float], list[float], list[int], int]:
+def random_case(rng: np.random.Generator) -> tuple[list[float], list[float], list[int], int]:
     clients = int(rng.integers(1, 5))
     rates = rng.choice([0.0, 1.0, 0.5, *rng.uniform(0, 1, 3)], clients)
     weights = rng.choice([0.0, 1.0, 2.0, *rng.uniform(0.1, 3, 3)], clients)

@@ -4,12 +4,7 @@ import numpy as np
 import pytest
 from scipy.optimize import minimize
 
-from lab.common.fair_path import (
-    expected_goodput,
-    fair_optimum,
-    fair_utility,
-    fluid_path,
-)
+from lab.common.fair_path import expected_goodput, fair_optimum, fair_utility, fluid_path
 
 
 def mixtures(rates: list[float], budget: int) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:

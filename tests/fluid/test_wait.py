@@ -9,11 +9,7 @@ from penstock.fluid.equilibrium import equilibrium
 from penstock.fluid.stages import iteration_seconds, stages_of
 from penstock.fluid.step_profile import PAPER_LINEAR, StepProfile
 from penstock.fluid.traffic import Traffic, TrafficType, scaled
-from penstock.fluid.wait import (
-    best_wait_thresholds,
-    wait_thresholds,
-    wave_lengths,
-)
+from penstock.fluid.wait import best_wait_thresholds, wait_thresholds, wave_lengths
 
 MEMORY = 111_580
 SMALL = (TrafficType(18.0, 10, 3), TrafficType(9.0, 10, 7))

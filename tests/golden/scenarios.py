@@ -43,9 +43,6 @@ def counted(setup: Setup, workload: Workload) -> list[str]:
     return [f"{i}: {first:.9g} {last:.9g}" for i, (first, last) in enumerate(times)]
 
 
-# --- admission ------------------------------------------------------------------------------------
-
-
 def long_prompts(num: int = 100) -> Workload:
     rng = np.random.default_rng(5)
     lengths = Workload("long", rng.integers(1, 3000, num), rng.integers(1, 150, num))
@@ -89,14 +86,8 @@ def of_admission() -> Iterator[tuple[str, Scenario]]:
                 continue
             shared = with_tenants(workload)
             fair = replace(setup, fairness=True, tenant_weights={"t1": 3.0, "t3": 0.2})
-            yield (
-                f"admission {admission}, tenants",
-                lambda s=fair, w=shared: simulated(s, w),
-            )
-            yield (
-                f"counted {admission}, tenants",
-                lambda s=fair, w=shared: counted(s, w),
-            )
+            yield (f"admission {admission}, tenants", lambda s=fair, w=shared: simulated(s, w))
+            yield (f"counted {admission}, tenants", lambda s=fair, w=shared: counted(s, w))
     for admission in ("fluid_guided", "vllm_v1", "vllm_v0", "sarathi", "guaranteed_no_evict"):
         by_size = Setup(PROFILE, PolicyConfig.of(admission, order="size_aware"), kv_tokens=4256)
         yield f"admission {admission}, by size", lambda s=by_size: simulated(s, long_prompts())
@@ -136,8 +127,6 @@ def of_admission() -> Iterator[tuple[str, Scenario]]:
         ),
     )
 
-
-# --- drafters beside one target -------------------------------------------------------------------
 
 DRAFTERS = ("a", "b", "c")
 BESIDE = tuple(
@@ -215,8 +204,6 @@ def of_drafters() -> Iterator[tuple[str, Scenario]]:
         )
 
 
-# --- draft servers --------------------------------------------------------------------------------
-
 SERVERS = (
     DraftServer("near", 2e-3, Link(1e-3), tenant="near"),
     DraftServer("far", 1e-3, Link(2e-2, 5e-3), tenant="far", draft_ahead=4),
@@ -259,8 +246,6 @@ def of_draft_servers() -> Iterator[tuple[str, Scenario]]:
                 lambda s=setup: simulated(s, at_the_edge(), OUTAGES),
             )
 
-
-# --- real KV --------------------------------------------------------------------------------------
 
 TOYS = (ToyDrafter("first"), ToyDrafter("second", 0.4), ToyDrafter("lookup", 0.5, has_kv=False))
 ROUGH = Chaos(cancel=0.02, fail=0.004, drafter_down=0.01, repeat=0.05, early=0.1, patience=0.2)

@@ -5,16 +5,7 @@ import itertools
 import numpy as np
 
 from lab.papers import crossed
-from lab.papers.crossed import (
-    BASE,
-    NO_DRAFTS,
-    PLACEBO,
-    SETTINGS,
-    SYSTEMS,
-    WAIT,
-    WAIT_ALONE,
-    Speeds,
-)
+from lab.papers.crossed import BASE, NO_DRAFTS, PLACEBO, SETTINGS, SYSTEMS, WAIT, WAIT_ALONE, Speeds
 
 NOISE = np.array([1.0, 1.01, 0.99])
 

@@ -10,13 +10,7 @@ from tests.products import first_fast
 
 from lab.common import loads
 from lab.common.claims import ClaimVerdict, Measurement, bar, check, judge, summary
-from lab.common.experiment import (
-    Effort,
-    Experiment,
-    LabError,
-    Skipped,
-    Trial,
-)
+from lab.common.experiment import Effort, Experiment, LabError, Skipped, Trial
 from lab.papers import experiments, experiments_named, spin_fig11, spin_fig12
 from penstock.cli import main
 from penstock.sim.capacity import MeasuredCapacity
@@ -106,8 +100,7 @@ def test_the_same_command_writes_the_same_csv_again(name: str, tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    ["goodspeed_theorems", "goodspeed_fig4", "wait_theorems", "spin_fig13"],
+    "name", ["goodspeed_theorems", "goodspeed_fig4", "wait_theorems", "spin_fig13"]
 )
 def test_two_workers_write_what_one_writes(name: str, tmp_path: Path) -> None:
     found = []

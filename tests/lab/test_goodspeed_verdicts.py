@@ -3,16 +3,8 @@
 import numpy as np
 import pytest
 
-from lab.common.rounds import (
-    GeometricClients,
-    play,
-)
-from lab.papers import (
-    goodspeed_fig2,
-    goodspeed_fig3,
-    goodspeed_fig4,
-    goodspeed_theorems,
-)
+from lab.common.rounds import GeometricClients, play
+from lab.papers import goodspeed_fig2, goodspeed_fig3, goodspeed_fig4, goodspeed_theorems
 from penstock.core.policies.registry import make_policy
 
 

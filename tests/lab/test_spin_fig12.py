@@ -7,13 +7,7 @@ import pytest
 
 from lab.common.experiment import LabError
 from lab.papers import spin_fig12
-from lab.papers.spin_fig12 import (
-    LayoutTimes,
-    accuracy,
-    exhaustion,
-    latency,
-    one_memory,
-)
+from lab.papers.spin_fig12 import LayoutTimes, accuracy, exhaustion, latency, one_memory
 
 ALL = [(name, batch) for name in (*spin_fig12.DATA_SETS, "Mix") for batch in (4, 8, 16, 32)]
 

@@ -28,12 +28,7 @@ def losses(goodput: FloatArray, reading: FloatArray, best: float = 0.3) -> Losse
     share = dict.fromkeys(POLICIES, seeds(np.linspace(0.2, best, len(SLOTS))))
     share[RANDOM] = seeds(np.full(len(SLOTS), 0.2))
     found = Losses(
-        SLOTS,
-        by_policy(goodput),
-        by_policy(reading),
-        by_policy(goodput),
-        by_policy(LOG),
-        share,
+        SLOTS, by_policy(goodput), by_policy(reading), by_policy(goodput), by_policy(LOG), share
     )
     found.switches[SINGLE] = 2 * found.switches[SLOW]
     found.reading[SLOW] = 2 * found.reading[PRINTED]

@@ -6,11 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lab.common.loads import (
-    Point,
-    Scene,
-    gain_verdict,
-)
+from lab.common.loads import Point, Scene, gain_verdict
 from lab.papers import wait_fig1_known as known
 from lab.papers import wait_fig1_nested as nested
 from lab.papers import wait_linear_model as linear

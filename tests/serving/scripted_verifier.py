@@ -178,8 +178,6 @@ class ScriptedVerifier:
         assert self._send is not None
         self._send(list(messages))
 
-    # --- the stream -----------------------------------------------------------------------------
-
     async def _connect(self, requests, context) -> None:
         peer = peer_of(context)
         self.tokens.append(peer.token)

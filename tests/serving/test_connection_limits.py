@@ -101,9 +101,6 @@ def num_refused(clock: Clock, counted: ConnectionLimits, lasting_s: float) -> in
     return counted.refused.total()
 
 
-# --- real streams -------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def limited(family: dict[str, Path]) -> Iterator[World]:
     servers = {

@@ -6,13 +6,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.serving.fault_rig import (
-    Child,
-    complete,
-    draft_process,
-    url_of,
-    verification_process,
-)
+from tests.serving.fault_rig import Child, complete, draft_process, url_of, verification_process
 from tests.serving.scripted import free_port
 
 pytestmark = pytest.mark.slow
@@ -42,9 +36,7 @@ async def test_trust(family: dict[str, Path]) -> None:
         for name in SERVERS:
             with await started(family, port, name) as server:
                 body = {"prompt": "Once upon a time", "max_tokens": 120, "ignore_eos": True}
-                answers = await asyncio.gather(
-                    *(complete(url_of(server), body) for _ in range(4)),
-                )
+                answers = await asyncio.gather(*(complete(url_of(server), body) for _ in range(4)))
                 for answer in answers:
                     usage = answer.json()["usage"]
                     assert usage["completion_tokens"] == 120

@@ -288,10 +288,7 @@ async def test_a_refusal_after_a_welcome_may_pass(family: dict[str, Path], oracl
     [(None, "it does not answer"), (pb.Down(), "it does not begin with a welcome")],
 )
 async def test_servers_of_another_kind(
-    family: dict[str, Path],
-    monkeypatch: pytest.MonkeyPatch,
-    answer: pb.Down | None,
-    why: str,
+    family: dict[str, Path], monkeypatch: pytest.MonkeyPatch, answer: pb.Down | None, why: str
 ) -> None:
     monkeypatch.setattr("penstock.serving.link._WELCOME_TIMEOUT_S", 0.2)
 

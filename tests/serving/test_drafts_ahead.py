@@ -152,9 +152,6 @@ async def test_a_server_that_goes_takes_its_lines_along(world: World) -> None:
     assert made["choices"][0]["text"] == alone["choices"][0]["text"]
 
 
-# --- the draft server's side ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0), SEEDED])
 async def test_a_draft_server_sends_what_it_would_draft(
     family: dict[str, Path], sampling: SamplingParams
@@ -183,9 +180,7 @@ async def test_a_draft_server_sends_what_it_would_draft(
             assert piece.token_ids[: len(known)] == known
 
 
-async def test_a_request_with_a_limit_of_its_own_is_left_to_orders(
-    family: dict[str, Path],
-) -> None:
+async def test_a_request_with_a_limit_of_its_own_is_left_to_orders(family: dict[str, Path]) -> None:
     oracle = target_oracle(family["target"])
     verifier = ScriptedVerifier(oracle)
     made = [request("few", SEEDED, max_draft_tokens=2), request("none", SEEDED, drafter="none")]

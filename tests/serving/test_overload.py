@@ -22,14 +22,10 @@ from penstock.transport.v1 import drafting_pb2 as pb
 
 
 @pytest.mark.parametrize(
-    ("error", "code"),
-    [(QueueFull, pb.Refused.BUSY), (EngineUnavailable, pb.Refused.UNAVAILABLE)],
+    ("error", "code"), [(QueueFull, pb.Refused.BUSY), (EngineUnavailable, pb.Refused.UNAVAILABLE)]
 )
 async def test_why_a_request_is_not_taken(
-    world: World,
-    monkeypatch: pytest.MonkeyPatch,
-    error: type[Exception],
-    code: pb.Refused.Code,
+    world: World, monkeypatch: pytest.MonkeyPatch, error: type[Exception], code: pb.Refused.Code
 ) -> None:
     def refuse(self: EngineClient, *arguments: object) -> None:
         raise error("not now")

@@ -5,13 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lab.bench.simulator_vs_engine import (
-    KV_TOKENS,
-    LiveServer,
-    LoadCell,
-    fit,
-    mixed_prompts,
-)
+from lab.bench.simulator_vs_engine import KV_TOKENS, LiveServer, LoadCell, fit, mixed_prompts
 from lab.common.step_recorder import StepRecorder
 from penstock.core.types import PhaseTimes, StepPlan, StepResult
 from penstock.fluid.step_profile import StepWork

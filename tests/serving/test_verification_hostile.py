@@ -76,9 +76,6 @@ async def undisturbed(world: World) -> AsyncIterator[None]:
         assert not draft_server.refused
 
 
-# --- who may connect ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("token", [None, "", "wrong", "good ", "x" * 5000])
 async def test_no_identity(guarded: World, token: str | None) -> None:
     async with scripted_server(guarded.address, token=token) as draft_server:
@@ -88,9 +85,6 @@ async def test_no_identity(guarded: World, token: str | None) -> None:
         code, reason = await ended(draft_server)
     assert code is grpc.StatusCode.UNAUTHENTICATED
     assert "authorization: Bearer TOKEN" in reason
-
-
-# --- messages that end the stream ---------------------------------------------------------------
 
 
 def hello(**changes: Any) -> bytes:
@@ -269,9 +263,6 @@ async def test_a_reader_that_does_not_read(
     assert "bad: the draft server reads too slowly" in caplog.text
 
 
-# --- messages that are refused, or ignored ------------------------------------------------------
-
-
 def opened(**changes: Any) -> pb.Open:
     fields: dict[str, Any] = {
         "request_id": "r",
@@ -410,9 +401,6 @@ async def test_cherry_picked_tokens_change_nothing(guarded: World) -> None:
     assert draft_server.texts["r"].output == expected
 
 
-# --- errors of our own --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("is_central", [False, True], ids=["edge", "central"])
 @pytest.mark.parametrize("method", ["order", "send_verdict"])
 async def test_an_error_ends_one_stream_alone(
@@ -441,9 +429,6 @@ async def test_an_error_ends_one_stream_alone(
     assert (await metrics_of(guarded))["penstock:engine_restarts_total"] == 0
 
 
-# --- whose prompts go where ---------------------------------------------------------------------
-
-
 async def test_prompts_of_others_stay_here(guarded: World) -> None:
     """`bad` offers to draft for the tenant `default`, whose prompts are not its own."""
     async with connected(guarded, "bad") as draft_server:
@@ -465,9 +450,6 @@ async def test_a_server_of_the_tenant_sees_them(guarded: World) -> None:
         )
         await draft_server.run(guess, lambda: len(draft_server.released) > 0)
         await working
-
-
-# --- ends ---------------------------------------------------------------------------------------
 
 
 async def test_nothing_is_left_behind(guarded: World) -> None:

@@ -14,20 +14,11 @@ import grpc
 import pytest
 from tests.serving.certificates import write_certificates
 from tests.serving.scripted import ScriptedServer, ended, greedy, scripted_server, seeded
-from tests.serving.verified import (
-    NUM_TOKENS,
-    PROMPT,
-    World,
-    guess_from,
-    until,
-    verified_world,
-)
+from tests.serving.verified import NUM_TOKENS, PROMPT, World, guess_from, until, verified_world
 
 from penstock.transport.service import channel_credentials
 from penstock.transport.v1 import drafting_pb2 as pb
 from penstock.transport.wire import WEIGHT_SUM
-
-# --- TLS ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +79,6 @@ async def test_no_tls_where_it_is_needed(secured: World) -> None:
     assert code is grpc.StatusCode.UNAVAILABLE
 
 
-# --- ends of text -------------------------------------------------------------------------------
-
-
 async def test_a_welcome_tells_the_targets_ends_of_text(
     family: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -100,9 +88,6 @@ async def test_a_welcome_tells_the_targets_ends_of_text(
         async with scripted_server(world.address) as draft_server:
             welcome = await draft_server.hello(world.digest)
     assert list(welcome.eos_token_ids) == [7, 9]
-
-
-# --- trust --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -175,9 +160,6 @@ async def _lie(liar: ScriptedServer) -> None:
             weights = [COIN] * assign.num_draft_tokens
             tokens = [7] * assign.num_draft_tokens
             await liar.send(draft=liar.draft(assign, tokens, weights=weights))
-
-
-# --- deaths -------------------------------------------------------------------------------------
 
 
 async def test_the_engine_dies(world: World) -> None:

@@ -23,9 +23,7 @@ def pieces_of(sizes: list[int]) -> list[Piece]:
 
 
 @given(
-    st.lists(st.integers(1, 5), min_size=1, max_size=12),
-    st.integers(1, 3),
-    st.integers(0, 2**32),
+    st.lists(st.integers(1, 5), min_size=1, max_size=12), st.integers(1, 3), st.integers(0, 2**32)
 )
 def test_any_order_and_any_repetition_gives_the_text(
     sizes: list[int], copies: int, seed: int

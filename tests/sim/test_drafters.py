@@ -5,14 +5,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.config import PolicyConfig
-from penstock.core.types import (
-    TARGET,
-    DraftOrder,
-    DraftSource,
-    Request,
-    StepPlan,
-    VerifyItem,
-)
+from penstock.core.types import TARGET, DraftOrder, DraftSource, Request, StepPlan, VerifyItem
 from penstock.fluid.step_profile import DrafterProfile, StepProfile
 from penstock.sim.acceptance import GeometricAcceptance
 from penstock.sim.clock import VirtualClock

@@ -86,13 +86,7 @@ def test_loss_and_bandwidth_cost_time() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"latency": -1.0},
-        {"jitter": float("inf")},
-        {"loss": 1.0},
-        {"bandwidth": 0.0},
-    ],
+    "wrong", [{"latency": -1.0}, {"jitter": float("inf")}, {"loss": 1.0}, {"bandwidth": 0.0}]
 )
 def test_links_that_cannot_be(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"latency|loss|bandwidth"):

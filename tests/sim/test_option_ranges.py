@@ -80,11 +80,7 @@ def serve_a_few(pipeline: str = "off", **policies: PolicyConfig) -> None:
     """Everybody is served to the end, or the policy says why it stopped."""
     acceptance = GeometricAcceptance({"a": 0.7, "b": 0.8})
     setup = Setup(
-        PROFILE,
-        acceptance=acceptance,
-        drafters=("a", "b"),
-        pipeline=pipeline,
-        **policies,
+        PROFILE, acceptance=acceptance, drafters=("a", "b"), pipeline=pipeline, **policies
     )
     report = run(setup, LOAD, instruments=(Hurry(),))
     assert report.completed.all() or report.result.stalled

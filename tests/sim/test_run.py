@@ -28,9 +28,6 @@ def tenants(*names: str) -> Workload:
     return Workload("t", ones, ones, times, np.array(names))
 
 
-# --- figures --------------------------------------------------------------------------------------
-
-
 def test_figures_by_hand() -> None:
     report = run(Setup(PROFILE, PolicyConfig.of("sarathi")), HIGH)
     figures = report.figures()
@@ -112,9 +109,6 @@ def test_what_memory_cannot_hold_is_refused_and_counted() -> None:
     nothing = dict.fromkeys(("mean", "p50", "p99", "p999", "max"))
     assert none["latency_s"] == none["slowdown"] == nothing
     assert none["by_prompt_len"] == []
-
-
-# --- planner --------------------------------------------------------------------------------------
 
 
 def test_the_bound_holds_with_and_without_drafts() -> None:
@@ -204,9 +198,6 @@ def test_the_bound_of_a_plan_holds_in_simulation() -> None:
     )
     assert report.completed.all()
     assert report.result.kv_peak_tokens <= plan.memory.bound
-
-
-# --- sampling and plots ---------------------------------------------------------------------------
 
 
 def sampled(every: float) -> tuple[Sampler, Report]:

@@ -115,9 +115,6 @@ def run(
     return simulate(scheduler, executor, clock, requests, events, [log] if log else [])
 
 
-# --- what a run reports ---------------------------------------------------------------------------
-
-
 def test_one_request_by_hand() -> None:
     scheduler = make_scheduler()
     times = LinearStepTimes(verify_fixed=0.5, verify_per_row=0.25)
@@ -235,9 +232,6 @@ def test_a_policy_may_wait() -> None:
     assert record.first_token_time > 5.0
 
 
-# --- clock, times, acceptance ---------------------------------------------------------------------
-
-
 def test_geometric_acceptance() -> None:
     items = [
         VerifyItem(f"r{i}", 1, 3, 0, 1, True, drafter="a", num_draft_tokens=4) for i in range(4000)
@@ -252,9 +246,6 @@ def test_geometric_acceptance() -> None:
     assert GeometricAcceptance({"a": 0.0}).num_accepted(items[0], 0) == 0
     assert GeometricAcceptance({"a": 1.0}).num_accepted(items[0], 0) == 4
     assert model.num_accepted(items[0]._replace(num_draft_tokens=0), 0) == 0
-
-
-# --- plan parity and determinism ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("own_lanes", [(), ("a", "b")])

@@ -51,8 +51,7 @@ def setup_of(admission: str, name: str, fairness: bool, **changes: Any) -> Setup
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("admission", "name"),
-    covering(sorted(set(ADMISSIONS) - set(LITERAL)), WORKLOADS, strength=1),
+    ("admission", "name"), covering(sorted(set(ADMISSIONS) - set(LITERAL)), WORKLOADS, strength=1)
 )
 def test_counting_changes_nothing(admission: str, name: str) -> None:
     reports = [
@@ -69,8 +68,7 @@ def test_counting_changes_nothing(admission: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("admission", "name"),
-    covering(sorted(set(ADMISSIONS) - set(LITERAL)), WORKLOADS, strength=1),
+    ("admission", "name"), covering(sorted(set(ADMISSIONS) - set(LITERAL)), WORKLOADS, strength=1)
 )
 def test_one_tenant_is_served_as_without(admission: str, name: str) -> None:
     alone = replace(WORKLOADS[name], tenants=None)

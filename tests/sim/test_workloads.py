@@ -223,8 +223,7 @@ MOONCAKE = """{"timestamp": 3000, "input_length": 472, "output_length": 18, "has
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
-    [("b.csv", BURSTGPT), ("m.jsonl", MOONCAKE), ("m.jsonl.gz", MOONCAKE)],
+    ("name", "text"), [("b.csv", BURSTGPT), ("m.jsonl", MOONCAKE), ("m.jsonl.gz", MOONCAKE)]
 )
 def test_other_public_traces(tmp_path: Path, name: str, text: str) -> None:
     """Times in seconds, and in milliseconds."""

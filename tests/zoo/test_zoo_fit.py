@@ -9,13 +9,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from lab.zoo.evidence import NGRAM, AcceptanceTrace, run_lengths
-from lab.zoo.fit import (
-    DRAFT_TOKENS,
-    decisions,
-    fit_acceptance,
-    fit_domain,
-    write_acceptance,
-)
+from lab.zoo.fit import DRAFT_TOKENS, decisions, fit_acceptance, fit_domain, write_acceptance
 from penstock.sim.acceptance import DomainAcceptance
 from penstock.sim.domains import load_acceptance
 

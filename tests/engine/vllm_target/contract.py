@@ -147,13 +147,7 @@ ENGINE: dict[str, Callable[[], bool]] = {
     ),
     "pipeline stages": lambda: (
         _callables("distributed.parallel_state", "get_pp_group")
-        and _sets(
-            _RUNNER,
-            "requests",
-            "input_batch",
-            "intermediate_tensors",
-            "max_num_tokens",
-        )
+        and _sets(_RUNNER, "requests", "input_batch", "intermediate_tensors", "max_num_tokens")
         and _sets(
             "v1.worker.gpu_input_batch:InputBatch",
             "token_ids_cpu",
