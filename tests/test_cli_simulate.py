@@ -197,8 +197,7 @@ def test_the_length_needed_is_enough(cli: Cli) -> None:
 
 @pytest.mark.slow
 def test_capacity_is_of_the_whole_trace(cli: Cli, tmp_path: Path) -> None:
-    """A load is judged by the second half of its arrivals. This trace's own is lighter: in order of
-    the trace more than the bound would seem to be sustained."""
+    """A load is judged by the second half of its arrivals."""
     rows = ["500,220\n"] * 3000 + ["500,180\n"] * 3000
     lengths = tmp_path / "lighter.csv"
     lengths.write_text("num_prefill_tokens,num_decode_tokens\n" + "".join(rows))

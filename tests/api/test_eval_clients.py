@@ -118,8 +118,7 @@ def reference(context: str, continuation: str) -> float:
 
 
 def test_lm_eval(server: Program, tmp_path: Path) -> None:
-    """A task of multiple choices by log-probabilities. It is told of no tokenizer: the server's is
-    the one."""
+    """A task of multiple choices by log-probabilities."""
     data = tmp_path / "test.jsonl"
     data.write_text("".join(json.dumps(q) + "\n" for q in QUESTIONS))
     (tmp_path / "choices.yaml").write_text(TASK.format(data=data))

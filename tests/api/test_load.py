@@ -195,8 +195,7 @@ def test_a_request_that_would_wait_too_long_is_refused_at_once() -> None:
 @pytest.mark.slow
 @pytest.mark.faults
 def test_clients_that_wait_as_told_are_all_served() -> None:
-    """OpenAI's own client heeds `Retry-After`, and tries again twice. On a machine that does
-    nothing else: what they are told goes by its speed."""
+    """OpenAI's own client heeds `Retry-After`, and tries again twice."""
     few = {"admission": {"name": "vllm_v1", "options": {"max_num_seqs": 2}}}
     config = serve_config(few, served_model_name="toy", max_waiting_requests=16)
     with (

@@ -50,8 +50,7 @@ def test_drafters_change_nothing_but_the_speed(
 
 @pytest.mark.parametrize("batch", first_fast([8, 32]))
 def test_many_at_once_with_every_drafter(real_server: RunningServer, batch: int) -> None:
-    """Half of them greedy, half sampled: each gets the text that the target alone would give it,
-    whatever drafts for it and for its neighbours."""
+    """Half of them greedy, half sampled."""
     asked = [
         {"prompt": PROMPT + str(i % 5), "temperature": 0.9 * (i % 2), "seed": i, "max_tokens": 24}
         for i in range(batch)

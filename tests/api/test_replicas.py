@@ -90,8 +90,7 @@ def test_where_prompts_with_one_beginning_go(
 
 
 def test_a_replica_dies(tmp_path: Path) -> None:
-    """Its streams break off; those of the other go on, and so do all new requests. Once it is back,
-    it gets requests again."""
+    """Its streams break off; those of the other go on, and so do all new requests."""
     port = str(free_port())
     prompts = [f"{number} is the number of" for number in range(8)]
     options = ("--policy", "round_robin", "--health-check-interval-secs", "1")

@@ -33,21 +33,14 @@ def scheduled(world: World) -> list[tuple[str, int]]:
     return [(i.request_id, i.num_scheduled_tokens) for i in plan.items]
 
 
-def advance(world: World) -> None:
-    """End the step in flight and start the next."""
-    world.executor.run(TARGET)
-    world.turn()
-    world.turn()
-
-
 def test_running_requests_first_then_waiting_ones_in_order() -> None:
     world = make_world(budget=16, seqs=8)
     world.arrive(make_request("a", 6), make_request("b", 6, seed=1), make_request("c", 9, seed=2))
     assert scheduled(world) == [("a", 6), ("b", 6), ("c", 4)]
-    advance(world)
+    world.step()
     world.turn(*world.arrivals([make_request("d", 30, seed=3)]))
     assert scheduled(world) == [("a", 1), ("b", 1), ("c", 5)]
-    advance(world)
+    world.step()
     assert scheduled(world) == [("a", 1), ("b", 1), ("c", 1), ("d", 13)]
 
 
@@ -75,7 +68,7 @@ def test_the_newest_is_preempted_and_comes_back_first() -> None:
     world.arrive(*(make_request(n, 6, 12, seed=i) for i, n in enumerate("abc")))
     world.arrive(make_request("d", 6, 2, seed=9))
     while not world.scheduler.table.counters.preemptions:
-        advance(world)
+        world.step()
     assert [s.request.id for s in world.scheduler.table.running.values()] == ["a", "b"]
     assert [s.request.id for s in world.scheduler.table.waiting] == ["c", "d"]
     world.run()
@@ -98,9 +91,9 @@ def test_a_prompt_begins_only_where_all_of_it_fits(reserve: bool, begun: list[st
     """Or it would be preempted in the middle, by itself, and begin again and again."""
     world = make_world(budget=16, seqs=8, num_blocks=10, reserve_full_prompt=reserve)
     world.arrive(make_request("a", 10, 20))
-    advance(world)
+    world.step()
     world.turn(*world.arrivals([make_request("b", 30, 4, seed=1)]))
-    advance(world)
+    world.step()
     assert list(world.scheduler.table.running) == begun
     world.run()
     assert (world.scheduler.table.counters.preemptions == 0) == reserve
@@ -110,9 +103,9 @@ def test_a_prompt_begins_only_where_all_of_it_fits(reserve: bool, begun: list[st
 def test_a_long_prompt_leaves_room_for_drafts() -> None:
     world = make_world(DRAFTER, budget=20, seqs=4)
     world.arrive(make_request("a", 6, 30))
-    advance(world)
+    world.step()
     world.turn(*world.arrivals([make_request("b", 60, seed=1)]))
-    advance(world)
+    world.step()
     assert scheduled(world) == [("a", 1), ("b", 15)]
     assert [i.num_draft_tokens for i in world.plans[-1].items] == [4, 0]
 
@@ -121,16 +114,16 @@ def test_drafts_leave_room_for_prompts() -> None:
     """Sixteen requests that could draft 64 tokens must not keep others waiting for ever."""
     world = make_world(DRAFTER, budget=24, seqs=20, num_blocks=200)
     world.arrive(*(make_request(f"r{i}", 2, 60, seed=i) for i in range(12)))
-    advance(world)
+    world.step()
     world.turn(*world.arrivals([make_request("late", 30, seed=99)]))
-    advance(world)
+    world.step()
     assert scheduled(world) == [*((f"r{i}", 1) for i in range(12)), ("late", 6)]
 
 
 def test_drafts_of_a_step_are_as_long_as_they_turned_out() -> None:
     world = make_world(DRAFTER, budget=64, seqs=4)
     world.arrive(make_request("a", 6, 30))
-    advance(world)
+    world.step()
     (item,) = world.plans[-1].items
     granted = step_work(world.plans[-1])
     assert granted.num_draft_tokens == item.num_draft_tokens > 1

@@ -165,9 +165,7 @@ def test_throughput_is_as_good_as_any_prefix_and_near_the_best_of_all(seed: int)
 
 
 def test_throughput_does_not_draft_on_for_a_few() -> None:
-    """Each further step of the drafter takes its time, rows of the target take none. Likeliest
-    first the longest draft of one request comes before the second token of many, and then all of
-    them have to pay for it."""
+    """Each further step of the drafter takes its time, rows of the target take none."""
     num, k_max = 40, 8
     estimators = learned(
         [0.9, 0.85, *[0.45] * (num - 2)], verify={1: 0.010, 400: 0.010}, draft=5e-4
@@ -344,8 +342,7 @@ def test_confident_does_not_draft_because_a_step_takes_long_anyway(
 
 
 def test_confident_counts_what_its_drafter_must_read_first() -> None:
-    """Two more tokens a round are worth 6 ms; 0.1 ms each, 97 tokens can be read for them in time,
-    40,000 not."""
+    """Two more tokens a round are worth 6 ms."""
     for unread, expected in ((0, 1.0), (97, 1.0), (40_000, 0.0)):
         policy = make_policy("allocation", "confident")
         found, _ = served(
@@ -411,8 +408,7 @@ def of_tenants(num: dict[str, int], limit: int = 8) -> list[DraftCandidate]:
 def test_a_short_budget_is_shared_out_by_weight(
     policy: str, weights: tuple[float, float], expected: tuple[int, int]
 ) -> None:
-    """Two requests of a tenant, whose drafts are seldom accepted, could use 12 positions; ten of
-    another's 60. Of 40 each tenant has its share by weight, or all that it wants."""
+    """Two requests of a tenant, whose drafts are seldom accepted, could use 12 positions."""
     offered = of_tenants({"quiet": 2, "greedy": 10}, limit=6)
     estimators = learned([0.5] * 2 + [0.9] * 10, verify=FLAT)
     tenants = {n: Tenant(n, w) for n, w in zip(("quiet", "greedy"), weights, strict=True)}

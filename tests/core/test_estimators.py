@@ -170,8 +170,7 @@ def test_a_profile_is_drawn_anew_from_the_steps_where_it_is_to_be_learned() -> N
 
 
 def test_steps_larger_than_any_that_was_seen_are_worth_a_try() -> None:
-    """Up to 30 rows a step gets longer and longer; larger ones are in truth more efficient. A
-    profile that went on as steeply as it ends would never let one come."""
+    """Up to 30 rows a step gets longer and longer; larger ones are in truth more efficient."""
     times = Estimators(StepProfile("before", 4096, (0,), (0.01,))).times
     times.learns_profile = True
     steps_of(times, list(range(1, 31)) * 20, lambda num: 0.004 if num < 25 else 0.008)

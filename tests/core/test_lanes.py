@@ -40,9 +40,7 @@ def prefilled(world: World, *request_ids: str, **fields: Any) -> None:
     world.arrive(
         *(make_request(r, seed=s, **fields) for r, s in zip(request_ids, seeds, strict=True))
     )
-    world.executor.run(TARGET)
-    world.turn()
-    world.turn()
+    world.step()
 
 
 def last_plan(world: World, lane: str) -> StepPlan:
@@ -61,9 +59,7 @@ def test_a_round_on_two_lanes() -> None:
     assert (item.start, item.num_scheduled_tokens, item.samples) == (0, 6, True)
     assert (item.source, len(item.new_blocks)) == (DraftSource.NONE, 2)
 
-    world.executor.run(TARGET)
-    world.turn()
-    world.turn()
+    world.step()
     (order,) = last_plan(world, "d").drafts
     assert (order.start, order.num_catch_up_tokens, order.max_draft_tokens) == (0, 7, 4)
     assert len(order.new_blocks) == 3, "7 known tokens and 3 of 4 draft tokens are written"
@@ -103,9 +99,7 @@ def test_cancelled_while_a_drafter_drafts() -> None:
     world.turn(Cancel("r"))
     assert world.scheduler.pool.num_used_blocks == 0, "the drafter never touches the target's KV"
     assert num_deferred(world) == 3
-    world.executor.run("d")
-    world.turn()
-    world.turn()
+    world.step("d")
     world.check_empty()
 
 
@@ -145,9 +139,7 @@ def test_preempted_with_a_held_draft() -> None:
         world.turn()
         if world.scheduler.table.counters.preemptions:
             break
-        world.executor.run(TARGET)
-        world.turn()
-        world.turn()
+        world.step()
     assert held.stage is DraftStage.HELD
     (item,) = last_plan(world, TARGET).items
     assert item.request_id == "old", "both cannot grow: the newest gives way"
@@ -164,23 +156,16 @@ def test_preempted_with_a_held_draft() -> None:
 
 
 def test_preemption_frees_the_target_while_a_drafter_drafts() -> None:
-    """A drafter's plan in flight holds back the drafter's blocks only: otherwise preemption would
-    free nothing, and one victim after another would fall."""
+    """A drafter's plan in flight holds back the drafter's blocks only."""
     world = make_world("a", "b", num_blocks=6, admission={**ADMISSION, "watermark": 0.0})
     prefilled(world, "old", drafter="a", max_tokens=12)
     world.arrive(make_request("mid", seed=5, drafter="b"), make_request("new", seed=6, drafter="b"))
-    world.executor.run(TARGET)
-    world.turn()
-    world.turn()
+    world.step()
     assert [o.request_id for o in last_plan(world, "b").drafts] == ["mid", "new"]
     world.executor.begin("b")
     for _ in range(2):
-        world.executor.run("a")
-        world.turn()
-        world.turn()
-        world.executor.run(TARGET)
-        world.turn()
-        world.turn()
+        world.step("a")
+        world.step()
     assert world.scheduler.table.counters.preemptions == 1
     assert {s.request.id for s in world.scheduler.table.running.values()} == {"old", "mid"}
     assert num_deferred(world) == 3, "the drafter's blocks of the victim"
@@ -239,9 +224,7 @@ def test_a_failed_draft_leaves_the_request_to_go_on_alone() -> None:
     world.turn()
     (item,) = last_plan(world, TARGET).items
     assert item.source is DraftSource.NONE
-    world.executor.run(TARGET)
-    world.turn()
-    world.turn()
+    world.step()
     (order,) = last_plan(world, "d").drafts
     assert order.start == 0, "nothing is known of its KV"
     world.run()
@@ -279,9 +262,7 @@ def test_held_drafts_are_cut_to_the_token_budget() -> None:
     prefilled(world, "r", drafter="a")
     for seed, (name, drafter) in enumerate({"s": "b", "t": "c"}.items(), 5):
         world.arrive(make_request(name, seed=seed, drafter=drafter))
-        world.executor.run(TARGET)
-        world.turn()
-        world.turn()
+        world.step()
     for lane in "abc":
         world.executor.run(lane)
     world.turn()

@@ -99,9 +99,7 @@ def test_a_drafter_that_failed_inside_a_step_starts_anew() -> None:
     """Its draft is missing, the request goes on, and nothing is known of its KV."""
     world = make_world(ToyDrafter("d", 1.0))
     world.arrive(make_request("r", 6, 20))
-    world.executor.run(TARGET)
-    world.turn()
-    world.turn()
+    world.step()
     (item,) = world.plans[-1].items
     assert item.num_draft_tokens == 4
     state = world.scheduler.table.requests["r"]

@@ -76,18 +76,14 @@ def test_the_target_verifies_one_group_while_the_other_is_drafted_for() -> None:
     assert len(first) == 2
     assert not in_flight(world, TARGET), "nothing to verify yet"
     for _ in range(6):
-        world.executor.run("d")
-        world.turn()
-        world.turn()
+        world.step("d")
         verified, drafted = in_flight(world, TARGET), in_flight(world, "d")
         assert verified == first
         assert drafted == set("rstu") - first, "at the same time"
         assert all(
             i.source is DraftSource.HELD for i in world.plans[-1].items or world.plans[-2].items
         )
-        world.executor.run(TARGET)
-        world.turn()
-        world.turn()
+        world.step()
         assert not in_flight(world, TARGET), "its group is being drafted for still"
         first = drafted
 
@@ -104,23 +100,15 @@ def test_a_group_waits_for_its_slowest_lane_and_another_goes_first() -> None:
     )
     slow = in_flight(world, "a") | in_flight(world, "b")
     assert len(slow) == 2, "one request of each drafter"
-    world.executor.run("b")
-    world.turn()
-    world.turn()
+    world.step("b")
     assert not in_flight(world, TARGET), "half of the group is there"
     assert len(in_flight(world, "b") - slow) == 1, "its lane goes on with the next group"
-    world.executor.run("b")
-    world.turn()
-    world.turn()
+    world.step("b")
     assert not in_flight(world, TARGET)
-    world.executor.run("a")
-    world.turn()
-    world.turn()
+    world.step("a")
     assert in_flight(world, TARGET) == slow
     world.executor.run("a")
-    world.executor.run(TARGET)
-    world.turn()
-    world.turn()
+    world.step()
     assert in_flight(world, TARGET) == set(names) - slow
 
 
@@ -142,13 +130,9 @@ def test_those_that_do_not_draft_join_any_group() -> None:
     prefill(world, [*drafting, make_request("alone", seed=9, drafter="none", max_tokens=60)])
     steps = []
     for _ in range(6):
-        world.executor.run("d")
-        world.turn()
-        world.turn()
+        world.step("d")
         steps.append(in_flight(world, TARGET))
-        world.executor.run(TARGET)
-        world.turn()
-        world.turn()
+        world.step()
     assert all("alone" in step for step in steps)
     assert Counter(n for step in steps for n in step - {"alone"}) == {"r": 3, "s": 3}
 

@@ -154,30 +154,3 @@ def test_nobody_is_delayed_by_more_than_a_quarter(load: list[tuple[int, int]]) -
         due, backlog = before[str(i)]
         allowed = DELAY * (backlog + length + WORK) + largest
         assert started[str(i)] <= due + allowed + 1e-6
-
-
-def waits_in_a_lasting_queue(queue: ArrivalQueue, lengths: IntArray) -> FloatArray:
-    """Work done between a request's arrival and its admission, where as much work is done as
-    arrives once a thousand requests wait."""
-    done, since, waits = 0.0, {}, np.full(len(lengths), np.nan)
-    mean = lengths.mean() + WORK
-    for i, length in enumerate(lengths.tolist()):
-        since[str(i)] = done
-        queue.append(state(i, length))
-        while done < (i - 1000) * mean and (first := queue.first) is not None:
-            waits[first.order] = done - since[first.request.id]
-            queue.admit(first)
-            done += first.request.prompt_len + WORK
-    return waits[1500:4000]
-
-
-def test_in_a_lasting_queue_the_smallest_do_not_wait() -> None:
-    """A fifth of the capacity goes to them, and they are nearly half of the requests."""
-    rng = np.random.default_rng(0)
-    lengths = np.maximum(rng.lognormal(7.0, 1.0, 6000), 1).astype(np.int64)
-    fair = waits_in_a_lasting_queue(ArrivalQueue(), lengths)
-    ours = waits_in_a_lasting_queue(by_prompt(), lengths)
-    smallest = lengths[1500:4000] < np.quantile(lengths, 0.35)
-    assert ours[smallest].mean() < 0.05 * fair[smallest].mean()
-    assert ours.mean() < 0.75 * fair.mean()
-    assert ours.max() < 1.3 * fair.max()

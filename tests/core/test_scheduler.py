@@ -72,9 +72,7 @@ def test_a_step_of_drafting_and_verifying() -> None:
     (item,) = world.plans[-1].items
     assert item.source is DraftSource.NONE
     assert item.draft is None, "a drafter reads a prompt when its first draft is ordered"
-    world.executor.run(TARGET)
-    world.turn()
-    world.turn()
+    world.step()
     (item,) = world.plans[-1].items
     assert (item.source, item.drafter, item.num_draft_tokens) == (DraftSource.INLINE, "d", 4)
     assert (item.start, item.num_scheduled_tokens, item.samples) == (6, 1, True)
@@ -89,9 +87,7 @@ def test_a_step_of_drafting_and_verifying() -> None:
 def test_a_rejected_draft_is_rolled_back_in_both_models() -> None:
     world = make_world(ToyDrafter("d", accuracy=0.0))
     world.arrive(make_request("r"))
-    world.executor.run(TARGET)
-    world.turn()
-    world.turn()
+    world.step()
     world.executor.run(TARGET)
     world.turn()
     assert kv_of(world.scheduler, "r").num_computed_tokens == 7
@@ -216,14 +212,10 @@ def test_a_short_prompts_output_is_salted_too() -> None:
 def test_a_step_in_flight_keeps_the_blocks_of_target_and_inline_drafter() -> None:
     world = make_world(DRAFTER)
     world.arrive(make_request("r"))
-    world.executor.run(TARGET)
-    world.turn()
-    world.turn()
+    world.step()
     world.turn(Cancel("r"))
     assert [p.num_used_blocks for p in world.scheduler.table.memory.pools.values()] == [3, 3]
-    world.executor.run(TARGET)
-    world.turn()
-    world.turn()
+    world.step()
     world.check_empty()
 
 

@@ -193,6 +193,12 @@ class World:
         self.loop.turn(events)
         self.check()
 
+    def step(self, lane: str = TARGET) -> None:
+        """End the lane's plan in flight, take its result in, and plan again."""
+        self.executor.run(lane)
+        self.turn()
+        self.turn()
+
     def run(self, requests: Sequence[Request] = (), max_turns: int = 5000) -> None:
         """Let requests arrive now and then, and the world be as rough as it is, until all are
         done."""

@@ -183,8 +183,7 @@ def test_a_verdict_ends_with_the_output(
     evidence: float,
     evidence_all: float,
 ) -> None:
-    """A draft of four, of which two are accepted: the end is at the first, at the second, or at
-    the token that the target puts for the third."""
+    """A draft of four, of which two are accepted."""
     answer = Decided([40, 41, 42], 2, 3, [0.5, 0.6, 0.2, 0.0], [0.7, 0.9, 0.1, 0.8])
     fields = {"stop_token_ids": frozenset({40 + place})}
     verdict = verdict_of(tokenizer, answer, [40, 41, 43, 44], **fields)

@@ -24,24 +24,6 @@ from penstock.engine.eager import EagerRunner
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.rope import Rope
 
-PHI_4_MINI = {
-    "architectures": ["Phi3ForCausalLM"],
-    "model_type": "phi3",
-    "hidden_size": 3072,
-    "intermediate_size": 8192,
-    "num_attention_heads": 24,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "original_max_position_embeddings": 4096,
-    "partial_rotary_factor": 0.75,
-    "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48},
-    "rope_theta": 10000.0,
-    "sliding_window": 262144,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 200064,
-}
 GEMMA_3_1B = {
     "architectures": ["Gemma3ForCausalLM"],
     "model_type": "gemma3_text",
@@ -141,14 +123,6 @@ def test_what_an_architecture_may_not_ask_for(
 def published(path: Path, content: dict[str, Any]) -> DecoderConfig:
     (path / "config.json").write_text(json.dumps(content))
     return DecoderConfig.from_pretrained(path)
-
-
-def test_phi_4_mini_as_it_is_published(tmp_path: Path) -> None:
-    config = published(tmp_path, PHI_4_MINI)
-    assert (config.head_dim, config.rope.rotary_dim(config.head_dim)) == (128, 96)
-    assert (config.rope.rope_type, config.rope.factor) == ("longrope", 32)
-    assert config.max_position_embeddings == 4096
-    assert config.variant.window is None
 
 
 def test_gemma_3_as_it_is_published(tmp_path: Path) -> None:

@@ -122,8 +122,7 @@ def test_logits_do_not_depend_on_the_batch(
 
 
 def test_another_order_of_the_same_sums_would_be_seen(checkpoint: Checkpoints) -> None:
-    """Negative control: the MLP's inner columns in another order are the same function, but not
-    the same bits."""
+    """Negative control."""
     path, ids = checkpoint("llama").path, tokens(50)
     config = DecoderConfig.from_pretrained(path)
     weights = load_weights(path, config)

@@ -220,8 +220,7 @@ def test_no_selection_changes_a_token(engine: Engine, name: str, own_lane: bool)
 def test_what_a_drafter_has_replayed_it_drafts_from(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """KV that replays wrote is right: a perfect drafter is always accepted. Negative control: a
-    replay that leaves the KV unwritten is not."""
+    """KV that replays wrote is right: a perfect drafter is always accepted."""
 
     def accepted_share(which: int) -> float:
         proposed = accepted = 0

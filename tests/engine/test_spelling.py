@@ -65,8 +65,7 @@ def test_what_is_read_in_pieces_is_the_text(kinds: tuple[str, str], seed: int) -
 
 @pytest.mark.parametrize(("kinds", "whole"), covering(PAIRS, [PROSE, CORPUS[1]], strength=1))
 def test_what_is_foreseen_rightly_is_the_targets_own(kinds: tuple[str, str], whole: str) -> None:
-    """A drafter that puts down the rest of the text drafts the target's tokens of it. Where it does
-    so byte by byte it stops within words, whose tokens may be others."""
+    """A drafter that puts down the rest of the text drafts the target's tokens of it."""
     vocabularies = pair(*kinds)
     target, own = vocabularies.target, vocabularies.own
     ids = target.encode(whole, add_special_tokens=False)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -145,8 +144,7 @@ def test_output_beside_the_target_is_its_own(
 
 
 def test_the_targets_twin_is_right(engine: Engine, alone: Alone) -> None:
-    """Nothing is lost on the way through the text: of greedy drafts all but what a request's end
-    has cut off, and the words that it cannot know the end of."""
+    """Nothing is lost on the way through the text."""
     outputs, accepted = run(make_loop(engine), make_requests(SAMPLINGS["greedy"], NUM, "twin"))
     assert outputs == alone["greedy"]
     assert accepted > 0.6 * sum(len(output) for output in outputs)
@@ -189,13 +187,6 @@ def test_memory_that_does_not_hold_all_texts(engine: Engine, alone: Alone, paths
     assert accepted > 0
 
 
-def test_small_memory_preempts_and_changes_nothing(engine: Engine, alone: Alone) -> None:
-    loop = make_loop(engine, rotating=True, kv_tokens=12 * 16)
-    outputs, _ = run(loop, make_requests(SAMPLINGS["coupled"], NUM, "auto"))
-    assert loop.scheduler.table.counters.preemptions > 0
-    assert outputs == alone["coupled"]
-
-
 def fresh_text(request: Request, token_ids: Sequence[int]) -> TokenBuffer:
     text = TokenBuffer(dataclasses.replace(request, id=f"fresh-{next(_ids)}"))
     text.append(token_ids)
@@ -210,8 +201,7 @@ def drafted(drafter: TextDrafter, text: TokenBuffer, most: int) -> list[int]:
 
 @pytest.mark.parametrize("name", ["twin", "finer"])
 def test_a_draft_is_a_function_of_the_text_alone(engine: Engine, alone: Alone, name: str) -> None:
-    """Whatever was read and drafted before; it may only be longer for it. So it may be verified as
-    a point mass."""
+    """Whatever was read and drafted before; it may only be longer for it."""
     drafter: Any = engine.executor.drafters[name]
     for request, output in zip(
         make_requests(SAMPLINGS["coupled"], NUM, name), alone["coupled"], strict=True
@@ -329,17 +319,6 @@ def test_joint_of_three_positions_is_the_targets(falsify: bool) -> None:
     joint = first_order(0).expand(size, size, size).contiguous()
     p_value = joint_p_value(generate(falsify=falsify), joint, sampling_rows(NUM_SAMPLES))
     assert p_value < 1e-9 if falsify else p_value > 1e-3
-
-
-def test_it_is_said_at_the_start(paths: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        engine = load(paths, "eager")
-    for name in DRAFTERS:
-        known = engine.scheduler.table.drafters[name]
-        assert f"drafter {name} (" in caplog.text
-        assert known.pool is not None
-        assert not known.stops_early
-    assert caplog.text.count("has another tokenizer than the target: it drafts text") == 3
 
 
 def test_a_drafter_without_a_tokenizer_is_refused(paths: dict[str, Path], tmp_path: Path) -> None:

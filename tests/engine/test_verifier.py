@@ -106,8 +106,6 @@ def test_a_request_without_a_draft_has_the_targets_own_sample(checkpoint: Checkp
 def test_a_sample_that_may_come_is_that_of_those_that_may(
     checkpoint: Checkpoints, threads: int
 ) -> None:
-    """What a grammar relies on: the likeliest of all tokens, if it may come, is the likeliest of
-    those that may."""
     runner = load(checkpoint("llama").path, threads)
     vocab_size = SHAPE["vocab_size"]
     rows = np.arange(40, dtype=np.int32)

@@ -52,8 +52,7 @@ def test_no_tail_where_thresholds_do_not_fall() -> None:
     ("before", "here", "survival"), [(20, 11, 0.5), (9, 7, 0.7), (40, 12, 0.25)]
 )
 def test_a_queue_stays_below_its_limit(before: int, here: int, survival: float) -> None:
-    """Appendix D's process itself. The union over S iterations is needed: the limit for one
-    iteration alone (S left out) is passed in most runs."""
+    """Appendix D's process itself."""
     runs, steps, delta = 400, 1000, 0.05
     rng = np.random.default_rng(11)
     queue = np.zeros(runs)
@@ -69,8 +68,6 @@ def test_a_queue_stays_below_its_limit(before: int, here: int, survival: float) 
 
 
 def test_the_lindley_process_that_dominates_it_keeps_the_tail() -> None:
-    """Where the bound bites: with the correct θ the frequency is below e^(−θ c), with twice as
-    large a θ it is not."""
     before, here, survival = 20, 11, 0.5
     rng = np.random.default_rng(2)
     steps = rng.binomial(before, survival, (4000, 300)) - here

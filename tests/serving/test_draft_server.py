@@ -479,8 +479,7 @@ async def test_users_say_how_far_to_draft(
 
 
 async def test_verification_that_does_not_wait(family: dict[str, Path], oracle: Oracle) -> None:
-    """Every draft comes too late; every assignment is answered all the same, and once: whoever is
-    silent gets no more of them."""
+    """Every draft comes too late; every assignment is answered all the same, and once."""
     verifier = ScriptedVerifier(oracle, Mangling(duplicate=True))
     verifier.wait_for_drafts = False
     async with linked(verifier, family["near"]) as (_, client):

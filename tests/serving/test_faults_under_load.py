@@ -165,8 +165,7 @@ def jumping(folder: Path) -> Iterator[tuple[dict[str, str], Path]]:
 
 
 def test_a_clock_that_jumps(tmp_path: Path) -> None:
-    """A day ahead, a year back, and right again: requests last as long as before, nothing is held
-    to be frozen, and only what says the time of day shows it."""
+    """A day ahead, a year back, and right again."""
     with (
         jumping(tmp_path) as (environment, offset),
         program(tmp_path / "log", *SERVED, environment=environment) as running,

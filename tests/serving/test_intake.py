@@ -101,14 +101,6 @@ def burst(seconds_each: float, slower: float) -> int:
     return num_lost
 
 
-@pytest.mark.parametrize("slower", [1.0, 2.0])
-@pytest.mark.parametrize("seconds_each", [0.03, 0.15])
-def test_two_retries_are_enough_for_a_burst(seconds_each: float, slower: float) -> None:
-    """Nothing is known of the rate when it comes; and all that are told the same whole second come
-    at once."""
-    assert burst(seconds_each, slower) == 0
-
-
 def test_refused_requests_are_told_the_rate_at_which_others_begin() -> None:
     clock = Clock()
     room = WaitingRoom(40, clock=clock)

@@ -67,8 +67,7 @@ async def test_central_output_is_the_targets_own(world: World, fields: dict[str,
 
 
 async def test_logprobs_for_whom_they_are_meant(world: World) -> None:
-    """At the edge the same as at the centre, drafted or not; none unless asked for, and none of a
-    request that is somebody else's."""
+    """At the edge the same as at the centre, drafted or not."""
     alone = await complete_by_http(world, logprobs=3, speculation={"drafter": "none"})
     known = alone["choices"][0]["logprobs"]
     guess = guess_from(world.alone(greedy()), len(PROMPT), 4)

@@ -389,8 +389,7 @@ async def test_a_draft_for_another_round(guarded: World, changes: dict[str, Any]
 
 
 async def test_cherry_picked_tokens_change_nothing(guarded: World) -> None:
-    """Its own requests at a temperature: an untrusted server that only proposes what it likes gets
-    no more of it."""
+    """Its own requests at a temperature."""
     sampling = pb.Sampling(temperature=1.5, top_p=1, seed=3, ratio=True)
     expected = guarded.alone(pb.Sampling(temperature=1.5, top_p=1, seed=3))
     async with undisturbed(guarded), connected(guarded, "bad") as draft_server:

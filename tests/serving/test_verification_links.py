@@ -192,8 +192,7 @@ async def test_the_engine_dies(world: World) -> None:
 
 
 async def test_a_frozen_server_delays_others_once(world: World) -> None:
-    """It gets orders and never answers; its requests go on without it, and so do the others'. When
-    it answers at last, late, it is asked again."""
+    """It gets orders and never answers."""
     expected = world.alone(greedy())
     async with scripted_server(world.address) as frozen, scripted_server(world.address) as alive:
         await frozen.hello(world.digest)

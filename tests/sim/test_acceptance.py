@@ -169,8 +169,7 @@ def make_array(*values: int) -> Any:
 
 
 def test_a_run_walks_the_record_exactly() -> None:
-    """Output position 0 is the prefill's; from 1 on the record says how far each step goes, and
-    past its end it begins again."""
+    """Output position 0 is the prefill's."""
     row = [9, 3, 1, 1, 2, 4, 1]
     model = AcceptanceByDrafter({"a": RecordedAcceptance({"a": [row]})})
     for k in (0, 1, 2, 5):

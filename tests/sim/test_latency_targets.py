@@ -67,8 +67,7 @@ def test_a_deadline_is_met_or_missed_by_the_last_token() -> None:
 
 
 def test_a_prompt_is_held_back_for_those_whose_clients_ask_for_it() -> None:
-    """A prompt of 40,000 tokens comes while twenty decode. Without targets it takes steps of 8,192
-    at most; with targets some of it goes on all the same."""
+    """A prompt of 40,000 tokens comes while twenty decode."""
     prompts = np.array([200] * 20 + [40_000])
     arrivals = np.array([0.0] * 20 + [0.5])
     workload = Workload("one", prompts, np.full(21, 200), arrivals)

@@ -175,16 +175,6 @@ def test_a_cluster_that_cannot_be_reached(cli: Cli) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seeds", [1, 3])
-def test_capacity_is_the_same_however_many_work(cli: Cli, seeds: int) -> None:
-    run = partial(cli, "capacity", *LOW, "--requests", 1000, "--seeds", seeds, "--json")
-    code, alone, err = run("--workers", 1)
-    assert code == 0, err
-    assert run("--workers", 2)[1] == alone
-    assert len(json.loads(alone)["by_seed"]) == seeds
-
-
-@pytest.mark.slow
 def test_a_worker_s_complaint_is_one_line(cli: Cli) -> None:
     run = partial(cli, "capacity", *LOW, "--requests", 300, "--seeds", 2)
     code, _, err = run("--workers", 1)

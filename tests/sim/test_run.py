@@ -185,21 +185,6 @@ def test_a_plan_for_recorded_lengths_has_segments_and_a_chance() -> None:
         plan_deployment(PROFILE, lengths, 1e6, PROFILE.kv_tokens)
 
 
-@pytest.mark.slow
-def test_the_bound_of_a_plan_holds_in_simulation() -> None:
-    rng = np.random.default_rng(1)
-    lengths = Workload("trace", rng.integers(20, 400, 1500), rng.integers(1, 400, 1500))
-    rate = 0.8 * load_bound(PROFILE, lengths, PROFILE.kv_tokens)
-    plan = plan_deployment(PROFILE, lengths, rate, PROFILE.kv_tokens)
-    policy = plan.serve_flags["penstock_config"]["engine"]["admission"]
-    report = run(
-        Setup(PROFILE, PolicyConfig.of(policy["name"], **policy["options"])),
-        make_workload(lengths, rate=rate),
-    )
-    assert report.completed.all()
-    assert report.result.kv_peak_tokens <= plan.memory.bound
-
-
 def sampled(every: float) -> tuple[Sampler, Report]:
     made: list[Sampler] = []
 

@@ -153,8 +153,7 @@ def test_nobody_saves_up_credit() -> None:
 
 
 def test_who_sends_most_does_not_slow_the_others() -> None:
-    """A hundred decoding requests of one tenant take the memory's bandwidth; eight of another's
-    decode nearly as if they were alone."""
+    """A hundred decoding requests of one tenant take the memory's bandwidth."""
     num = 100
     workload = Workload(
         "slow",
@@ -178,8 +177,6 @@ def test_who_sends_most_does_not_slow_the_others() -> None:
 
 @pytest.mark.parametrize("num_quiet", [2, 4])
 def test_a_tenant_may_have_less_than_one_request_at_work(num_quiet: int) -> None:
-    """Where every row costs time: beside two, or four, requests of a tenant with ten times the
-    weight, one of another's in every step would be a third, or a fifth, of the rows."""
     num = 40
     workload = Workload(
         "weights",

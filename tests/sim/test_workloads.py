@@ -375,11 +375,3 @@ def test_a_workload_checks_its_columns() -> None:
 
 
 # The real traces
-
-
-def test_sharegpt_lengths() -> None:
-    path = data_file("etalon_sharegpt_8k_stats.csv.gz")
-    made = make_workload(path, num_requests=40_000, rate=4.0)
-    assert made.prompt_len[:2].tolist() == made.prompt_len[30_731:30_733].tolist() == [74, 290]
-    with pytest.raises(WorkloadError, match="give a rate"):
-        make_workload(path)

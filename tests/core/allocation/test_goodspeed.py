@@ -269,15 +269,6 @@ def test_adaptive_sends_the_price_with_every_grant_if_told_to() -> None:
     assert [g.min_survival for g in plenty] == [0.0, 0.0]
 
 
-def test_a_returning_tenant_neither_starves_nor_rules() -> None:
-    policy = make("goodspeed_adaptive")
-    both = candidates("a", "b")
-    rounds(policy, both, [3, 3], 300)
-    rounds(policy, both[:1], [3], 200)
-    found = lengths(policy.allocate(both, work(8)))
-    assert abs(found[0] - found[1]) <= 1
-
-
 def test_adaptive_tries_again_whom_luck_left() -> None:
     policy = make("goodspeed_adaptive")
     asked = candidates(*"abcd")

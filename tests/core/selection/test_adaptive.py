@@ -102,8 +102,7 @@ def test_places_are_kept_to_and_lent_by_worth() -> None:
 
 
 def test_a_replay_is_worth_its_time_where_it_may_change_the_choice() -> None:
-    """Requests differ, and prompts do not say how: reading pays long after the first requests, but
-    not where it takes as long as the request."""
+    """Requests differ, and prompts do not say how."""
 
     def num_read(per_catch_up_token: float) -> float:
         names = ("d0", "d1", "d2")

@@ -57,8 +57,6 @@ def test_capacities_hold_and_no_place_is_left_unused(
 
 @pytest.mark.parametrize(("policy", "first"), covering([*LEARNING, "adaptive"], [0, 4], strength=1))
 def test_a_bad_beginning_is_not_held_against_a_drafter_for_ever(policy: str, first: int) -> None:
-    """One request at a time: the first ones are too hard for the only drafter, all others easy.
-    Who gives it up must try it again."""
 
     def rates(number: int) -> dict[str, float]:
         return {"d0": 0.05 if number <= first else 0.9}

@@ -172,9 +172,7 @@ def test_blocks_of_a_cancelled_request_are_kept_until_its_replay_has_ended() -> 
     until_replayed(world)
     world.turn(Cancel("r"))
     assert world.scheduler.table.memory.pools["good"].num_used_blocks > 0
-    world.executor.run(TARGET)
-    world.turn()
-    world.turn()
+    world.step()
     world.check_empty()
 
 
@@ -182,6 +180,4 @@ def until_replayed(world: World) -> None:
     """One request, up to the plan that first replays it, which is then in flight."""
     world.arrive(make_request("r", 6, 30))
     while not replay_orders(world):
-        world.executor.run(TARGET)
-        world.turn()
-        world.turn()
+        world.step()

@@ -74,8 +74,7 @@ def test_cancelled_requests_disturb_nobody(played: Played) -> None:
 
 @pytest.mark.parametrize("mode", [name for name in SAMPLINGS if name != "greedy"])
 def test_a_seed_gives_the_text_that_it_gives_natively(played: Played, mode: str) -> None:
-    """In float32, of other kernels, and though others drafted, in memory that preempts; with
-    penalties and biases, too, which go by the text before each row."""
+    """In float32, of other kernels, and though others drafted, in memory that preempts."""
     native = played.outputs[f"{mode}, native"]
     assert len(native) >= 8
     assert played.outputs[mode][: len(native)] == native

@@ -39,8 +39,7 @@ def test_every_request_gets_its_tokens_under_every_policy(runs: Any) -> None:
 
 
 def test_steps_come_out_as_planned(runs: Any) -> None:
-    """Synchronous ones without a prefix cache to the token: nothing else is there that the policies
-    do not know."""
+    """Synchronous ones without a prefix cache to the token."""
     cases = [f"{p}, Guided{c}" for p in POLICIES for c in ("", ", drafts", ", roomy")]
     for case in (*cases, "small steps"):
         fact = runs["facts"][case]
@@ -50,8 +49,7 @@ def test_steps_come_out_as_planned(runs: Any) -> None:
 
 
 def test_decoding_requests_are_planned_together(runs: Any) -> None:
-    """Where no step is scheduled while another is computed, and nobody drafts; several steps at a
-    time, but for a policy that looks at its gates in every one."""
+    """Where no step is scheduled while another is computed, and nobody drafts."""
     facts = runs["facts"]
     for policy in POLICIES:
         for case in ("", ", prefixes", ", roomy"):
