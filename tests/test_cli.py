@@ -105,9 +105,7 @@ def test_without_arguments_there_is_help(cli: Cli) -> None:
         (["generate", "Hi", "--drafter", "draft-huge"], "nor a bundled drafter"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(
-    cli: Cli, family: dict[str, ModelCard], arguments: list[str], message: str
-) -> None:
+def test_bad_input_is_one_line_and_exit_code_2(cli, family, arguments, message) -> None:
     code, out, err = cli(*arguments)
     assert code == 2
     assert out == ""
@@ -157,14 +155,7 @@ def test_settings_files_give_way_to_options(cli: Cli, tmp_path: Path) -> None:
         ("engine: {admission: }\nhost:\nport: 70000", ("--admission", "sarathi"), "port: "),
     ],
 )
-def test_settings_of_the_wrong_shape(
-    cli: Cli,
-    family: dict[str, ModelCard],
-    tmp_path: Path,
-    text: str,
-    options: tuple[str, ...],
-    message: str,
-) -> None:
+def test_settings_of_the_wrong_shape(cli, family, tmp_path, text, options, message) -> None:
     settings = tmp_path / "settings.yaml"
     settings.write_text(text)
     code, out, err = cli("serve", "--config", str(settings), *options)
@@ -296,9 +287,7 @@ def test_chat_piped(cli: Cli, chatty: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert says("") == ("", 0)
 
 
-def test_chat_goes_on_when_the_context_is_full(
-    cli: Cli, chatty: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chat_goes_on_when_the_context_is_full(cli, chatty, monkeypatch) -> None:
     """The oldest turns leave, until the answer has room."""
     options = ("--target", chatty, "--max-tokens", "8", "--dtype", "float32")
     turns = [f"{i} is a turn of some length: " + "la " * 50 for i in range(9)]
@@ -344,9 +333,7 @@ def test_chat_needs_a_template(cli: Cli, family: dict[str, ModelCard]) -> None:
         ),
     ],
 )
-def test_bad_input_to_generate(
-    cli: Cli, family: dict[str, ModelCard], arguments: list[str], message: str
-) -> None:
+def test_bad_input_to_generate(cli, family, arguments, message) -> None:
     code, out, err = cli("generate", *arguments, "--no-speculation", "--dtype", "float32")
     assert (code, out.strip()) == (2, "")
     assert message in err
@@ -406,9 +393,7 @@ def started(cli: Cli, family: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[
         (("--drafters-listen", "127.0.0.1:0", "--allocation", "random"), "random", "async"),
     ],
 )
-def test_the_default_allocation_with_draft_servers(
-    started: Callable[..., ServeConfig], options: tuple[str, ...], allocation: str, pipeline: str
-) -> None:
+def test_the_default_allocation_with_draft_servers(started, options, allocation, pipeline) -> None:
     engine = started(*options).engine
     assert engine.allocation.name == allocation
     assert engine.pipeline == pipeline
@@ -417,12 +402,7 @@ def test_the_default_allocation_with_draft_servers(
 @pytest.mark.parametrize(
     ("admission", "warns"), [("wait", True), ("nested_wait", True), ("vllm_v1", False)]
 )
-def test_a_policy_that_may_idle_is_warned_of_at_start(
-    started: Callable[..., ServeConfig],
-    caplog: pytest.LogCaptureFixture,
-    admission: str,
-    warns: bool,
-) -> None:
+def test_a_policy_that_may_idle_is_warned_of_at_start(started, caplog, admission, warns) -> None:
     started("--admission", admission)
     lines = [r.getMessage() for r in caplog.records if r.name == "penstock.cli.serve"]
     assert len(lines) == warns

@@ -12,7 +12,6 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from tests.conftest import Cli
 from tests.serving.certificates import write_certificates
 from tests.serving.scripted_verifier import Oracle, ScriptedVerifier, target_oracle
 
@@ -104,9 +103,7 @@ async def program(*arguments: object) -> AsyncIterator[Running]:
         (["--connect", "a:1", "--model", "suffix"], "one model or with ngram, not 'suffix'"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(
-    cli: Cli, arguments: list[str], message: str
-) -> None:
+def test_bad_input_is_one_line_and_exit_code_2(cli, arguments, message) -> None:
     code, out, err = cli("draft", *arguments)
     assert (code, out) == (2, "")
     assert message in err
@@ -180,9 +177,7 @@ async def test_users_are_served(family: dict[str, Path], oracle: Oracle) -> None
 
 
 @pytest.mark.slow
-async def test_texts_end_where_the_targets_do(
-    family: dict[str, Path], oracle: Oracle, tmp_path: Path
-) -> None:
+async def test_texts_end_where_the_targets_do(family, oracle, tmp_path) -> None:
     """Not at the drafter's own ends of text."""
     model = tmp_path / "model"
     shutil.copytree(family["near"], model)
@@ -242,9 +237,7 @@ async def test_without_users_no_port_is_opened(family: dict[str, Path], oracle: 
 
 
 @pytest.mark.slow
-async def test_a_refusal_is_one_line_and_exit_code_2(
-    family: dict[str, Path], oracle: Oracle
-) -> None:
+async def test_a_refusal_is_one_line_and_exit_code_2(family, oracle) -> None:
     verifier = ScriptedVerifier(oracle)
     verifier.refuse = "the draft model has another tokenizer than the target"
     async with (

@@ -194,9 +194,7 @@ def test_old_names_work_and_warn(cli: Cli) -> None:
         ("plan", 16),
     ],
 )
-def test_help_fits_on_a_screen_and_a_half(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, command: str, most_options: int
-) -> None:
+def test_help_fits_on_a_screen_and_a_half(cli, monkeypatch, command, most_options) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = cli(command, "--help")
     assert code == 0

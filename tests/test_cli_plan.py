@@ -145,9 +145,7 @@ def admission_of(
     return build
 
 
-def test_the_server_takes_what_is_printed(
-    cli: Cli, trace: Path, admission_of: Callable[..., AdmissionPolicy]
-) -> None:
+def test_the_server_takes_what_is_printed(cli, trace, admission_of) -> None:
     taken = set()
     for name, flags, settings in configurations(cli, trace):
         policy = admission_of(flags, settings)

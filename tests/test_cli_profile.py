@@ -62,13 +62,7 @@ def test_fit_writes_a_profile(profile: Cli, tmp_path: Path) -> None:
         (("fit", "steps.csv", "--out", "no/such/x.json", "--kv-tokens", "1"), "No such file"),
     ],
 )
-def test_bad_input_is_one_line(
-    profile: Cli,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: tuple[str, ...],
-    complaint: str,
-) -> None:
+def test_bad_input_is_one_line(profile, tmp_path, monkeypatch, arguments, complaint) -> None:
     monkeypatch.chdir(tmp_path)
     Path("steps.csv").write_text(STEPS)
     code, out, err = profile(*arguments)

@@ -213,9 +213,7 @@ def test_capacity_is_of_the_whole_trace(cli: Cli, tmp_path: Path) -> None:
     ("command", "kv_tokens"),
     [("simulate", 10**9), ("plan", 10**15), *slow(["capacity"], [10**9, 10**15])],
 )
-def test_memory_is_not_paid_for_before_it_is_used(
-    cli: Cli, tmp_path: Path, command: str, kv_tokens: int
-) -> None:
+def test_memory_is_not_paid_for_before_it_is_used(cli, tmp_path, command, kv_tokens) -> None:
     profile = tmp_path / "large.json"
     save_profile(replace(load_profile("a100-llama2-7b"), kv_tokens=kv_tokens), profile)
     admission = () if command == "plan" else ("--admission", "fluid_guided")
@@ -374,14 +372,7 @@ BAD_LOADS = [
     [("simulate", *case) for case in BAD_INPUT + BAD_LOADS]
     + [pytest.param("capacity", *case, marks=pytest.mark.slow) for case in BAD_INPUT],
 )
-def test_bad_input_is_one_line(
-    cli: Cli,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    command: str,
-    arguments: tuple[str, ...],
-    complaint: str,
-) -> None:
+def test_bad_input_is_one_line(cli, tmp_path, monkeypatch, command, arguments, complaint) -> None:
     if "--plot" in arguments:
         pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
@@ -421,9 +412,7 @@ def test_requests_larger_than_memory_are_refused_not_a_hang(cli: Cli, tmp_path: 
         assert report["requests_refused"] == 1, admission
 
 
-def test_without_matplotlib_the_message_says_what_to_install(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_matplotlib_the_message_says_what_to_install(cli, tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     plot = ("--plot", tmp_path / "p.png")
     code, _, err = cli("simulate", *HIGH, "--admission", "sarathi", *plot)

@@ -6,8 +6,6 @@ import openai
 import pytest
 from tests.serving.fakes import EOS
 
-from penstock.engine.tokenizer import Tokenizer
-
 PROMPT = "Hello world, this is it. "
 
 
@@ -156,9 +154,7 @@ def test_logprobs(http: httpx.Client, stream: bool) -> None:
     assert all(len(top) == 2 for part in parts for top in part["top_logprobs"])
 
 
-def test_parts_of_characters_stay_apart_in_logprobs(
-    http: httpx.Client, tokenizer: Tokenizer
-) -> None:
+def test_parts_of_characters_stay_apart_in_logprobs(http, tokenizer) -> None:
     parts = tokenizer.encode("€")
     body = {"prompt": parts, "max_tokens": len(parts), "logprobs": 0}
     (choice,) = http.post("/v1/completions", json=body).json()["choices"]

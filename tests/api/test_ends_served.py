@@ -95,9 +95,7 @@ def counted_alike(
 @pytest.mark.parametrize(
     ("kind", "drafter"), covering(ENDS, ["tiny", "ngram"], strength=1, fast=[("stop", "tiny")])
 )
-def test_metrics_and_usage_count_what_answers_have(
-    server: RunningServer, kind: str, drafter: str
-) -> None:
+def test_metrics_and_usage_count_what_answers_have(server, kind, drafter) -> None:
     alone = made(server.url, [body_of(i, kind, "none") for i in range(2 * NUM_CLIENTS)])
     before = figures(server.url)
     drafted = made(server.url, [body_of(i, kind, drafter) for i in range(2 * NUM_CLIENTS)])

@@ -32,9 +32,7 @@ def post(server: RunningServer, headers: dict[str, str] | None = None, **fields:
     ("headers", "fields"),
     [({HEADER: "2"}, {}), ({}, {FIELD: 2}), ({HEADER: "30"}, {FIELD: 2}), ({}, {})],
 )
-def test_the_shortest_job_goes_first(
-    one_at_a_time: RunningServer, headers: dict[str, str], fields: dict[str, int]
-) -> None:
+def test_the_shortest_job_goes_first(one_at_a_time, headers, fields) -> None:
     """Of two with the same `max_tokens`, the later one by what it says."""
     answered: list[str] = []
 

@@ -16,8 +16,6 @@ from tests.api.samples import samples
 from tests.serving.fakes import SLOW_FACTORY, expected_tokens
 from tests.serving.harness import RunningServer, eventually, running_server, serve_config
 
-from penstock.engine.tokenizer import Tokenizer
-
 LONG = {"prompt": [50, 60, 70], "max_tokens": 400}
 
 
@@ -70,9 +68,7 @@ def test_too_many_waiting_requests(slow_server: RunningServer) -> None:
     assert 1 <= int(full.value.response.headers["Retry-After"]) <= 60
 
 
-def test_a_stream_that_is_left_before_its_first_output_frees_its_place(
-    slow_server: RunningServer,
-) -> None:
+def test_a_stream_that_is_left_before_its_first_output_frees_its_place(slow_server) -> None:
     body: dict[str, Any] = {"prompt": "a", "n": 4}
 
     def is_refused(timeout: float) -> bool:
@@ -93,9 +89,7 @@ def test_a_stream_that_is_left_before_its_first_output_frees_its_place(
     eventually(lambda: is_free(slow_server))
 
 
-def test_a_stream_begins_before_its_first_token(
-    slow_server: RunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_begins_before_its_first_token(slow_server, monkeypatch) -> None:
     """Its headers come, and then a sign of life now and again."""
     monkeypatch.setattr("penstock.api.responses._KEEP_ALIVE_S", 0.1)
     url = f"{slow_server.url}/v1/completions"
@@ -120,9 +114,7 @@ def test_more_choices_than_can_ever_wait(slow_server: RunningServer) -> None:
     assert refused.value.param == "n"
 
 
-async def test_64_streams_lose_and_repeat_nothing(
-    server: RunningServer, tokenizer: Tokenizer
-) -> None:
+async def test_64_streams_lose_and_repeat_nothing(server, tokenizer) -> None:
     async with httpx.AsyncClient(
         base_url=server.url, timeout=60, limits=httpx.Limits(max_connections=64)
     ) as http:

@@ -58,9 +58,7 @@ def test_accepted_tokens_are_counted_by_position() -> None:
         (LatencyTarget(), FinishReason.STOP, 0, 0),
     ],
 )
-def test_targets_that_were_met(
-    latency: LatencyTarget, reason: FinishReason, counted: int, met: int
-) -> None:
+def test_targets_that_were_met(latency, reason, counted, met) -> None:
     metrics = Metrics("toy")
     meter = RequestMeter(metrics, Request("r", 3, 100, tenant="a", latency=latency))
     for token in (1, 2, 3):

@@ -160,9 +160,7 @@ def test_the_dashboard_reads_metrics_that_exist(http: httpx.Client) -> None:
         ({"Authorization": "Bearer key-s\xe9"}, "the API key is not known"),
     ],
 )
-def test_keys_are_asked_for(
-    keyed_server: RunningServer, headers: dict[str, str], message: str
-) -> None:
+def test_keys_are_asked_for(keyed_server, headers, message) -> None:
     raw = {name: value.encode("latin-1") for name, value in headers.items()}
     for path in ("/v1/completions", "/v1/chat/completions"):
         answer = httpx.post(f"{keyed_server.url}{path}", content=b"{", headers=raw)  # type: ignore[arg-type]

@@ -140,9 +140,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
     ("prompt", "stays"),
     [(["Hi"], True), (["Hi there. "] * 10, True), (["Hi there. " * 9] * 64, False)],
 )
-async def test_many_texts_are_as_much_work_as_a_long_one(
-    tokenizer: Tokenizer, threads: list[threading.Thread], prompt: list[str], stays: bool
-) -> None:
+async def test_many_texts_are_as_much_work_as_a_long_one(tokenizer, threads, prompt, stays) -> None:
     await completion(preparer(tokenizer), prompt=prompt)
     assert len(threads) == len(prompt)
     assert [t is threading.main_thread() for t in threads] == [stays] * len(prompt)
@@ -160,9 +158,7 @@ async def test_too_many_choices_are_refused_before_anything_is_tokenised(
     assert threads == []
 
 
-async def test_messages_as_the_template_gets_them(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_messages_as_the_template_gets_them(tokenizer, monkeypatch) -> None:
     seen: list[Any] = []
 
     def noted(self: Tokenizer, messages: Any, *more: Any) -> str:

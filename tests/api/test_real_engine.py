@@ -31,9 +31,7 @@ def complete(server: RunningServer, drafter: str, **fields: Any) -> dict[str, An
 
 
 @pytest.mark.parametrize("fields", [{"temperature": 0}, {"temperature": 0.8, "seed": 5}])
-def test_drafters_change_nothing_but_the_speed(
-    real_server: RunningServer, fields: dict[str, Any]
-) -> None:
+def test_drafters_change_nothing_but_the_speed(real_server, fields) -> None:
     alone = complete(real_server, "none", **fields)
     assert alone["usage"]["speculation"]["drafter"] is None
     for drafter in ("auto", "near", "far", "ngram"):

@@ -101,9 +101,7 @@ async def test_keys_and_tenants_are_taken_over(caplog: pytest.LogCaptureFixture)
         ),
     ],
 )
-async def test_a_mistake_changes_nothing(
-    caplog: pytest.LogCaptureFixture, found: Any, said: str
-) -> None:
+async def test_a_mistake_changes_nothing(caplog, found, said) -> None:
     stand = Stand(serve_config({"tenants": keyed(a="one"), "fairness": False}))
     stand.found = found
     await stand.reload.run()

@@ -69,9 +69,7 @@ def test_answers_are_those_of_one_server(replicas: tuple[Program, Program], rout
 @pytest.mark.parametrize(
     ("policy", "share"), [("cache_aware", [0, 4]), ("round_robin", [2, 2])], ids=lambda v: str(v)
 )
-def test_where_prompts_with_one_beginning_go(
-    replicas: tuple[Program, Program], tmp_path: Path, policy: str, share: list[int]
-) -> None:
+def test_where_prompts_with_one_beginning_go(replicas, tmp_path, policy, share) -> None:
     """To the replica that has it in its cache, where the policy is the one for it."""
     beginning = f"{policy}: one two three four five six seven. " * 20
     names = ("request_success_total", "prefix_cache_hits_total", "prefix_cache_queries_total")

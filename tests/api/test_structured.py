@@ -133,9 +133,7 @@ NESTED = '{"items":' * 5000 + "{}" + "}" * 5000
         ({"guided_whitespace_pattern": " *"}, "guided_whitespace_pattern: is not supported"),
     ],
 )
-def test_what_cannot_be_had_is_refused(
-    http: httpx.Client, fields: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_be_had_is_refused(http, fields, message) -> None:
     answer = http.post("/v1/completions", json={"prompt": "a", **fields})
     assert answer.status_code == 400
     error = answer.json()["error"]

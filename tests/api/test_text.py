@@ -61,9 +61,7 @@ def test_an_unfinished_character_is_shown_at_the_end(tokenizer: Tokenizer) -> No
 
 
 @pytest.mark.parametrize("stops", [[], ["zzz"]])
-def test_tokens_are_reported_with_the_text_they_complete(
-    tokenizer: Tokenizer, stops: list[str]
-) -> None:
+def test_tokens_are_reported_with_the_text_they_complete(tokenizer, stops) -> None:
     token_ids = tokenizer.encode("one two €!")
     stream = TextStream(tokenizer, stops)
     text, tokens = "", []

@@ -228,9 +228,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "message"), BAD)
-def test_what_is_wrong_is_said_in_one_line(
-    hermes: openai.OpenAI, fields: dict[str, Any], message: str
-) -> None:
+def test_what_is_wrong_is_said_in_one_line(hermes, fields, message) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         chat(hermes, "a", extra_body=fields)
     assert isinstance(refused.value.body, dict)

@@ -31,9 +31,7 @@ def logits(folder: Path) -> torch.Tensor:
         return model(torch.arange(8, 40)[None]).logits
 
 
-def test_the_silent_layers_make_the_first_ones_always_right(
-    weights: Weights, tmp_path: Path
-) -> None:
+def test_the_silent_layers_make_the_first_ones_always_right(weights, tmp_path) -> None:
     silent = silence(weights, DRAFTER_LAYERS)
     whole = logits(write_checkpoint(tmp_path / "whole", weights))
     target = logits(write_checkpoint(tmp_path / "target", silent))
@@ -73,18 +71,14 @@ def test_query_rows_go_from_halves_to_pairs() -> None:
         (["--gguf", __file__], "is not a GGUF file"),
     ],
 )
-def test_a_real_model_that_is_not_there_ends_it(
-    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_real_model_that_is_not_there_ends_it(arguments, says, capsys) -> None:
     with pytest.raises(SystemExit) as ended:
         parse(arguments)
     assert ended.value.code == 2
     assert says in capsys.readouterr().err
 
 
-def test_quantising_takes_a_file_that_is_there_and_overwrites_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_quantising_takes_a_file_that_is_there_and_overwrites_none(tmp_path, capsys) -> None:
     mine, other = tmp_path / "mine.gguf", tmp_path / "other.gguf"
     mine.write_text("kept")
     for arguments, says in (

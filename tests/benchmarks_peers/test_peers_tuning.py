@@ -74,9 +74,7 @@ LLAMACPP, PENSTOCK, OPENVINO = (ENGINES[name] for name in ("llamacpp", "penstock
         ({2: 3, 4: 2, 6: 9, 8: 9}, 2, {2, 4}),
     ],
 )
-def test_lengths_are_tried_as_long_as_they_gain(
-    rates: dict[int, float], best: int, tried: set[int], model: PeerCheckpoint, tmp_path: Path
-) -> None:
+def test_lengths_are_tried_as_long_as_they_gain(rates, best, tried, model, tmp_path) -> None:
     pool = TellingPool(lambda setup: rates.get(setup.draft_tokens, 1.0))
     cell = tuner(pool, tmp_path).draft_cell(LLAMACPP, model, 1)
     assert cell is not None
@@ -112,9 +110,7 @@ def sweep(pool: TellingPool, folder: Path, model: PeerCheckpoint) -> PeerSweep:
     return PeerSweep(cast("Pool", pool), store, [PENSTOCK, LLAMACPP], bars, 2, quick=False)
 
 
-def test_a_cut_run_goes_on_behind_what_it_has_measured(
-    model: PeerCheckpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cut_run_goes_on_behind_what_it_has_measured(model, tmp_path, capsys) -> None:
     pool = TellingPool(lambda setup: 1.0 + (setup.draft_tokens > 0))
     runs, _ = sweep(pool, tmp_path, model).measure([model], [1])
     num_first = len(pool.asked)

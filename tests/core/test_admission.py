@@ -146,9 +146,7 @@ def test_bad_options(options: dict[str, Any], said: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "options"), ADMISSIONS.values())
-def test_a_request_that_is_alone_is_served_unless_the_policy_may_idle(
-    name: str, options: dict[str, Any]
-) -> None:
+def test_a_request_that_is_alone_is_served_unless_the_policy_may_idle(name, options) -> None:
     policy = make_policy("admission", name, options)
     scheduler = Scheduler(
         BlockPool(64, 4),

@@ -325,9 +325,7 @@ def test_confident_tries_nothing_where_a_position_costs_more_than_a_token() -> N
 
 
 @pytest.mark.parametrize(("position", "expected"), [(1e-5, 8), (5e-2, 0)])
-def test_confident_does_not_draft_because_a_step_takes_long_anyway(
-    position: float, expected: int
-) -> None:
+def test_confident_does_not_draft_because_a_step_takes_long_anyway(position, expected) -> None:
     """The time of its prefill is lost either way; a position costs what it costs."""
     for num_rows in (3, 500):
         policy = make_policy("allocation", "confident")
@@ -405,9 +403,7 @@ def of_tenants(num: dict[str, int], limit: int = 8) -> list[DraftCandidate]:
 @pytest.mark.parametrize(
     ("weights", "expected"), [((1.0, 1.0), (12, 28)), ((1.0, 9.0), (4, 36)), ((9.0, 1.0), (12, 28))]
 )
-def test_a_short_budget_is_shared_out_by_weight(
-    policy: str, weights: tuple[float, float], expected: tuple[int, int]
-) -> None:
+def test_a_short_budget_is_shared_out_by_weight(policy, weights, expected) -> None:
     """Two requests of a tenant, whose drafts are seldom accepted, could use 12 positions."""
     offered = of_tenants({"quiet": 2, "greedy": 10}, limit=6)
     estimators = learned([0.5] * 2 + [0.9] * 10, verify=FLAT)

@@ -223,9 +223,7 @@ def state(number: int, drafter: str, *, is_free: bool) -> RequestState:
         st.tuples(st.sampled_from("abc"), st.integers(0, 5), st.booleans()), max_size=40
     ),
 )
-def test_divisions_are_balanced_as_far_as_requests_may_move(
-    num: int, members: list[tuple[str, int, bool]]
-) -> None:
+def test_divisions_are_balanced_as_far_as_requests_may_move(num, members) -> None:
     division = Division([1 / num] * num)
     states = [state(i, d, is_free=free) for i, (d, _, free) in enumerate(members)]
     before = {}

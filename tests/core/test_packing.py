@@ -63,9 +63,7 @@ def test_cut_rows_hold_one_piece_each(lengths: list[int], row_length: int) -> No
 
 
 @given(lengths=LENGTHS, window=st.integers(1, 8), cost=COSTS)
-def test_the_best_is_no_dearer_than_what_it_is_chosen_from(
-    lengths: list[int], window: int, cost: AttentionCost
-) -> None:
+def test_the_best_is_no_dearer_than_what_it_is_chosen_from(lengths, window, cost) -> None:
     def seconds(plan: Decomposition) -> float:
         shape = KVShape(1, 1, 1, 1)
         costs = dict.fromkeys(LAYOUTS, cost)

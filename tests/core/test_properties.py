@@ -119,9 +119,7 @@ def test_everybody_ends_and_nothing_is_left(world: World, coming: list[Request])
 
 @quietly
 @given(world=worlds(st.just(Chaos())), coming=requests())
-def test_in_a_calm_world_everybody_finishes_or_is_refused(
-    world: World, coming: list[Request]
-) -> None:
+def test_in_a_calm_world_everybody_finishes_or_is_refused(world, coming) -> None:
     world.run(coming, max_turns=2000)
     world.check_outputs()
     world.check_empty()

@@ -54,9 +54,7 @@ def test_options_reach_the_policy() -> None:
         ("selection", "single", {"drafter": 3}, "drafter must be a text, or null, not 3"),
     ],
 )
-def test_errors_are_one_clear_line(
-    kind: str, name: str, options: dict[str, Any], said: str
-) -> None:
+def test_errors_are_one_clear_line(kind, name, options, said) -> None:
     with pytest.raises(PolicyError) as caught:
         make_policy(kind, name, options)
     assert said in str(caught.value)

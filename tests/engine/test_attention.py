@@ -106,9 +106,7 @@ def make_scene(
 @every_kind
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 6])
 @pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
-def test_equals_plain_attention(
-    kind: AttentionFactory, lengths: list[tuple[int, int]], num_kv_heads: int
-) -> None:
+def test_equals_plain_attention(kind, lengths, num_kv_heads) -> None:
     scene = make_scene(lengths, num_kv_heads)
     out = scene.attend(kind)
     assert out.is_contiguous()
@@ -203,9 +201,7 @@ def test_scores_too_large_for_an_exponential_are_merged() -> None:
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-4)
 
 
-def test_negative_control_merging_without_rescaling_is_caught(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_negative_control_merging_without_rescaling_is_caught(monkeypatch) -> None:
     scene = make_scene(BATCHES["verify"])
     monkeypatch.setattr(
         decomposed, "relative_totals", lambda totals, targets, rows: torch.ones_like(totals)
@@ -249,9 +245,7 @@ def test_packed_bounds_what_it_gathers() -> None:
 
 @pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize("kept", [1, 2 * 64 * HEAD_DIM * 40 + 1])
-def test_packed_attends_to_some_heads_after_others(
-    monkeypatch: pytest.MonkeyPatch, kept: int, lengths: list[tuple[int, int]]
-) -> None:
+def test_packed_attends_to_some_heads_after_others(monkeypatch, kept, lengths) -> None:
     monkeypatch.setattr("penstock.engine.attention.packed._MAX_GATHERED_BYTES", kept)
     scene = make_scene(lengths, num_kv_heads=6)
     backend = PackedAttention(scene.cache, HEADS)

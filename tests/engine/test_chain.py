@@ -120,9 +120,7 @@ def alone(engine: Engine) -> Alone:
     ],
     indirect=["engine"],
 )
-def test_output_is_the_targets_own(
-    engine: Engine, alone: Alone, sampling: str, drafter: str, batch: int
-) -> None:
+def test_output_is_the_targets_own(engine, alone, sampling, drafter, batch) -> None:
     loop = make_loop(engine, rotating=drafter == "rotating")
     name = "auto" if drafter == "rotating" else drafter
     outputs, _ = run(loop, repeating_requests(SAMPLINGS[sampling], batch, name))
@@ -148,9 +146,7 @@ def test_other_sources_in_every_round_change_nothing(
     assert any(guessed and not kept for kept, guessed in seen), "the model alone"
 
 
-def test_the_model_has_read_what_it_goes_on_from(
-    engine: Engine, alone: Alone, switching: Switching, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_model_has_read_what_it_goes_on_from(engine, alone, switching, monkeypatch) -> None:
     """The target's twin is right behind every looked-up token that is, however often it was not
     asked: nothing of its KV is missing or stale."""
     drafted: list[tuple[TokenBuffer, int, Parts, list[int]]] = []
@@ -175,9 +171,7 @@ def test_the_model_has_read_what_it_goes_on_from(
     assert num_behind
 
 
-def test_small_memory_preempts_and_changes_nothing(
-    engine: Engine, alone: Alone, switching: Switching
-) -> None:
+def test_small_memory_preempts_and_changes_nothing(engine, alone, switching) -> None:
     loop = make_loop(engine, rotating=True, kv_tokens=20 * 16)
     requests = repeating_requests(SAMPLINGS["coupled"], 16, "auto")
     switching.tell(requests, alone["coupled"])
@@ -204,9 +198,7 @@ def test_a_model_that_fails_midway_changes_nothing(
     assert outputs == alone["greedy"][:8]
 
 
-def test_a_cached_prefix_holds_only_what_the_model_has_read(
-    engine: Engine, alone: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cached_prefix_holds_only_what_the_model_has_read(engine, alone, monkeypatch) -> None:
     """What was drafted without the model must not be taken for its KV by the next request."""
     num_guessed = 0
     monkeypatch.setattr(
@@ -448,15 +440,11 @@ def p_value(
         pytest.param(None, 1, id="look-up as far as it goes"),
     ],
 )
-def test_joint_of_three_positions_is_the_targets(
-    costs: RoundCosts | None, drafter_seed: int
-) -> None:
+def test_joint_of_three_positions_is_the_targets(costs, drafter_seed) -> None:
     assert p_value(costs, drafter_seed) > 1e-3
 
 
-def test_other_parts_in_every_round_are_exact_and_false_reports_are_caught(
-    switching: Switching,
-) -> None:
+def test_other_parts_in_every_round_are_exact_and_false_reports_are_caught(switching) -> None:
     assert p_value(None, num_samples=4_000) > 1e-3
     assert {(0, 2), (1, 1), (2, 0)} <= switching.seen
     assert p_value(None, falsify=True, num_samples=4_000) < 1e-9

@@ -85,9 +85,7 @@ def shown_in_chunks(
     stops=st.lists(st.text("ab€", min_size=1, max_size=5), max_size=3),
     size=st.integers(1, 5),
 )
-def test_stop_strings_are_found_across_any_chunks(
-    tokenizer: Tokenizer, text: str, stops: list[str], size: int
-) -> None:
+def test_stop_strings_are_found_across_any_chunks(tokenizer, text, stops, size) -> None:
     token_ids = tokenizer.encode(text)
     shown, num_tokens, reason = shown_in_chunks(tokenizer, token_ids, stops, size)
     assert shown == cut(text, stops)
@@ -117,17 +115,13 @@ def test_a_broken_character_may_be_a_stop_string(tokenizer: Tokenizer) -> None:
         ({"max_tokens": 4}, [4, 5, 6], None),
     ],
 )
-def test_what_comes_first_ends_it(
-    tokenizer: Tokenizer, fields: dict[str, Any], tokens: list[int], expected: End | None
-) -> None:
+def test_what_comes_first_ends_it(tokenizer, fields, tokens, expected) -> None:
     assert output_end(tokenizer, **fields).follow(tokens) == expected
     assert output_end(tokenizer, "no such text", **fields).follow(tokens) == expected
 
 
 @pytest.mark.parametrize(("min_tokens", "end"), [(0, 2), (1, 2), (2, 4), (3, 4), (4, 6)])
-def test_a_stop_string_may_begin_before_min_tokens(
-    tokenizer: Tokenizer, min_tokens: int, end: int
-) -> None:
+def test_a_stop_string_may_begin_before_min_tokens(tokenizer, min_tokens, end) -> None:
     """It is where it ends that counts."""
     ids = [tokenizer.encode(c, add_special_tokens=False)[0] for c in "ababab"]
     found = output_end(tokenizer, "ab", min_tokens=min_tokens, previous=ids[-1]).follow(ids)

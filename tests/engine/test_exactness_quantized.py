@@ -104,9 +104,7 @@ def alone(engine: Engine) -> Alone:
     covering(PAIRS, ["none", *DRAFTERS, "rotating"], ["greedy", "coupled"], strength=1),
     indirect=["engine"],
 )
-def test_output_is_the_targets_own(
-    engine: Engine, alone: Alone, sampling: str, drafter: str
-) -> None:
+def test_output_is_the_targets_own(engine, alone, sampling, drafter) -> None:
     loop = make_loop(engine, rotating=drafter == "rotating")
     name = "auto" if drafter == "rotating" else drafter
     outputs, accepted = run(loop, make_requests(SAMPLINGS[sampling], 8, name))
@@ -116,9 +114,7 @@ def test_output_is_the_targets_own(
         assert accepted > 0
 
 
-def test_negative_control_accepting_everything_is_caught(
-    engine: Engine, alone: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_negative_control_accepting_everything_is_caught(engine, alone, monkeypatch) -> None:
     monkeypatch.setattr(Verifier, "decide", lenient(Verifier.decide))
     outputs, _ = run(make_loop(engine), make_requests(SAMPLINGS["coupled"], 8, "near"))
     assert outputs != alone["coupled"][:8]

@@ -72,9 +72,7 @@ GEMMA_3_27B = {
         ({"layer_types": ["sliding_attention", "full_attention"]}, {0}),
     ],
 )
-def test_which_layers_have_a_window(
-    broken: Broken, changes: dict[str, Any], layers: set[int]
-) -> None:
+def test_which_layers_have_a_window(broken, changes, layers) -> None:
     path = broken("qwen3")
     edit_json(path / "config.json", use_sliding_window=True, sliding_window=8, **changes)
     window = DecoderConfig.from_pretrained(path).variant.window
@@ -112,9 +110,7 @@ def test_longrope_ends_where_keys_would_have_to_be_turned_again(checkpoint: Chec
         ("qwen3-moe", {"decoder_sparse_step": 2}, ["some layers have no experts"]),
     ],
 )
-def test_what_an_architecture_may_not_ask_for(
-    broken: Broken, case: str, changes: dict[str, Any], parts: list[str]
-) -> None:
+def test_what_an_architecture_may_not_ask_for(broken, case, changes, parts) -> None:
     path = broken(case)
     edit_json(path / "config.json", **changes)
     refusal(path, "config.json", *parts)

@@ -34,9 +34,7 @@ def wide(case: str) -> Case:
 
 @pytest.mark.parametrize("case", ["llama", "llama-tied", "qwen2", "phi3"])
 @pytest.mark.parametrize("weights", FORMATS)
-def test_what_is_written_is_near_and_stays_quantised(
-    weights: str, case: str, tmp_path: Path
-) -> None:
+def test_what_is_written_is_near_and_stays_quantised(weights, case, tmp_path) -> None:
     source, out = tmp_path / "floats", tmp_path / "out"
     write_checkpoint(source, wide(case))
     (source / "tokenizer.json").write_text("{}")

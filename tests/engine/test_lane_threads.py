@@ -88,9 +88,7 @@ def test_threads_end_with_their_executor() -> None:
     assert not thread.is_alive()
 
 
-def test_drafter_and_target_are_at_work_together(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafter_and_target_are_at_work_together(engine, monkeypatch) -> None:
     """Each waits inside its step until the other is inside, too."""
     meet = threading.Barrier(2)
     together: list[str] = []
@@ -116,9 +114,7 @@ def test_drafter_and_target_are_at_work_together(
 
 
 @pytest.mark.parametrize("failing", [{2, 3, 5}, set(range(1000))])
-def test_a_drafter_that_fails_loses_no_request(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, failing: set[int]
-) -> None:
+def test_a_drafter_that_fails_loses_no_request(engine, monkeypatch, failing) -> None:
     """Some of its steps, or all: before and after it has taken note of new blocks."""
     expected, _ = run(make_loop(engine), make_requests(SAMPLINGS["coupled"], 6, "none"))
     drafter = engine.executor.drafters["near"]
@@ -136,9 +132,7 @@ def test_a_drafter_that_fails_loses_no_request(
     assert engine.executor.take_broken() == [], "said once"
 
 
-def test_a_draft_for_a_request_that_has_ended_is_not_kept(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_for_a_request_that_has_ended_is_not_kept(engine, monkeypatch) -> None:
     executor, drafter = engine.executor, engine.executor.drafters["near"]
     go_on, draft = threading.Event(), drafter.draft
 
@@ -158,9 +152,7 @@ def test_a_draft_for_a_request_that_has_ended_is_not_kept(
     assert len(executor._held) == 0
 
 
-def test_a_plan_inside_a_lane_keeps_its_table(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_inside_a_lane_keeps_its_table(engine, monkeypatch) -> None:
     """Its request is cancelled, and its id comes again, while it waits to be carried out."""
     executor, drafter = engine.executor, engine.executor.drafters["near"]
     entered, go_on, drafted = threading.Event(), threading.Event(), []

@@ -96,9 +96,7 @@ def grow(sessions: DraftingSessions, most: int = 1000) -> None:
 
 
 @pytest.mark.parametrize("sampling", COUPLED, ids=["greedy", "seeded", "filtered"])
-def test_every_token_is_the_one_that_would_be_drafted_behind_its_line(
-    make: Make, sampling: SamplingParams
-) -> None:
+def test_every_token_is_the_one_that_would_be_drafted_behind_its_line(make, sampling) -> None:
     """Whatever KV was shared, adopted or thrown away. A runner-up is the second choice."""
     sessions, _ = make()
     fresh, other = Fresh(make), Verifier(sampling)
@@ -143,9 +141,7 @@ def test_every_token_is_the_one_that_would_be_drafted_behind_its_line(
     assert len(checked) > 60
 
 
-def test_a_second_choice_is_second_under_the_same_noise(
-    make: Make, family: dict[str, Path]
-) -> None:
+def test_a_second_choice_is_second_under_the_same_noise(make, family) -> None:
     """Compared with the logits themselves."""
     sessions, _ = make()
     sessions.begin("r", PROMPT, GREEDY, sends_lines=True)

@@ -90,9 +90,7 @@ def replay(drafter: Any, text: TokenBuffer, cuts: Sequence[int]) -> list[Replaye
 
 
 @pytest.mark.parametrize(("sampling", "name"), covering(SAMPLINGS, DRAFTERS, strength=1))
-def test_evaluation_counts_what_real_drafts_would_have_had_accepted(
-    engine: Engine, sampling: str, name: str
-) -> None:
+def test_evaluation_counts_what_real_drafts_would_have_had_accepted(engine, sampling, name) -> None:
     drafter = engine.executor.drafters[name]
     text = make_text(engine, SAMPLINGS[sampling])
     right = really_drafted(drafter, text, PROMPT, text.length)
@@ -217,9 +215,7 @@ def test_no_selection_changes_a_token(engine: Engine, name: str, own_lane: bool)
     assert outputs == alone
 
 
-def test_what_a_drafter_has_replayed_it_drafts_from(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_drafter_has_replayed_it_drafts_from(engine, monkeypatch) -> None:
     """KV that replays wrote is right: a perfect drafter is always accepted."""
 
     def accepted_share(which: int) -> float:

@@ -96,14 +96,7 @@ def test_limits_are_where_the_target_can_read_more(engine: Engine) -> None:
     ),
     indirect=["engine"],
 )
-def test_output_is_the_targets_own(
-    engine: Engine,
-    alone: Alone,
-    pipeline: str,
-    sampling: str,
-    drafters: tuple[str, ...],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_output_is_the_targets_own(engine, alone, pipeline, sampling, drafters, caplog) -> None:
     requests = some_requests(SAMPLINGS[sampling], *drafters)
     outputs, accepted = run(make_loop(engine, pipeline=pipeline, rotating=True), requests)
     assert outputs == alone[sampling]
@@ -119,9 +112,7 @@ def test_output_is_the_targets_own(
     ],
     indirect=["engine"],
 )
-def test_distributions_of_another_size(
-    engine: Engine, pipeline: str, drafters: tuple[str, ...], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_distributions_of_another_size(engine, pipeline, drafters, caplog) -> None:
     outputs, accepted = run(
         make_loop(engine, pipeline=pipeline, rotating=True), some_requests(RATIO, *drafters)
     )

@@ -111,14 +111,7 @@ def alone(engine: Engine) -> Alone:
     ],
     indirect=["engine"],
 )
-def test_output_is_the_targets_own(
-    engine: Engine,
-    alone: Alone,
-    sampling: str,
-    drafter: str,
-    batch: int,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_output_is_the_targets_own(engine, alone, sampling, drafter, batch, caplog) -> None:
     loop = make_loop(engine, rotating=drafter == "auto")
     outputs, accepted = run(loop, make_requests(SAMPLINGS[sampling], batch, drafter))
     assert outputs == alone[sampling][:batch]
@@ -134,9 +127,7 @@ def test_output_is_the_targets_own(
     ],
     indirect=["engine"],
 )
-def test_output_beside_the_target_is_its_own(
-    engine: Engine, alone: Alone, pipeline: str, drafter: str
-) -> None:
+def test_output_beside_the_target_is_its_own(engine, alone, pipeline, drafter) -> None:
     loop = make_loop(engine, pipeline=pipeline, rotating=drafter == "auto")
     outputs, accepted = run(loop, make_requests(SAMPLINGS["coupled"], NUM, drafter))
     assert outputs == alone["coupled"]
@@ -150,18 +141,14 @@ def test_the_targets_twin_is_right(engine: Engine, alone: Alone) -> None:
     assert accepted > 0.6 * sum(len(output) for output in outputs)
 
 
-def test_negative_control_accepting_everything_is_caught(
-    engine: Engine, alone: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_negative_control_accepting_everything_is_caught(engine, alone, monkeypatch) -> None:
     """The equalities above must be able to fail."""
     monkeypatch.setattr(Verifier, "decide", lenient(Verifier.decide))
     outputs, _ = run(make_loop(engine), make_requests(SAMPLINGS["coupled"], NUM, "finer"))
     assert outputs != alone["coupled"]
 
 
-def test_a_model_that_fails_midway_changes_nothing(
-    engine: Engine, alone: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_fails_midway_changes_nothing(engine, alone, monkeypatch) -> None:
     drafter = engine.executor.drafters["twin"]
     calls = make_unreliable(monkeypatch, drafter.timed, ["draft"], {1, 4, 5})
     requests = make_requests(SAMPLINGS["greedy"], NUM, "twin")

@@ -229,9 +229,7 @@ def test_a_broken_chat_template_is_told_of_when_it_is_loaded(
 
 @pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "TokenizersBackend"])
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
-def test_transformers_would_read_it_with_the_same_class(
-    tmp_path: Path, name: str, model_type: str
-) -> None:
+def test_transformers_would_read_it_with_the_same_class(tmp_path, name, model_type) -> None:
     save(tmp_path, byte_level(), CHAT)
     settings = tmp_path / "tokenizer_config.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "tokenizer_class": name}))

@@ -44,9 +44,7 @@ def test_no_mismatch_against_brute_force(heap_units: int, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("heap_units", [250, -1], ids=["heap", "multiplier"])
-def test_price_is_the_best_gain_that_was_refused(
-    heap_units: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_price_is_the_best_gain_that_was_refused(heap_units, monkeypatch) -> None:
     monkeypatch.setattr(fair, "_HEAP_UNITS", heap_units)
     # Gains 0.8, 0.64, 0.512, ... and 0.5, 0.25, ...
     lengths, price = geometric_lengths([1.0, 1.0], [0.8, 0.5], 3, None)
@@ -82,9 +80,7 @@ def test_any_falling_curve_is_served_exactly(monkeypatch: pytest.MonkeyPatch) ->
     seed=st.integers(0, 99),
     limited=st.booleans(),
 )
-def test_multiplier_agrees_with_the_heap(
-    clients: int, tokens_each: float, seed: int, limited: bool
-) -> None:
+def test_multiplier_agrees_with_the_heap(clients, tokens_each, seed, limited) -> None:
     rng = np.random.default_rng(seed)
     weights, rates = 1 / rng.uniform(1, 6, clients), rng.uniform(0, 0.999, clients)
     limits = rng.integers(0, 9, clients) if limited else None

@@ -15,9 +15,7 @@ def mixtures(rates: list[float], budget: int) -> np.ndarray[tuple[int, int], np.
 
 @pytest.mark.parametrize("fairness", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("weights", [[1.0, 1.0, 1.0], [1.0, 3.0, 0.5]])
-def test_optimum_is_that_over_all_mixtures_of_decisions(
-    fairness: float, weights: list[float]
-) -> None:
+def test_optimum_is_that_over_all_mixtures_of_decisions(fairness, weights) -> None:
     rates = [0.85, 0.6, 0.35]
     corners = mixtures(rates, 6)
 

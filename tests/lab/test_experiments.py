@@ -180,9 +180,7 @@ def one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("one_entry")
-def test_json_has_verdicts_files_and_reasons(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_json_has_verdicts_files_and_reasons(monkeypatch, capsys, tmp_path) -> None:
     out = tmp_path / "new" / "folder"
     assert _call(monkeypatch, "all", "--quick", "--json", "--out", str(out)) == 0
     toy, toyless = json.loads(capsys.readouterr().out)["entries"]
@@ -195,18 +193,14 @@ def test_json_has_verdicts_files_and_reasons(
     assert (toyless["skipped"], toyless["verdicts"]) == ("no data", [])
 
 
-def test_an_unknown_name_is_one_line_and_code_2(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_an_unknown_name_is_one_line_and_code_2(monkeypatch, capsys, tmp_path) -> None:
     assert _call(monkeypatch, "fig0", "--out", str(tmp_path)) == 2
     error = capsys.readouterr().err
     assert error.startswith("penstock: unknown reproduction 'fig0'")
     assert error.count("\n") == 1
 
 
-def test_without_matplotlib_it_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_without_matplotlib_it_says_so(monkeypatch, capsys, tmp_path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert _call(monkeypatch, "wait_fig4_6", "--out", str(tmp_path)) == 2
     assert "pip install 'penstock[plot]'" in capsys.readouterr().err

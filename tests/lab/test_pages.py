@@ -44,9 +44,7 @@ def docs(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_benchmark_writes_a_result_file_and_it_becomes_a_page(
-    docs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_benchmark_writes_a_result_file_and_it_becomes_a_page(docs, monkeypatch, capsys) -> None:
     result = docs / "results" / "toys" / "top.json"
     monkeypatch.setattr(sys, "argv", ["top", "--quick", "--result", str(result)])
     assert tell(parser("Tops.", quick="short").parse_args(), results(2.0)) == 0

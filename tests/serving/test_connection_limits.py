@@ -73,17 +73,13 @@ def test_the_table_of_strangers_is_bounded(clock: Clock, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("lasting_s", [0.0, 0.3, 9.9, 10.0, 25.0])
-def test_our_own_back_off_never_meets_the_limit(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch, lasting_s: float
-) -> None:
+def test_our_own_back_off_never_meets_the_limit(clock, monkeypatch, lasting_s) -> None:
     """As many draft servers as may share a name, all at once, each with the shortest of pauses."""
     monkeypatch.setattr("penstock.serving.link.random.uniform", lambda low, high: low)
     assert num_refused(clock, arrivals_of(), lasting_s) == 0
 
 
-def test_the_comparison_with_the_limit_can_fail(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_comparison_with_the_limit_can_fail(clock, monkeypatch) -> None:
     """Did a stream that breaks at once start the pauses anew, the limit would be met."""
     monkeypatch.setattr("penstock.serving.link.random.uniform", lambda low, high: low)
     monkeypatch.setattr("penstock.serving.link._STABLE_S", 0.0)

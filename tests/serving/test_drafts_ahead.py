@@ -153,9 +153,7 @@ async def test_a_server_that_goes_takes_its_lines_along(world: World) -> None:
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0), SEEDED])
-async def test_a_draft_server_sends_what_it_would_draft(
-    family: dict[str, Path], sampling: SamplingParams
-) -> None:
+async def test_a_draft_server_sends_what_it_would_draft(family, sampling) -> None:
     """With the target itself as the drafter the first line is the target's own output."""
     oracle = target_oracle(family["target"])
     verifier = ScriptedVerifier(oracle)

@@ -64,9 +64,7 @@ def _short_workload() -> Workload:
 
 
 @pytest.mark.parametrize("admission", ["vllm_v1", "fluid_guided"])
-def test_the_engine_and_the_simulator_serve_the_same_requests(
-    server: LiveServer, admission: str, tmp_path: Path
-) -> None:
+def test_the_engine_and_the_simulator_serve_the_same_requests(server, admission, tmp_path) -> None:
     workload = _short_workload()
     prompts = mixed_prompts(server.engine.tokenizer_path)
     cell = LoadCell(admission, 0.5, 250.0, [workload])

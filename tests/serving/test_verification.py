@@ -23,9 +23,7 @@ from penstock.transport.v1 import drafting_pb2 as pb
 
 @pytest.mark.parametrize("sampling", [greedy(), seeded(7)], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("wrong_every", [0, 3, 1])
-async def test_edge_output_is_the_targets_own(
-    world: World, sampling: pb.Sampling, wrong_every: int
-) -> None:
+async def test_edge_output_is_the_targets_own(world, sampling, wrong_every) -> None:
     expected = world.alone(sampling)
     async with scripted_server(world.address) as draft_server:
         await draft_server.hello(world.digest)

@@ -241,9 +241,7 @@ async def test_a_flood(guarded: World, caplog: pytest.LogCaptureFixture) -> None
     assert "flood: too many messages: at most 300" in caplog.text
 
 
-async def test_a_reader_that_does_not_read(
-    guarded: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_reader_that_does_not_read(guarded, monkeypatch, caplog) -> None:
     """What waits for it is bounded; then its stream is ended."""
     caplog.set_level(logging.INFO, "penstock.serving.verification")
     monkeypatch.setattr(draft_streams, "_MAX_QUEUED_MESSAGES", 50)
@@ -402,9 +400,7 @@ async def test_cherry_picked_tokens_change_nothing(guarded: World) -> None:
 
 @pytest.mark.parametrize("is_central", [False, True], ids=["edge", "central"])
 @pytest.mark.parametrize("method", ["order", "send_verdict"])
-async def test_an_error_ends_one_stream_alone(
-    guarded: World, monkeypatch: pytest.MonkeyPatch, method: str, is_central: bool
-) -> None:
+async def test_an_error_ends_one_stream_alone(guarded, monkeypatch, method, is_central) -> None:
     """It happens on the engine's messages; whatever it is, the engine goes on, and so do others."""
     works = getattr(DraftStream, method)
 

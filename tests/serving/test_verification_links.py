@@ -59,9 +59,7 @@ async def test_a_certificate_is_an_identity(secured: World, certificates: Path) 
 
 
 @pytest.mark.parametrize("name", ["stranger", "edge.forged", None])
-async def test_other_certificates_are_none(
-    secured: World, certificates: Path, name: str | None
-) -> None:
+async def test_other_certificates_are_none(secured, certificates, name) -> None:
     """Signed, but not known; of the right name, but signed by another; absent."""
     other = credentials(certificates, name)
     async with scripted_server(secured.address, credentials=other, token="edge") as draft_server:
@@ -79,9 +77,7 @@ async def test_no_tls_where_it_is_needed(secured: World) -> None:
     assert code is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_welcome_tells_the_targets_ends_of_text(
-    family: dict[str, Path], tmp_path: Path
-) -> None:
+async def test_a_welcome_tells_the_targets_ends_of_text(family, tmp_path) -> None:
     shutil.copytree(family["target"], tmp_path / "target")
     (tmp_path / "target" / "generation_config.json").write_text('{"eos_token_id": [9, 7]}')
     with verified_world({**family, "target": tmp_path / "target"}) as world:

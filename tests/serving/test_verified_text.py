@@ -25,9 +25,7 @@ def pieces_of(sizes: list[int]) -> list[Piece]:
 @given(
     st.lists(st.integers(1, 5), min_size=1, max_size=12), st.integers(1, 3), st.integers(0, 2**32)
 )
-def test_any_order_and_any_repetition_gives_the_text(
-    sizes: list[int], copies: int, seed: int
-) -> None:
+def test_any_order_and_any_repetition_gives_the_text(sizes, copies, seed) -> None:
     pieces = pieces_of(sizes)
     sent = pieces * copies
     random.Random(seed).shuffle(sent)

@@ -181,9 +181,7 @@ class ForgetfulGrammars:
         return self.alive.setdefault(grammar, done)
 
 
-def test_a_grammar_is_kept_until_its_request_has_begun_or_is_gone(
-    engine: ToyEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_grammar_is_kept_until_its_request_has_begun_or_is_gone(engine, monkeypatch) -> None:
     grammars = ForgetfulGrammars()
     engine.executor.grammars = grammars  # type: ignore[assignment]
     waiting, gone = (

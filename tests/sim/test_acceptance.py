@@ -131,9 +131,7 @@ def test_read_records(tmp_path: Path) -> None:
         ("a=zero.jsonl", "line 1: a is not an array of 1 or more"),
     ],
 )
-def test_bad_drafters(
-    text: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_drafters(text, complaint, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("bad.jsonl").write_text("{")
     write(Path("list.jsonl"), [1])

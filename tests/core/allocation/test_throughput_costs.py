@@ -55,9 +55,7 @@ def unread(
     ("prompt_len", "left", "drafts"),
     [(2000, 20, False), (2000, 4000, True), (10, 20, True), (2, 2, True)],
 )
-def test_reading_must_pay_within_the_tokens_to_come(
-    prompt_len: int, left: int, drafts: bool
-) -> None:
+def test_reading_must_pay_within_the_tokens_to_come(prompt_len, left, drafts) -> None:
     """A draft saves 6 ms or so a round; 2,000 tokens take two seconds."""
     estimators = learned([0.8], verify=FLAT, draft=1e-4)
     for _ in range(50):
@@ -93,9 +91,7 @@ def test_a_drafter_that_mostly_has_nothing_must_draft_for_little() -> None:
 
 @pytest.mark.parametrize("own_lanes", [(), ("d",)], ids=["inside", "beside"])
 @pytest.mark.parametrize("eagerness", [0.0, 0.5, 1.0])
-def test_what_drafts_come_to_is_learned_though_nothing_was_verified(
-    eagerness: float, own_lanes: tuple[str, ...]
-) -> None:
+def test_what_drafts_come_to_is_learned_though_nothing_was_verified(eagerness, own_lanes) -> None:
     drafter = ToyDrafter("d", accuracy=1.0, eagerness=eagerness)
     allocation = make_policy("allocation", "fixed", {"k": 1})
     scheduler = make_scheduler(drafters=[drafter], own_lanes=own_lanes, allocation=allocation)

@@ -50,9 +50,7 @@ def served(
     return host.num_decided / (len(world.finished) - before), world
 
 
-def test_it_is_chosen_rarely_where_a_choice_takes_longer_than_it_saves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_it_is_chosen_rarely_where_a_choice_takes_longer_than_it_saves(monkeypatch) -> None:
     rates = {"good": 0.8, "poor": 0.5}
     free, _ = served(0.0, monkeypatch, rates)
     dear, world = served(0.5e-3, monkeypatch, rates)
@@ -62,9 +60,7 @@ def test_it_is_chosen_rarely_where_a_choice_takes_longer_than_it_saves(
     assert used["good"] > 0.95 * used.total()
 
 
-def test_what_changes_is_noticed_by_the_few_that_are_chosen_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_changes_is_noticed_by_the_few_that_are_chosen_for(monkeypatch) -> None:
     monkeypatch.setattr(prior, "_MEMORY", 16)
     rates = {"good": 0.8, "poor": 0.3}
     _, world = served(0.5e-3, monkeypatch, rates)

@@ -44,9 +44,7 @@ def play(
 @pytest.mark.parametrize(
     ("policy", "beside", "capacity"), covering(POLICIES, [False, True], [1, 2, 4], strength=1)
 )
-def test_capacities_hold_and_no_place_is_left_unused(
-    policy: str, beside: bool, capacity: int
-) -> None:
+def test_capacities_hold_and_no_place_is_left_unused(policy, beside, capacity) -> None:
     """The world itself checks that no drafter has more requests than it takes."""
     world = play(policy, machine=make_machine(beside=beside, capacity=capacity), live=8)
     assert world.finished
@@ -56,8 +54,7 @@ def test_capacities_hold_and_no_place_is_left_unused(
 
 
 @pytest.mark.parametrize(("policy", "first"), covering([*LEARNING, "adaptive"], [0, 4], strength=1))
-def test_a_bad_beginning_is_not_held_against_a_drafter_for_ever(policy: str, first: int) -> None:
-
+def test_a_bad_beginning_is_not_held_against_a_drafter_for_ever(policy, first) -> None:
     def rates(number: int) -> dict[str, float]:
         return {"d0": 0.05 if number <= first else 0.9}
 
@@ -204,9 +201,7 @@ def test_requests_that_differ_get_different_drafters() -> None:
         ("adaptive", {"k_max": 0}, "k_max must be a whole number from 1 to 1024"),
     ],
 )
-def test_bad_options_are_refused_in_one_line(
-    policy: str, options: dict[str, Any], message: str
-) -> None:
+def test_bad_options_are_refused_in_one_line(policy, options, message) -> None:
     with pytest.raises(PolicyError, match=message) as caught:
         make_policy("selection", policy, options)
     assert "\n" not in str(caught.value)

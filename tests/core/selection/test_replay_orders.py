@@ -68,9 +68,7 @@ def replay_orders(world: World) -> list[DraftOrder]:
 
 @pytest.mark.parametrize("own_lanes", [(), ("good", "lookup")], ids=["inline", "lanes"])
 @pytest.mark.parametrize("seed", range(10))
-def test_output_and_kv_stay_right_whatever_is_replayed(
-    seed: int, own_lanes: tuple[str, ...]
-) -> None:
+def test_output_and_kv_stay_right_whatever_is_replayed(seed, own_lanes) -> None:
     rng = random.Random(seed)
     blocks = {"num_blocks": 40, "drafter_blocks": rng.choice([12, 40])}
     policy = Curious(seed, share=rng.choice([0.3, 1.0]))
@@ -154,9 +152,7 @@ def test_an_answer_for_kv_that_was_lost_meanwhile_is_not_believed() -> None:
     assert kv.num_computed_tokens == 0
 
 
-def test_negative_control_believing_more_than_was_read_is_caught(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_negative_control_believing_more_than_was_read_is_caught(monkeypatch) -> None:
     def too_far(state: RequestState, order: DraftOrder, num: int) -> None:
         kv = state.kv.get(order.drafter)
         if kv is not None:

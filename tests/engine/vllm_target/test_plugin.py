@@ -90,9 +90,7 @@ def test_its_own_rule_takes_the_steps_that_vllm_takes(runs: Any, kind: str, stoc
 @pytest.mark.parametrize(
     ("case", "longest"), [("short drafts", 1), ("no drafts", 0), ("two each", 2), ("throughput", 3)]
 )
-def test_drafts_are_as_long_as_requests_and_the_policy_say(
-    runs: Any, case: str, longest: int
-) -> None:
+def test_drafts_are_as_long_as_requests_and_the_policy_say(runs, case, longest) -> None:
     fact = runs["facts"][case]
     assert fact["longest_draft"] == longest
     assert (fact["accepted"] > 0) == (longest > 0)
