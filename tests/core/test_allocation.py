@@ -285,7 +285,7 @@ def test_confident_drafts_where_it_pays_at_one_price_for_all() -> None:
         assert [g.num_draft_tokens for g in grants] == [8, 8, 8]
 
 
-def test_confident_leaves_out_whose_drafts_do_not_pay() -> None:
+def test_confident_leaves_out_requests_whose_drafts_do_not_pay() -> None:
     """A position costs a third to half of a token: three accepted of three pay, none does not."""
     policy = make_policy("allocation", "confident")
     found, _ = served(

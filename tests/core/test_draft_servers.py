@@ -322,7 +322,7 @@ def test_lines_go_with_their_server() -> None:
     assert [o.request_id for o in desk.send("s1").drafts] == ["r1"]
 
 
-def test_lines_of_nobodys_request_change_nothing() -> None:
+def test_lines_of_unknown_requests_change_nothing() -> None:
     desk = prefilled("async")
     pieces = (LinePiece(1, 7, (1, 2), 1),)
     for event in (DraftAhead("r9", "s1", pieces), DraftAhead("r1", "s9", pieces)):

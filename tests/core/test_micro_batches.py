@@ -137,7 +137,7 @@ def test_those_that_do_not_draft_join_any_group() -> None:
     assert Counter(n for step in steps for n in step - {"alone"}) == {"r": 3, "s": 3}
 
 
-def test_a_failed_lane_holds_nobody_up() -> None:
+def test_a_failed_lane_holds_no_request_up() -> None:
     world = make_world("2")
     prefill(world, [make_request(n, seed=i) for i, n in enumerate("rstu")])
     lost = in_flight(world, "d")

@@ -127,7 +127,7 @@ def test_the_order_is_what_admitting_comes_to(new_queue: Callable[[], ArrivalQue
 
 @given(st.lists(st.tuples(st.integers(1, 50_000), st.integers(0, 4)), min_size=1, max_size=80))
 @settings(max_examples=200, deadline=None)
-def test_nobody_is_delayed_by_more_than_a_quarter(load: list[tuple[int, int]]) -> None:
+def test_no_request_is_delayed_by_more_than_a_quarter(load: list[tuple[int, int]]) -> None:
     """load: prompt length of each arrival, and how many are admitted after it."""
     queue, done, before, started = by_prompt(), 0.0, {}, {}
     arrived = 0.0

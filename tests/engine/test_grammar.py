@@ -135,7 +135,7 @@ def check_valid(tokenizer: Tokenizer, texts: Sequence[tuple[int, ...]]) -> None:
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_valid_and_the_same_whatever_is_drafted(engine, tokenizer, sampling) -> None:
+def test_output_is_valid_and_the_same_with_any_drafts(engine, tokenizer, sampling) -> None:
     params = SAMPLINGS[sampling]
     alone, accepted = run(
         make_loop(engine, drafters=()),
@@ -354,7 +354,7 @@ def test_what_is_drawn_of_all_tokens_and_let_come_is_what_the_masks_give(tokeniz
     assert all(counts.values()), counts
 
 
-def test_whoever_asks_before_a_settled_draft_is_appended_is_told_of_the_text(tokenizer) -> None:
+def test_before_a_decided_draft_is_appended_masks_are_of_the_text(tokenizer) -> None:
     """A drafter may, in its own thread."""
     compiler = GrammarCompiler(lambda: tokenizer, 4096, [EOS])
     request = Request("r", 1, 60, prompt_token_ids=(5,), stop_token_ids=frozenset({EOS}))

@@ -149,7 +149,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("params", OTHERS)
-def test_whoever_needs_the_logits_gets_them(checkpoint, params) -> None:
+def test_logits_are_there_where_they_are_needed(checkpoint, params) -> None:
     """And nobody else: the others of its batch are decided by the samples of the pass."""
     runner = load(checkpoint("llama").path)
     mixed = [params, *COUPLED[:3], params]
@@ -164,7 +164,7 @@ def test_whoever_needs_the_logits_gets_them(checkpoint, params) -> None:
     assert found == expected
 
 
-def test_whose_distribution_is_cut_is_not_decided_by_the_samples(checkpoint: Checkpoints) -> None:
+def test_cut_distributions_are_not_decided_by_the_samples(checkpoint: Checkpoints) -> None:
     """The control: cut to its likeliest token a request gets another one than the pass samples."""
     runner = load(checkpoint("llama").path)
     cut = [dataclasses.replace(OTHERS[1], top_k=1, seed=i) for i in range(12)]

@@ -112,7 +112,7 @@ def test_many_almost_sure_clients_stay_within_the_budget() -> None:
     assert price == pytest.approx(1.0)
 
 
-def test_nobody_and_nothing() -> None:
+def test_without_clients_or_budget() -> None:
     assert draft_lengths([], [], 5) == ([], 0.0)
     assert draft_lengths([1.0], [[]], 5) == ([0], 0.0)
     assert geometric_lengths([], [], 500)[0].tolist() == []

@@ -35,7 +35,7 @@ def test_optimum_is_that_over_all_mixtures_of_decisions(fairness, weights) -> No
     assert fair_utility(found.goodput, weights, fairness) == pytest.approx(-solved.fun, abs=2e-5)
 
 
-def test_nobody_gains_by_a_shift_of_draft_tokens() -> None:
+def test_no_client_gains_by_a_shift_of_draft_tokens() -> None:
     rng = np.random.default_rng(5)
     rates, weights = rng.uniform(0.2, 0.95, 30), rng.uniform(0.5, 2, 30)
     found = fair_optimum(rates, 75, weights)

@@ -129,7 +129,7 @@ async def test_logprobs(family: dict[str, Path], oracle: Oracle, num_logprobs: i
         assert told == known
 
 
-async def test_whoever_takes_no_assignments_sends_nothing(family, oracle) -> None:
+async def test_a_server_without_assignments_sends_no_drafts_for_others(family, oracle) -> None:
     verifier = ScriptedVerifier(oracle)
     async with (
         verifier.serving() as port,
@@ -427,7 +427,7 @@ async def test_what_would_never_be_taken_is_refused_here(family, oracle, made, w
         assert client.num_open == 0
 
 
-async def test_ratio_drafts_bring_their_distributions_to_whom_is_trusted(family, oracle) -> None:
+async def test_ratio_drafts_bring_distributions_from_trusted_servers_only(family, oracle) -> None:
     ratio = SamplingParams(temperature=0.9, seed=3, verification="ratio")
     for trusted in (False, True):
         verifier = ScriptedVerifier(oracle)

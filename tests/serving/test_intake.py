@@ -31,7 +31,7 @@ def test_one_client_leaves_as_much_as_it_holds() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 64])
-def test_whoever_comes_next_finds_room(size: int) -> None:
+def test_the_next_client_finds_room(size: int) -> None:
     """However greedy those before it were, until there are as many clients as places."""
     shares = Shares(size)
     rng = random.Random(size)

@@ -64,7 +64,7 @@ async def test_central_output_is_the_targets_own(world: World, fields: dict[str,
     assert len(text.token_ids) > len(PROMPT) + NUM_TOKENS / 2
 
 
-async def test_logprobs_for_whom_they_are_meant(world: World) -> None:
+async def test_logprobs_go_only_to_requests_that_ask(world: World) -> None:
     """At the edge the same as at the centre, drafted or not."""
     alone = await complete_by_http(world, logprobs=3, speculation={"drafter": "none"})
     known = alone["choices"][0]["logprobs"]

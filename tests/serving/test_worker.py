@@ -93,7 +93,7 @@ class SlowGrammars:
         return self.compiled[grammar]
 
 
-def test_nobody_waits_for_another_ones_grammar(engine: ToyEngine) -> None:
+def test_no_request_waits_for_the_grammar_of_another(engine: ToyEngine) -> None:
     grammars = SlowGrammars()
     engine.executor.grammars = grammars  # type: ignore[assignment]
     slow, cancelled = (

@@ -153,7 +153,7 @@ def overload() -> Workload:
     return Workload("overload", prompts, np.full(960, 100), arrivals - arrivals[0])
 
 
-def test_whoever_is_late_does_not_make_all_others_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_request_does_not_make_all_others_late(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = fluid(overload(), options=TARGETS)
     assert ours.figures()["requests_completed"] == 960
     monkeypatch.setattr("penstock.core.policies.admission.parts.targets._LATE_EVERY_TARGETS", 0.0)
@@ -162,7 +162,7 @@ def test_whoever_is_late_does_not_make_all_others_late(monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_nobody_is_put_off_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_request_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under an overload that goes on a long prompt would never be on time."""
     rng = np.random.default_rng(9)
     arrivals = np.concatenate([[0.5], np.sort(rng.random(1000)) * 33])

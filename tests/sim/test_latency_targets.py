@@ -79,7 +79,7 @@ def test_a_prompt_is_held_back_for_those_whose_clients_ask_for_it() -> None:
     assert told.ttft[-1] < 2 * plain.ttft[-1]
 
 
-def test_nobody_is_held_back_for_what_cannot_be_met() -> None:
+def test_no_request_is_held_back_for_a_target_that_cannot_be_met() -> None:
     prompts = np.array([200] * 20 + [40_000])
     workload = Workload("one", prompts, np.full(21, 200), np.array([0.0] * 20 + [0.5]))
     setup = Setup(A100, PolicyConfig.of("fluid_guided"), kv_tokens=100_000)
@@ -88,7 +88,7 @@ def test_nobody_is_held_back_for_what_cannot_be_met() -> None:
     assert told.finished_at == pytest.approx(plain.finished_at)
 
 
-def test_whoever_must_start_first_is_admitted_first() -> None:
+def test_the_request_with_the_least_slack_is_admitted_first() -> None:
     """Of six behind a long one, with one place: by slack the two with a deadline come first."""
     deadline = np.array([np.nan, np.nan, np.nan, np.nan, 9.0, 3.0])
     workload = Workload(

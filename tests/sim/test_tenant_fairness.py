@@ -133,7 +133,7 @@ def test_weights_divide_what_is_served() -> None:
     assert equal.figures()["jain"] > 0.99
 
 
-def test_nobody_saves_up_credit() -> None:
+def test_idle_tenants_save_up_no_credit() -> None:
     """A tenant that asked for next to nothing for a minute gets half of the server then, and not
     all of it."""
     num = 600

@@ -73,7 +73,7 @@ class EndsBeforeTurn:
 
 
 @pytest.mark.parametrize("pipeline", first_fast(["2", "off"]))
-def test_whoever_is_first_is_admitted_before_more_have_ended_than_ran(pipeline: str) -> None:
+def test_the_first_in_order_waits_for_no_more_ends_than_requests_ran(pipeline: str) -> None:
     watches: list[EndsBeforeTurn] = []
 
     def watch(scheduler: Scheduler) -> EndsBeforeTurn:

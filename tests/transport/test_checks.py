@@ -98,7 +98,7 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
 
 @settings(max_examples=15 * settings.default.max_examples, deadline=None)
 @given(st.randoms(use_true_random=False))
-def test_whatever_comes_is_refused_or_valid(rng: random.Random) -> None:
+def test_every_message_is_refused_or_valid(rng: random.Random) -> None:
     """No other exception, and nothing gets through that the engine could choke on."""
     messages = [
         pb.Up(

@@ -127,7 +127,7 @@ def test_equation_3_over_all_positions_is_right_in_the_mean(rate: float, overlap
 
 
 @pytest.mark.parametrize(("clients", "budget"), [(8, 20), (8, 6), *slow([16, 32], [8])])
-def test_nobody_is_starved_who_was_useless_for_a_while(clients: int, budget: int) -> None:
+def test_a_client_that_was_useless_for_a_while_is_not_starved(clients: int, budget: int) -> None:
     rates = np.full((1000, clients), 0.7)
     rates[:300, :2], rates[300:, :2] = 0.02, 0.85
     longest = {}
@@ -267,7 +267,7 @@ def test_adaptive_sends_the_price_with_every_grant_if_told_to() -> None:
     assert [g.min_survival for g in plenty] == [0.0, 0.0]
 
 
-def test_adaptive_tries_again_whom_luck_left() -> None:
+def test_adaptive_tries_a_client_again_after_bad_luck() -> None:
     policy = make("goodspeed_adaptive")
     asked = candidates(*"abcd")
     rounds(policy, asked, [3, 3, 3, 0], 60, budget=6)

@@ -40,7 +40,7 @@ def test_it_finds_the_drafter_that_is_worth_its_time() -> None:
     assert used(play({"small": 0.1, "large": 0.9})).most_common(1)[0][0] == "large"
 
 
-def test_it_drafts_with_nobody_where_no_drafter_pays() -> None:
+def test_it_drafts_nothing_where_no_drafter_pays() -> None:
     dear = Machine({"small": 20e-3, "large": 40e-3})
     world = play({"small": 0.6, "large": 0.7}, machine=dear)
     chosen = used(world)

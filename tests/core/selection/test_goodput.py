@@ -37,7 +37,7 @@ def test_charges_add_up_to_the_step_when_all_do_the_same() -> None:
     assert times(8).seconds(drafter("large"), 8, 4) == pytest.approx(step)
 
 
-def test_inside_a_step_everybody_waits_for_a_lone_drafter() -> None:
+def test_inside_a_step_all_wait_for_a_lone_drafter() -> None:
     """Whoever shares a drafter shares its time; a lane of its own delays nobody else."""
     verify = 10e-3 + 40 * 0.1e-3
     assert times(8).seconds(drafter("small"), 2, 4) == pytest.approx(verify + 4 * 4e-3)

@@ -95,7 +95,7 @@ def test_a_drafter_that_was_never_heard_of_may_come(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_without_a_usable_drafter_nobody_drafts(policy: str) -> None:
+def test_without_a_usable_drafter_nothing_is_drafted(policy: str) -> None:
     chosen = make_policy("selection", policy)
     states = [RequestState(Request(n, 5, 5), i) for i, n in enumerate("rs")]
     assert chosen.select(states, View({}, Estimators())) == {"r": None, "s": None}

@@ -68,7 +68,7 @@ def replay_orders(world: World) -> list[DraftOrder]:
 
 @pytest.mark.parametrize("own_lanes", [(), ("good", "lookup")], ids=["inline", "lanes"])
 @pytest.mark.parametrize("seed", range(10))
-def test_output_and_kv_stay_right_whatever_is_replayed(seed, own_lanes) -> None:
+def test_output_and_kv_stay_right_with_any_replays(seed, own_lanes) -> None:
     rng = random.Random(seed)
     blocks = {"num_blocks": 40, "drafter_blocks": rng.choice([12, 40])}
     policy = Curious(seed, share=rng.choice([0.3, 1.0]))

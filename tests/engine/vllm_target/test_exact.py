@@ -62,7 +62,7 @@ def test_the_circumstances_have_come_about(played: Played) -> None:
     assert facts["cancels: cancelled"] == 2
 
 
-def test_cancelled_requests_disturb_nobody(played: Played) -> None:
+def test_cancelled_requests_disturb_no_other(played: Played) -> None:
     """One id came again with the last request's prompt, the other never."""
     outputs, reference = played.outputs["cancels"], played.reference
     expected = [reference[-1] if i == 1 else text for i, text in enumerate(reference)]
