@@ -1,7 +1,5 @@
 """Bytes that are nearly right."""
 
-from __future__ import annotations
-
 import os
 import random
 import time

@@ -1,7 +1,5 @@
 """What `penstock doctor` finds: with nothing wrong, and with one thing wrong at a time."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import socket

@@ -1,12 +1,9 @@
 """`penstock draft` as a program, against a scripted verification server."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,7 +12,6 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from tests.engine.small_family import write_family
 from tests.serving.certificates import write_certificates
 from tests.serving.scripted_verifier import Oracle, ScriptedVerifier, target_oracle
 
@@ -31,11 +27,6 @@ _CODE = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)
 _CODE += "from penstock.cli import main; main()"
 PROGRAM = (sys.executable, "-c", _CODE, "draft")
 GREEDY = SamplingParams(temperature=0.0)
-
-
-@pytest.fixture(scope="module")
-def family(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return write_family(tmp_path_factory.mktemp("family"))
 
 
 @pytest.fixture(scope="module")
@@ -112,23 +103,12 @@ async def program(*arguments: object) -> AsyncIterator[Running]:
         (["--connect", "a:1", "--model", "suffix"], "one model or with ngram, not 'suffix'"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(
-    arguments: list[str],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    from penstock.cli import main
-
-    monkeypatch.setattr(sys, "argv", ["penstock", "draft", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    captured = capsys.readouterr()
-    assert ended.value.code == 2
-    assert captured.out == ""
-    assert message in captured.err
-    assert captured.err.startswith("penstock: ")
-    assert captured.err.count("\n") == 1
+def test_bad_input_is_one_line_and_exit_code_2(cli, arguments, message) -> None:
+    code, out, err = cli("draft", *arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.startswith("penstock: ")
+    assert err.count("\n") == 1
 
 
 def test_which_model_is_meant(family: dict[str, Path]) -> None:
@@ -137,19 +117,6 @@ def test_which_model_is_meant(family: dict[str, Path]) -> None:
     assert drafter_checkpoint("draft-code") == ("draft-code", cards["draft-code"].path)
     assert drafter_checkpoint(NGRAM) == (NGRAM, cards[DEFAULT_DRAFTER].path)
     assert drafter_checkpoint(str(family["near"])) == ("near", family["near"])
-
-
-async def test_help_loads_no_library() -> None:
-    code = (
-        "import sys; sys.argv = ['penstock', 'draft', '--help']\n"
-        "from penstock.cli import main\n"
-        "try: main()\n"
-        "except SystemExit: pass\n"
-        "print(sorted({'torch', 'transformers', 'fastapi', 'grpc'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: ASYNC221
-    assert "--connect" in done.stdout
-    assert done.stdout.splitlines()[-1] == "[]"
 
 
 async def test_users_are_served(family: dict[str, Path], oracle: Oracle) -> None:
@@ -210,9 +177,7 @@ async def test_users_are_served(family: dict[str, Path], oracle: Oracle) -> None
 
 
 @pytest.mark.slow
-async def test_texts_end_where_the_targets_do(
-    family: dict[str, Path], oracle: Oracle, tmp_path: Path
-) -> None:
+async def test_texts_end_where_the_targets_do(family, oracle, tmp_path) -> None:
     """Not at the drafter's own ends of text."""
     model = tmp_path / "model"
     shutil.copytree(family["near"], model)
@@ -272,22 +237,7 @@ async def test_without_users_no_port_is_opened(family: dict[str, Path], oracle: 
 
 
 @pytest.mark.slow
-async def test_look_up_needs_no_model(oracle: Oracle) -> None:
-    verifier = ScriptedVerifier(oracle)
-    async with (
-        verifier.serving() as port,
-        program("--connect", f"127.0.0.1:{port}", "--model", "ngram") as running,
-    ):
-        await running.line()
-        assert verifier.hellos[0].model_name == "ngram"
-        running.process.send_signal(signal.SIGTERM)
-        assert (await running.ended())[0] == 0
-
-
-@pytest.mark.slow
-async def test_a_refusal_is_one_line_and_exit_code_2(
-    family: dict[str, Path], oracle: Oracle
-) -> None:
+async def test_a_refusal_is_one_line_and_exit_code_2(family, oracle) -> None:
     verifier = ScriptedVerifier(oracle)
     verifier.refuse = "the draft model has another tokenizer than the target"
     async with (

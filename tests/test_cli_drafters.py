@@ -1,37 +1,23 @@
 """What the simulator's commands say of drafters."""
 
-from __future__ import annotations
-
+import functools
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.conftest import Cli
 
-from penstock.cli import main
-
-Cli = Callable[..., tuple[int, str, str]]
 LOAD = ("--workload", "low", "--profile", "zoo-large", "--admission", "vllm_v1", "--rate", "20")
 
 
 @pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
-    """`penstock simulate` with more options: exit code, standard output and standard error."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        whole = ["penstock", "simulate", *LOAD, "--requests", "60", *arguments]
-        monkeypatch.setattr(sys, "argv", whole)
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
-
-    return run
+def simulate(cli: Cli) -> Cli:
+    """Runs `penstock simulate` with that load and more options."""
+    return functools.partial(cli, "simulate", *LOAD, "--requests", 60)
 
 
-def test_requests_by_domain_with_every_fitted_drafter(cli: Cli) -> None:
-    code, out, err = cli("--acceptance", "zoo", "--selection", "epsilon_greedy", "--json")
+def test_requests_by_domain_with_every_fitted_drafter(simulate: Cli) -> None:
+    code, out, err = simulate("--acceptance", "zoo", "--selection", "epsilon_greedy", "--json")
     assert code == 0, err
     told = json.loads(out)
     assert {"ngram", "draft-tiny", "draft-base"} <= set(told["drafters"])
@@ -39,10 +25,10 @@ def test_requests_by_domain_with_every_fitted_drafter(cli: Cli) -> None:
     assert sum(d["accepted"] for d in told["drafters"].values()) == told["draft_tokens_accepted"]
 
 
-def test_times_and_capacities_are_the_drafters_own(cli: Cli) -> None:
+def test_times_and_capacities_are_the_drafters_own(simulate: Cli) -> None:
     common = ("--acceptance", "zoo", "--drafter", "draft-tiny", "--drafter", "draft-base", "--json")
     names = ("--set", "selection.drafter=draft-base", "--set", "allocation.k=4")
-    code, out, err = cli(
+    code, out, err = simulate(
         *common, *names, "--allocation", "fixed", "--drafter-seconds", "draft-base=0.5:0.25"
     )
     assert code == 0, err
@@ -50,15 +36,15 @@ def test_times_and_capacities_are_the_drafters_own(cli: Cli) -> None:
     assert base["seconds"] > 0.5 * base["rounds"] / 60
     # Prompts of 62 tokens are read first, at a quarter of a second each.
     assert base["seconds"] > 60 * 61 * 0.25
-    code, out, err = cli(
+    code, out, err = simulate(
         *common, *names, "--allocation", "fixed", "--drafter-capacity", "draft-base=2x3"
     )
     assert code == 0, err
     assert {f"draft-base/{i}" for i in (1, 2, 3)} >= set(json.loads(out)["drafters"])
 
 
-def test_bare_names_need_an_acceptance(cli: Cli) -> None:
-    code, _, err = cli("--drafter", "draft-tiny")
+def test_bare_names_need_an_acceptance(simulate: Cli) -> None:
+    code, _, err = simulate("--drafter", "draft-tiny")
     assert code == 2
     assert "a drafter is NAME=RATE" in err
 
@@ -72,18 +58,18 @@ def test_bare_names_need_an_acceptance(cli: Cli) -> None:
         (("--acceptance", "zoo", "--drafter-seconds", "x"), "NAME=SECONDS"),
     ],
 )
-def test_bad_drafters_are_one_line(cli: Cli, arguments: tuple[str, ...], message: str) -> None:
-    code, out, err = cli(*arguments)
+def test_bad_drafters_are_one_line(simulate: Cli, arguments: tuple[str, ...], message: str) -> None:
+    code, out, err = simulate(*arguments)
     assert code == 2
     assert not out
     assert message in err
     assert len(err.strip().splitlines()) == 1
 
 
-def test_a_file_with_fits_serves_as_the_bundled_one(cli: Cli, tmp_path: Path) -> None:
+def test_a_file_with_fits_serves_as_the_bundled_one(simulate: Cli, tmp_path: Path) -> None:
     path = tmp_path / "fit.json"
     fit = {"drafters": ["a"], "domains": {"d": {"mean": [1.0], "covariance": [[0.1]]}}}
     path.write_text(json.dumps({"origin": "a test", "fits": {"sampled": fit}}))
-    code, out, err = cli("--acceptance", str(path), "--json")
+    code, out, err = simulate("--acceptance", str(path), "--json")
     assert code == 0, err
     assert set(json.loads(out)["drafters"]) == {"a"}

@@ -1,7 +1,5 @@
 """Choosing the engine, and settings of the file on the command line."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -138,9 +136,6 @@ def test_commands_that_take_an_engine(cli: Cli, command: str, tmp_path: Path) ->
     assert (code, err) == (2, "penstock: --engine is 'no'; allowed: native, vllm\n")
 
 
-# --- old names ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -188,9 +183,6 @@ def test_old_names_work_and_warn(cli: Cli) -> None:
     assert (code, err) == (2, "penstock: Invalid value: --selection takes a value\n")
 
 
-# --- help -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("command", "most_options"),
     [
@@ -202,9 +194,7 @@ def test_old_names_work_and_warn(cli: Cli) -> None:
         ("plan", 16),
     ],
 )
-def test_help_fits_on_a_screen_and_a_half(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, command: str, most_options: int
-) -> None:
+def test_help_fits_on_a_screen_and_a_half(cli, monkeypatch, command, most_options) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = cli(command, "--help")
     assert code == 0

@@ -1,7 +1,5 @@
 """The program with GGUF files: as target, as drafter, beside a folder, and damaged."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path
@@ -42,9 +40,7 @@ def made(cli: Cli, *arguments: str) -> dict[str, object]:
     ("target", "drafter"),
     [("file.gguf", "file.gguf"), ("file.gguf", "folder"), ("folder", "file.gguf")],
 )
-def test_generate_with_unlike_formats(
-    target: str, drafter: str, models: dict[str, str], cli: Cli
-) -> None:
+def test_generate_with_unlike_formats(target, drafter, models, cli) -> None:
     alone = made(cli, "--target", models[target])
     drafted = made(cli, "--target", models[target], "--drafter", f"small={models[drafter]}")
     assert drafted["token_ids"] == alone["token_ids"]
@@ -52,9 +48,7 @@ def test_generate_with_unlike_formats(
     assert drafted["drafter"] in ("small", None)
 
 
-def test_a_drafter_of_another_tokenizer(
-    models: dict[str, str], cli: Cli, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_drafter_of_another_tokenizer(models, cli, caplog) -> None:
     """Its text is drafted, and that is said."""
     target, drafter = ("--target", models["file.gguf"]), f"small={models['other.gguf']}"
     alone = made(cli, *target)
@@ -84,9 +78,7 @@ def test_a_damaged_file(models: dict[str, str], cli: Cli, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["MODEL.GGUF", "model.bin", "model"])
-def test_a_file_is_known_by_its_content(
-    models: dict[str, str], cli: Cli, tmp_path: Path, name: str
-) -> None:
+def test_a_file_is_known_by_its_content(models, cli, tmp_path, name) -> None:
     path = tmp_path / name
     path.hardlink_to(models["file.gguf"])
     alone = made(cli, "--target", models["file.gguf"])
@@ -122,12 +114,6 @@ def test_a_file_that_is_one_of_several(cli: Cli, tmp_path: Path, is_named: bool)
         code, _, err = cli("generate", "a", *arguments)
         assert (code, err.count("\n")) == (2, 1)
         assert f"{path}: is part 1 of 3 of a model; parts are not read yet" in err
-
-
-def test_a_file_that_is_not_there(cli: Cli) -> None:
-    code, _, err = cli("chat", "--target", "/nowhere/model.gguf")
-    assert code == 2
-    assert "neither a checkpoint folder, a GGUF file nor a bundled target" in err
 
 
 def test_serve_with_a_tokenizer_that_is_not_known(cli: Cli, tmp_path: Path) -> None:

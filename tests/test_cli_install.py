@@ -1,7 +1,5 @@
 """What happens before anything heavy is imported: bad input, and extras that are not there."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -73,9 +71,7 @@ def test_a_missing_extra_is_one_line(tmp_path: Path, arguments: tuple[str, ...])
 
 
 @pytest.mark.parametrize("case", first_fast(BAD_INPUT))
-def test_bad_input_is_refused_before_anything_is_loaded(
-    tmp_path: Path, case: tuple[tuple[str, ...], str]
-) -> None:
+def test_bad_input_is_refused_before_anything_is_loaded(tmp_path, case) -> None:
     """Where PyTorch cannot even be imported."""
     arguments, message = case
     code, out, err = outcome(tmp_path, EXTRA, arguments)

@@ -1,7 +1,5 @@
 """The laboratory's commands: there in a clone, one line that says where they are without one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -45,9 +43,7 @@ def test_without_a_clone_they_say_where_they_are(
     assert f"`penstock {arguments[0]}` runs from a clone" in err
 
 
-def test_in_a_clone_they_run(
-    app: typer.Typer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_in_a_clone_they_run(app, monkeypatch, capsys) -> None:
     lab.add_commands(app)
     assert run(app, monkeypatch, "reproduce", "list") == 0
     assert "spin_fig12" in capsys.readouterr().out

@@ -1,24 +1,16 @@
 """`penstock plan`, and that what it prints can be served with."""
 
-from __future__ import annotations
-
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from tests.engine.small_family import write_family
+from tests.conftest import Cli
 
 from penstock.config import ServeConfig
 from penstock.core.policies.base import AdmissionPolicy
 from penstock.engine.build import load_engine
-
-Cli = Callable[..., tuple[int, str, str]]
 
 PROFILE = ("--profile", "a100-llama2-7b")
 MIX = ("--workload", "high", *PROFILE, "--rate", "15", "--requests", "200")
@@ -34,16 +26,15 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny checkpoint."""
-    return write_family(tmp_path_factory.mktemp("family"))["target"]
+REPORTS: dict[tuple[object, ...], str] = {}
 
 
 def plan(cli: Cli, *arguments: object) -> dict[str, Any]:
-    code, out, err = cli("plan", *arguments, "--json")
-    assert code == 0, err
-    report: dict[str, Any] = json.loads(out)
+    """Made once for the same arguments."""
+    if arguments not in REPORTS:
+        code, REPORTS[arguments], err = cli("plan", *arguments, "--json")
+        assert code == 0, err
+    report: dict[str, Any] = json.loads(REPORTS[arguments])
     return report
 
 
@@ -86,11 +77,7 @@ def test_every_configuration_is_expected_by_its_own_run(cli: Cli) -> None:
     assert runs.keys() == report["serve_flags"].keys()
     assert report["expected"] == runs["penstock"]
     policies = {name: figures["admission"] for name, figures in runs.items()}
-    assert policies == {
-        "penstock": "fluid_guided",
-        "penstock_config": "wait",
-        "vllm": "vllm_v1",
-    }
+    assert policies == {"penstock": "fluid_guided", "penstock_config": "wait", "vllm": "vllm_v1"}
     for figures in runs.values():
         options = [x for n, v in figures["options"].items() for x in ("--set", f"{n}={_text(v)}")]
         alone = ("simulate", *MIX, "--admission", figures["admission"], *options, "--json")
@@ -115,9 +102,6 @@ def test_targets_reach_the_policy_that_knows_them(cli: Cli) -> None:
     assert all("slo_goodput" in figures for figures in runs.values())
 
 
-# --- what is printed can be served with -----------------------------------------------------------
-
-
 def configurations(cli: Cli, trace: Path) -> Iterator[tuple[str, list[str], dict[str, Any] | None]]:
     """(policy, flags, settings file) of what two plans print, and of the literal algorithms with
     the same thresholds."""
@@ -136,7 +120,7 @@ def configurations(cli: Cli, trace: Path) -> Iterator[tuple[str, list[str], dict
 
 @pytest.fixture
 def admission_of(
-    cli: Cli, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, family: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., AdmissionPolicy]:
     """The policy of the scheduler that `penstock serve` would have built."""
     served: list[ServeConfig] = []
@@ -151,7 +135,7 @@ def admission_of(
             path = tmp_path / "settings.yaml"
             path.write_text(json.dumps(settings))
             flags = [*flags, "--config", str(path)]
-        code, _, err = cli("serve", target, *flags)
+        code, _, err = cli("serve", family["target"], *flags)
         assert code == 0, err
         engine = served[-1].engine
         load_engine(engine, calibrated=False)
@@ -161,9 +145,7 @@ def admission_of(
     return build
 
 
-def test_the_server_takes_what_is_printed(
-    cli: Cli, trace: Path, admission_of: Callable[..., AdmissionPolicy]
-) -> None:
+def test_the_server_takes_what_is_printed(cli, trace, admission_of) -> None:
     taken = set()
     for name, flags, settings in configurations(cli, trace):
         policy = admission_of(flags, settings)
@@ -174,44 +156,3 @@ def test_the_server_takes_what_is_printed(
                 assert got == (tuple(value) if isinstance(value, list) else value)
         taken.add(name)
     assert taken == {"fluid_guided", "wait", "nested_wait"}
-
-
-def is_gated(settings: dict[str, Any]) -> bool:
-    return bool(settings["engine"]["admission"]["options"].get("gated"))
-
-
-@contextmanager
-def serving(*arguments: str) -> Iterator[str]:
-    """The address of a real `penstock serve` with the bundled family."""
-    command = [sys.executable, "-c", "from penstock.cli import main; main()", "serve"]
-    command += ["--port", "0", "--no-speculation", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            line = process.stdout.readline()
-            assert line.startswith("penstock: serving on http://127.0.0.1:")
-            yield line.split()[-1]
-        finally:
-            process.terminate()
-
-
-@pytest.mark.slow
-def test_a_real_server_answers_with_what_is_printed(cli: Cli, trace: Path, tmp_path: Path) -> None:
-    by_policy = {
-        (name, settings is not None and is_gated(settings)): (flags, settings)
-        for name, flags, settings in configurations(cli, trace)
-    }
-    for (name, _), (flags, settings) in by_policy.items():
-        if settings is not None:
-            path = tmp_path / f"{name}.yaml"
-            path.write_text(json.dumps(settings))
-            flags = [*flags, "--config", str(path)]
-        with serving(*flags, "--kv-tokens", "8192") as url:
-            if settings is not None and not is_gated(settings):
-                # To the letter they wait until enough prompts have come: nothing to ask for.
-                assert httpx.get(f"{url}/health", timeout=60).status_code == 200
-                continue
-            body = {"prompt": "def add(a, b):", "max_tokens": 8, "ignore_eos": True}
-            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
-            assert answer.status_code == 200, answer.text
-            assert answer.json()["usage"]["completion_tokens"] == 8

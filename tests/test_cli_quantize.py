@@ -1,7 +1,5 @@
 """`penstock quantize`: what it writes is served, and bad input ends it with one line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -51,13 +49,7 @@ def test_the_table_says_what_was_written(cli: Cli, tmp_path: Path) -> None:
         (("draft-tiny", ".", "--weights", "int8"), "choose another"),
     ],
 )
-def test_bad_input(
-    arguments: tuple[str, ...],
-    reason: str,
-    cli: Cli,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_bad_input(arguments, reason, cli, tmp_path, monkeypatch) -> None:
     (tmp_path / "something").touch()
     monkeypatch.chdir(tmp_path)
     code, _, err = cli("quantize", *arguments)

@@ -1,7 +1,5 @@
 """Where settings come from, what is in force, and what is wrong with a file."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

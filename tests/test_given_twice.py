@@ -1,7 +1,5 @@
 """A setting that is given twice is refused, wherever settings are given."""
 
-from __future__ import annotations
-
 import pytest
 from tests.conftest import Cli
 
@@ -44,10 +42,7 @@ def test_variables_of_different_settings_go_together() -> None:
     ("arguments", "said"),
     [
         ((*SHOW, "--drafter", "a=ngram", "--drafter", "a=suffix"), "--drafter: 'a'"),
-        (
-            (*SHOW, "--drafter", "ngram", "--drafter", "ngram=suffix"),
-            "--drafter: 'ngram'",
-        ),
+        ((*SHOW, "--drafter", "ngram", "--drafter", "ngram=suffix"), "--drafter: 'ngram'"),
         (
             (
                 "config",

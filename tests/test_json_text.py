@@ -1,7 +1,5 @@
 """No JSON that others read holds NaN or an infinity."""
 
-from __future__ import annotations
-
 import ast
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The version, an sdist, and a wheel outside the checkout."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """How the package's modules import each other: never in a circle."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

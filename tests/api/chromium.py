@@ -1,7 +1,5 @@
 """A Chromium for tests of pages."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Iterator

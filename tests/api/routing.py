@@ -1,7 +1,5 @@
 """vllm-router, as people run it before vLLM."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket
@@ -36,10 +34,7 @@ def router(urls: Sequence[str], log: Path, *options: str) -> Iterator[str]:
     port = free_port()
     command = [_program(), "--host", "127.0.0.1", "--port", str(port)]
     command += ["--prometheus-port", str(free_port()), *options, "--worker-urls", *urls]
-    with (
-        log.open("w") as file,
-        subprocess.Popen(command, stdout=file, stderr=file) as process,
-    ):
+    with log.open("w") as file, subprocess.Popen(command, stdout=file, stderr=file) as process:
         url = f"http://127.0.0.1:{port}"
 
         def is_ready() -> bool:

@@ -1,7 +1,5 @@
 """Reading the exposition format."""
 
-from __future__ import annotations
-
 from prometheus_client.parser import text_string_to_metric_families
 
 

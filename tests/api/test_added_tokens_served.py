@@ -1,8 +1,6 @@
 """A vocabulary with added tokens, served: they are text wherever text is, and a call of a tool may
 begin with one that is not special."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from itertools import pairwise
@@ -38,9 +36,7 @@ FORMAT = {
 
 
 @pytest.fixture(scope="module")
-def added(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[tuple[RunningServer, Tokenizer]]:
+def added(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningServer, Tokenizer]]:
     root = tmp_path_factory.mktemp("added")
     target, model = write(root / "target", "target-small"), write(root / "model", "draft-tiny")
     text = other_vocabulary.write(root / "text", "draft-tiny", other_vocabulary.finer)
@@ -85,9 +81,7 @@ def test_they_are_text_wherever_text_is(added: tuple[RunningServer, Tokenizer]) 
 
 
 @pytest.mark.parametrize(("stream", "sampling"), covering([False, True], SAMPLINGS, strength=1))
-def test_a_format_that_holds_them(
-    added: tuple[RunningServer, Tokenizer], stream: bool, sampling: str
-) -> None:
+def test_a_format_that_holds_them(added, stream, sampling) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "said", "schema": {"const": SAID}}}
     ask: dict[str, Any]
     for ask in ({"response_format": form}, {"extra_body": {"guided_choice": [SAID, f"{SAID}!"]}}):
@@ -98,9 +92,7 @@ def test_a_format_that_holds_them(
 
 
 @pytest.mark.parametrize(("stream", "sampling"), covering([False, True], SAMPLINGS, strength=1))
-def test_a_tool_beside_a_format(
-    added: tuple[RunningServer, Tokenizer], stream: bool, sampling: str
-) -> None:
+def test_a_tool_beside_a_format(added, stream, sampling) -> None:
     """The bundled model knows of no calls: how it begins is pushed."""
     _, tokenizer = added
     ends = {}

@@ -1,7 +1,5 @@
 """Clients that send nothing, read nothing, or want everything: what they do to others."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -72,9 +70,7 @@ def test_a_request_that_never_comes_whole(quick_server: RunningServer, begun: by
     )
 
 
-def test_the_second_request_of_a_connection_that_never_comes_whole(
-    quick_server: RunningServer,
-) -> None:
+def test_the_second_request_of_a_connection_that_never_comes_whole(quick_server) -> None:
     with connection(quick_server) as sock:
         sock.sendall(b"GET /version HTTP/1.1\r\nHost: toy\r\n\r\nGET /vers")
         answer = to_the_end(sock)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import openai
 from openai.types.chat import ChatCompletionMessageParam
 
@@ -24,12 +22,6 @@ def test_a_chat_completion(ai: openai.OpenAI) -> None:
     assert made.usage is not None
     assert made.usage.completion_tokens == 12
     assert made.id.startswith("chatcmpl-")
-
-
-def test_the_context_is_used_up_by_default(ai: openai.OpenAI) -> None:
-    made = ai.chat.completions.create(model="toy", messages=MESSAGES, extra_body=GO_ON)
-    assert made.usage is not None
-    assert made.usage.total_tokens == 512
 
 
 def test_a_streamed_chat(ai: openai.OpenAI) -> None:
@@ -83,11 +75,3 @@ def test_streamed_chat_logprobs(ai: openai.OpenAI) -> None:
         tokens += (logprobs.content or []) if logprobs is not None else []
     assert len(tokens) == 12
     assert all(token.top_logprobs == [] for token in tokens)
-
-
-def test_a_stop_string_in_a_chat(ai: openai.OpenAI) -> None:
-    made = ai.chat.completions.create(
-        model="toy", messages=MESSAGES, max_tokens=50, stop="brief", extra_body=GO_ON
-    )
-    assert made.choices[0].message.content == "Be "
-    assert made.choices[0].finish_reason == "stop"

@@ -1,7 +1,5 @@
 """The dashboard and the playground in a real browser, where there is one."""
 
-from __future__ import annotations
-
 import re
 import socket
 from collections.abc import Iterator
@@ -11,12 +9,7 @@ import httpx
 import pytest
 from tests.api.chromium import Page, chromium, needs_chromium
 from tests.serving.fakes import FACTORY, TOKENIZER
-from tests.serving.harness import (
-    RunningServer,
-    running_server,
-    serve_config,
-    server_process,
-)
+from tests.serving.harness import RunningServer, running_server, serve_config, server_process
 
 from penstock.config import hash_of_key, parse_config
 from penstock.serving.fork_context import LOAD_ENGINE
@@ -104,9 +97,6 @@ def answer_of(url: str, prompt: str, drafter: str, **fields: Any) -> dict[str, A
     return made
 
 
-# --- the playground -----------------------------------------------------------------------------
-
-
 def test_tokens_are_coloured_by_origin(page: Page, family: RunningServer) -> None:
     visit(page, family.url, "playground")
     choose_drafter(page, "draft-tiny")
@@ -149,15 +139,6 @@ def test_tokens_are_coloured_by_origin(page: Page, family: RunningServer) -> Non
     assert page.complaints() == []
 
 
-def test_without_a_drafter_all_is_the_targets(page: Page, family: RunningServer) -> None:
-    visit(page, family.url, "playground")
-    choose_drafter(page, "none")
-    chat(page, QUESTION, temperature=0, **{"max-tokens": 20})
-    assert {t["origin"] for t in tokens(page)} == {"target"}
-    assert page.text("#chat-accepted") == "–"
-    assert page.text("#chat-drafts") == "nothing was drafted"
-
-
 def test_an_answer_is_shown_while_it_comes(page: Page, slow_server: RunningServer) -> None:
     visit(page, slow_server.url, "playground")
     choose_drafter(page, "none")
@@ -172,28 +153,6 @@ def test_an_answer_is_shown_while_it_comes(page: Page, slow_server: RunningServe
     assert 5 < len(tokens(page)) < 450
     page.click("#clear")
     assert tokens(page) == []
-
-
-def test_what_was_said_before_goes_along(page: Page, server: RunningServer) -> None:
-    visit(page, server.url, "playground")
-    chat(page, "one two three", **{"max-tokens": 10})
-    first = httpx.get(f"{server.url}/dashboard/requests").json()["requests"][0]
-    chat(page, "four")
-    second = httpx.get(f"{server.url}/dashboard/requests").json()["requests"][0]
-    # Tokens that meet may become one.
-    assert second["num_prompt_tokens"] > first["num_prompt_tokens"] + first["num_tokens"] // 2
-
-
-def test_bad_settings_are_explained(page: Page, server: RunningServer) -> None:
-    visit(page, server.url, "playground")
-    page.type("#max-tokens", "100000")
-    page.type("#prompt", "one")
-    page.click("#send")
-    page.until(lambda: "do not fit" in page.text("#chat-error"))
-    assert page.one("#prompt").get_attribute("value") == "one", "not lost"
-
-
-# --- what comes from others ---------------------------------------------------------------------
 
 
 def test_text_is_never_html(page: Page) -> None:
@@ -232,77 +191,6 @@ def test_the_page_can_make_no_html_at_all(page: Page, server: RunningServer) -> 
     assert inline == "static"
 
 
-def test_everything_is_the_servers_own(page: Page, server: RunningServer) -> None:
-    visit(page, server.url, "playground")
-    chat(page, "one", **{"max-tokens": 5})
-    page.click("#to-overview")
-    asked = page.run("return performance.getEntriesByType('resource').map(e => e.name)")
-    assert len(asked) > 8
-    assert all(url.startswith((server.url, "data:")) for url in asked)
-
-
-# --- how it looks -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_fits_a_telephone(page: Page, family: RunningServer, scheme: str) -> None:
-    page.size(360, 740)
-    page.scheme(scheme)
-    visit(page, family.url, "playground")
-    chat(page, "A word: " + "w" * 300, **{"max-tokens": 60})
-    assert not page.is_wider_than_its_window()
-    page.click("#to-overview")
-    page.until(lambda: page.all("#requests td:nth-child(3)"))
-    page.until(lambda: page.all("#kv-plot text"))
-    assert not page.is_wider_than_its_window()
-    # It would be found out.
-    page.run("document.querySelector('h1').style.minWidth = '500px'")
-    assert page.is_wider_than_its_window()
-
-
-def contrast(page: Page, selector: str) -> float:
-    """Of an element's text on its card, after WCAG."""
-    found: float = page.run(
-        """const options = {willReadFrequently: true};
-           const canvas = document.createElement("canvas").getContext("2d", options);
-           const light = colour => {
-             canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1);
-             const parts = [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3).map(c => c / 255)
-               .map(c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
-             return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2];
-           };
-           const element = document.querySelector(arguments[0]);
-           const ground = getComputedStyle(element.closest("section, .card") ?? document.body);
-           const both = [getComputedStyle(element).color, ground.backgroundColor].map(light);
-           return (Math.max(...both) + 0.05) / (Math.min(...both) + 0.05);""",
-        selector,
-    )
-    return found
-
-
-def test_it_is_dark_for_those_who_like_that(page: Page, server: RunningServer) -> None:
-    grounds = {}
-    for scheme in ("light", "dark"):
-        page.scheme(scheme)
-        visit(page, server.url)
-        grounds[scheme] = page.one("body").value_of_css_property("background-color")
-        for selector in ("#ttft", "#ttft-p95", "h2", "#requests-key span"):
-            assert contrast(page, selector) >= 4.5, f"{selector} in the {scheme}"
-    assert grounds["light"] != grounds["dark"]
-
-
-def test_plots_have_scales(page: Page, server: RunningServer) -> None:
-    visit(page, server.url)
-    for plot, unit in (("tokens", "tokens/s"), ("requests", "requests"), ("kv", "tokens")):
-        page.until(lambda plot=plot: page.all(f"#{plot}-plot text"))
-        labels = [t.text for t in page.all(f"#{plot}-plot text")]
-        assert labels[0] == "0"
-        assert labels[2].endswith(unit)
-        assert labels[3] == "−5 min"
-        assert "now" in labels
-    assert page.text("#requests-key").split() == ["running", "waiting"]
-
-
 def test_figures_are_those_of_the_server(page: Page, family: RunningServer) -> None:
     def steps() -> str:
         """The legend of a step's parts, which has their seconds while there are steps."""
@@ -325,9 +213,6 @@ def test_figures_are_those_of_the_server(page: Page, family: RunningServer) -> N
     page.until(lambda: "100%" in page.text("#tenants"))
     page.until(lambda: page.text("#ttft").endswith("s"))
     page.until(lambda: re.fullmatch(r"plan [\d.]+ ms draft [\d.]+ ms receive .*", steps()))
-
-
-# --- keys ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -401,9 +286,6 @@ def test_a_tenant_sees_its_own(page: Page, keyed: RunningServer) -> None:
     page.click("#to-playground")
     chat(page, "one two", **{"max-tokens": 5})
     assert len(tokens(page)) == 5
-
-
-# --- a server that goes away --------------------------------------------------------------------
 
 
 def test_a_server_that_goes_away_and_comes_back(page: Page) -> None:

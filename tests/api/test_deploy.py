@@ -1,7 +1,5 @@
 """What is under deploy/: metrics, paths and settings that it names are those of the server."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

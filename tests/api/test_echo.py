@@ -1,8 +1,6 @@
 """`echo` with log-probabilities, as evaluation harnesses ask for it, and stop strings with
 `min_tokens`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

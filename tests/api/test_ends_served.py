@@ -1,7 +1,5 @@
 """Many clients at once over real models: what lies behind an end is counted nowhere."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterator
@@ -97,9 +95,7 @@ def counted_alike(
 @pytest.mark.parametrize(
     ("kind", "drafter"), covering(ENDS, ["tiny", "ngram"], strength=1, fast=[("stop", "tiny")])
 )
-def test_metrics_and_usage_count_what_answers_have(
-    server: RunningServer, kind: str, drafter: str
-) -> None:
+def test_metrics_and_usage_count_what_answers_have(server, kind, drafter) -> None:
     alone = made(server.url, [body_of(i, kind, "none") for i in range(2 * NUM_CLIENTS)])
     before = figures(server.url)
     drafted = made(server.url, [body_of(i, kind, drafter) for i in range(2 * NUM_CLIENTS)])

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -119,9 +117,7 @@ def refused(answer: httpx.Response, status: int, message: str) -> dict[str, Any]
 
 
 @pytest.mark.parametrize(("body", "status", "message"), COMPLETIONS)
-def test_bad_completions(
-    http: httpx.Client, body: dict[str, Any], status: int, message: str
-) -> None:
+def test_bad_completions(http, body, status, message) -> None:
     error = refused(http.post("/v1/completions", json=body), status, message)
     assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
 
@@ -148,9 +144,7 @@ def test_a_huge_body_of_unknown_size_is_refused(http: httpx.Client) -> None:
 
 @pytest.mark.parametrize("text", ["a" * 4_000_000, "word " * 800_000, " " * 4_000_000])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_prompt_far_too_long_is_never_tokenised_whole(
-    http: httpx.Client, monkeypatch: pytest.MonkeyPatch, path: str, text: str
-) -> None:
+def test_a_prompt_far_too_long_is_never_tokenised_whole(http, monkeypatch, path, text) -> None:
     """The context has 512 tokens, and the longest token 14 characters."""
     sizes: list[int] = []
     encode = Tokenizer.encode

@@ -4,8 +4,6 @@ They bring many packages along, and so are not among those that the tests need: 
 (`PATH=/a/venv/bin:$PATH`, with guidellm and lm-eval[api] in it), they are tried.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -51,9 +49,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
         yield running
 
 
-# --- guidellm -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("profile", "form"),
     [
@@ -89,8 +84,6 @@ def test_guidellm(server: Program, tmp_path: Path, profile: str, form: str) -> N
         assert lengths == {16}
 
 
-# --- lm-eval --------------------------------------------------------------------------------------
-
 QUESTIONS = [
     {"question": "Question: language of Poland? Answer:", "choices": [" Polish", " 12", " {}"]},
     {"question": "def add(a, b):\n    return", "choices": [" a + b", " Warsaw", " the"]},
@@ -125,8 +118,7 @@ def reference(context: str, continuation: str) -> float:
 
 
 def test_lm_eval(server: Program, tmp_path: Path) -> None:
-    """A task of multiple choices by log-probabilities. It is told of no tokenizer: the server's is
-    the one."""
+    """A task of multiple choices by log-probabilities."""
     data = tmp_path / "test.jsonl"
     data.write_text("".join(json.dumps(q) + "\n" for q in QUESTIONS))
     (tmp_path / "choices.yaml").write_text(TASK.format(data=data))

@@ -1,7 +1,5 @@
 """What a client says about the length of its output reaches the scheduler's admission policy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

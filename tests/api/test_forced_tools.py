@@ -1,7 +1,5 @@
 """`tool_choice`, `required` or a named tool: the bundled model has never seen a call, and must."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator
@@ -36,10 +34,7 @@ class Add(BaseModel):
 
 MODELS: dict[str, type[BaseModel]] = {"weather": Weather, "add": Add}
 TOOLS: list[Any] = [
-    {
-        "type": "function",
-        "function": {"name": name, "parameters": model.model_json_schema()},
-    }
+    {"type": "function", "function": {"name": name, "parameters": model.model_json_schema()}}
     for name, model in MODELS.items()
 ]
 MESSAGES: list[Any] = [{"role": "user", "content": "How is the weather?"}]
@@ -63,10 +58,7 @@ def forced(
     comment = request.param[request.param.rindex("{#") :]
     (target / "chat_template.jinja").write_text(TEMPLATE + comment)
     tiny = {"tiny": model_path("draft-tiny")}
-    with (
-        model_server(target, tiny, served_model_name="toy") as server,
-        client_of(server) as client,
-    ):
+    with model_server(target, tiny, served_model_name="toy") as server, client_of(server) as client:
         yield client
 
 

@@ -1,7 +1,5 @@
 """Fields of other engines: ignored and named, or refused where the answer would be another."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx
@@ -83,9 +81,7 @@ def test_neutral_values_change_nothing(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize(("name", "value", "message"), CHANGING)
-def test_what_would_change_the_answer_is_refused_by_name(
-    http: httpx.Client, name: str, value: Any, message: str
-) -> None:
+def test_what_would_change_the_answer_is_refused_by_name(http, name, value, message) -> None:
     answer = chat(http, **{name: value})
     assert answer.status_code == 400
     error = answer.json()["error"]

@@ -1,7 +1,5 @@
 """Engines that stand still, and requests that take too long."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -107,9 +105,7 @@ def test_a_frozen_engine_does_not_hold_up_the_end() -> None:
 
 
 @pytest.mark.parametrize("timeout", [{}, {"timeout": 100.0}])
-def test_no_request_takes_longer_than_the_server_allows(
-    limited_server: RunningServer, timeout: dict[str, float]
-) -> None:
+def test_no_request_takes_longer_than_the_server_allows(limited_server, timeout) -> None:
     url = f"{limited_server.url}/v1/completions"
     late = httpx.post(url, json={**BODY, "n": 3, **timeout}, timeout=60)
     assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")

@@ -1,7 +1,5 @@
 """Whatever comes over HTTP: no crash, no hang, no error of the server's own."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket

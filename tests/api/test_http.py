@@ -1,7 +1,5 @@
 """What clients, browsers, proxies and operators expect of any HTTP server."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -51,9 +49,7 @@ def test_health_can_be_asked_by_head(http: httpx.Client) -> None:
         ("POST", "/health", {"GET", "HEAD"}),
     ],
 )
-def test_405_says_what_is_allowed(
-    http: httpx.Client, method: str, path: str, allowed: set[str]
-) -> None:
+def test_405_says_what_is_allowed(http, method, path, allowed) -> None:
     answer = http.request(method, path)
     assert answer.status_code == 405
     assert set(answer.headers["Allow"].split(", ")) == allowed

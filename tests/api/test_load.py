@@ -1,7 +1,5 @@
 """Many clients, clients that go away, engines that die."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -17,8 +15,6 @@ from tests.api.conftest import client_of
 from tests.api.samples import samples
 from tests.serving.fakes import SLOW_FACTORY, expected_tokens
 from tests.serving.harness import RunningServer, eventually, running_server, serve_config
-
-from penstock.engine.tokenizer import Tokenizer
 
 LONG = {"prompt": [50, 60, 70], "max_tokens": 400}
 
@@ -72,9 +68,7 @@ def test_too_many_waiting_requests(slow_server: RunningServer) -> None:
     assert 1 <= int(full.value.response.headers["Retry-After"]) <= 60
 
 
-def test_a_stream_that_is_left_before_its_first_output_frees_its_place(
-    slow_server: RunningServer,
-) -> None:
+def test_a_stream_that_is_left_before_its_first_output_frees_its_place(slow_server) -> None:
     body: dict[str, Any] = {"prompt": "a", "n": 4}
 
     def is_refused(timeout: float) -> bool:
@@ -95,9 +89,7 @@ def test_a_stream_that_is_left_before_its_first_output_frees_its_place(
     eventually(lambda: is_free(slow_server))
 
 
-def test_a_stream_begins_before_its_first_token(
-    slow_server: RunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_begins_before_its_first_token(slow_server, monkeypatch) -> None:
     """Its headers come, and then a sign of life now and again."""
     monkeypatch.setattr("penstock.api.responses._KEEP_ALIVE_S", 0.1)
     url = f"{slow_server.url}/v1/completions"
@@ -122,9 +114,7 @@ def test_more_choices_than_can_ever_wait(slow_server: RunningServer) -> None:
     assert refused.value.param == "n"
 
 
-async def test_64_streams_lose_and_repeat_nothing(
-    server: RunningServer, tokenizer: Tokenizer
-) -> None:
+async def test_64_streams_lose_and_repeat_nothing(server, tokenizer) -> None:
     async with httpx.AsyncClient(
         base_url=server.url, timeout=60, limits=httpx.Limits(max_connections=64)
     ) as http:
@@ -162,10 +152,7 @@ def test_an_engine_killed_in_mid_stream() -> None:
 
 
 def test_an_engine_killed_under_a_whole_answer() -> None:
-    with (
-        running_server(serve_config(), SLOW_FACTORY) as server,
-        ThreadPoolExecutor(1) as pool,
-    ):
+    with running_server(serve_config(), SLOW_FACTORY) as server, ThreadPoolExecutor(1) as pool:
         asked = pool.submit(httpx.post, f"{server.url}/v1/completions", json=LONG, timeout=20)
         eventually(lambda: not is_free(server))
         os.kill(server.engine_pid, signal.SIGKILL)
@@ -200,8 +187,7 @@ def test_a_request_that_would_wait_too_long_is_refused_at_once() -> None:
 @pytest.mark.slow
 @pytest.mark.faults
 def test_clients_that_wait_as_told_are_all_served() -> None:
-    """OpenAI's own client heeds `Retry-After`, and tries again twice. On a machine that does
-    nothing else: what they are told goes by its speed."""
+    """OpenAI's own client heeds `Retry-After`, and tries again twice."""
     few = {"admission": {"name": "vllm_v1", "options": {"max_num_seqs": 2}}}
     config = serve_config(few, served_model_name="toy", max_waiting_requests=16)
     with (

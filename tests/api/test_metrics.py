@@ -1,9 +1,5 @@
 """Metrics of drafters, fed by hand."""
 
-from __future__ import annotations
-
-from dataclasses import replace
-
 import pytest
 from tests.api.samples import labelled
 
@@ -50,14 +46,6 @@ def test_accepted_tokens_are_counted_by_position() -> None:
     assert sum(found.values()) == values(metrics, "spec_decode_num_accepted_tokens_total")["small"]
 
 
-def test_a_very_long_draft_counts_in_the_positions_there_are() -> None:
-    metrics = Metrics("toy")
-    feed(metrics, ("far", 40, 40))
-    found = values(metrics, "spec_decode_num_accepted_tokens_per_pos_total", "position")
-    assert set(found.values()) == {1}
-    assert len(found) == MAX_POSITIONS
-
-
 @pytest.mark.parametrize(
     ("latency", "reason", "counted", "met"),
     [
@@ -70,9 +58,7 @@ def test_a_very_long_draft_counts_in_the_positions_there_are() -> None:
         (LatencyTarget(), FinishReason.STOP, 0, 0),
     ],
 )
-def test_targets_that_were_met(
-    latency: LatencyTarget, reason: FinishReason, counted: int, met: int
-) -> None:
+def test_targets_that_were_met(latency, reason, counted, met) -> None:
     metrics = Metrics("toy")
     meter = RequestMeter(metrics, Request("r", 3, 100, tenant="a", latency=latency))
     for token in (1, 2, 3):
@@ -103,18 +89,3 @@ def test_a_response_counts_its_choices_and_preemptions_once_it_is_complete() -> 
         assert values(metrics, f"{name}_sum", "tenant")["default"] == total
     sources = values(metrics, "prompt_tokens_by_source_total", "source")
     assert sources == {"local_compute": 2, "local_cache_hit": 4}
-
-
-def test_steps_by_their_tokens_are_a_histogram() -> None:
-    stats = replace(
-        STATS, steps_by_tokens=(1, 2, *[0] * 11, 1), num_step_tokens=20_011, kv_block_size=16,
-        kv_capacity_tokens=160, num_waiting=3, num_deferred=1,
-    )  # fmt: skip
-    metrics = Metrics("toy")
-    text = metrics.render(stats, is_up=True, num_restarts=0).decode()
-    found = values(metrics, "iteration_tokens_total_bucket", "le", stats)
-    assert [found["1.0"], found["8.0"], found["16384.0"], found["+Inf"]] == [1, 3, 3, 4]
-    assert 'iteration_tokens_total_sum{model_name="toy"} 20011' in text
-    assert 'cache_config_info{block_size="16",model_name="toy",num_gpu_blocks="10"} 1' in text
-    waiting = values(metrics, "num_requests_waiting_by_reason", "reason", stats)
-    assert waiting == {"capacity": 2, "deferred": 1}

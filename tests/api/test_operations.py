@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from importlib.resources import files
@@ -10,7 +8,6 @@ from unittest.mock import AsyncMock
 import httpx
 import openai
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from tests.api.samples import labelled, samples
 from tests.serving.fakes import TOKENIZER
 from tests.serving.harness import RunningServer, running_server, serve_config
@@ -50,12 +47,6 @@ def keyed_server() -> Iterator[RunningServer]:
         yield running
 
 
-def test_models(ai: openai.OpenAI) -> None:
-    (model,) = ai.models.list()
-    assert model.id == "toy"
-    assert model.to_dict()["drafters"] == ["toy-drafter"]
-
-
 def test_health_and_version(http: httpx.Client) -> None:
     assert http.get("/health").json()["engine"]["target"] == "toy"
     assert http.get("/version").json() == {"version": penstock.__version__}
@@ -92,18 +83,6 @@ def test_metrics_count_what_was_served(http: httpx.Client) -> None:
     assert growth("spec_decode_num_draft_tokens_total") == speculation["num_draft_tokens"]
     assert growth("spec_decode_num_accepted_tokens_total") == speculation["num_accepted_tokens"]
     assert growth("engine_steps_total") >= growth("inter_token_latency_seconds_count")
-
-
-def test_metrics_are_labelled(http: httpx.Client) -> None:
-    http.post("/v1/completions", json={"prompt": "one two three", "max_tokens": 30})
-    labels = {
-        family.name: family.samples[0].labels
-        for family in text_string_to_metric_families(http.get("/metrics").text)
-        if family.samples
-    }
-    assert labels["penstock:generation_tokens"] == {"model_name": "toy", "tenant": "default"}
-    assert labels["penstock:spec_decode_num_drafts"]["drafter"] == "toy-drafter"
-    assert labels["penstock:request_success"]["finished_reason"] == "length"
 
 
 def test_the_dashboard_needs_nothing_from_elsewhere(http: httpx.Client) -> None:
@@ -180,9 +159,7 @@ def test_the_dashboard_reads_metrics_that_exist(http: httpx.Client) -> None:
         ({"Authorization": "Bearer key-s\xe9"}, "the API key is not known"),
     ],
 )
-def test_keys_are_asked_for(
-    keyed_server: RunningServer, headers: dict[str, str], message: str
-) -> None:
+def test_keys_are_asked_for(keyed_server, headers, message) -> None:
     raw = {name: value.encode("latin-1") for name, value in headers.items()}
     for path in ("/v1/completions", "/v1/chat/completions"):
         answer = httpx.post(f"{keyed_server.url}{path}", content=b"{", headers=raw)  # type: ignore[arg-type]

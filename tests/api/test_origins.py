@@ -1,7 +1,5 @@
 """`speculation.origins`: where every token of an answer is from."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -83,7 +81,7 @@ def test_a_stop_string_cuts_the_last_token(http: httpx.Client) -> None:
         assert choice["finish_reason"] == "stop"
 
 
-def test_nobody_else_is_told(http: httpx.Client) -> None:
+def test_origins_are_told_on_request_only(http: httpx.Client) -> None:
     for path in (CHAT, COMPLETION):
         asked = body(path, "one two three")
         assert "origins" not in http.post(path, json=asked).json()["choices"][0]

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import threading
 from typing import Any, Literal
 
@@ -125,18 +123,6 @@ async def test_length_by_default_is_what_fits(tokenizer: Tokenizer) -> None:
     assert choice.request.max_tokens == 100 - choice.request.prompt_len
 
 
-async def test_long_texts_are_tokenised_alike(tokenizer: Tokenizer) -> None:
-    ready = Ready(TOKENIZER, 10**6, 4096, frozenset(), (), {})
-    text = "some words " * 2000
-    (request,) = await completion(
-        RequestBuilder(
-            "toy", tokenizer, ready, None, lambda: ready.drafters, lambda client: 64, Quotas()
-        ),
-        prompt=text,
-    )
-    assert list(request.prompt_token_ids or ()) == tokenizer.encode(text)
-
-
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
     """Of each text that is tokenised, the thread."""
@@ -155,9 +141,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
     ("prompt", "stays"),
     [(["Hi"], True), (["Hi there. "] * 10, True), (["Hi there. " * 9] * 64, False)],
 )
-async def test_many_texts_are_as_much_work_as_a_long_one(
-    tokenizer: Tokenizer, threads: list[threading.Thread], prompt: list[str], stays: bool
-) -> None:
+async def test_many_texts_are_as_much_work_as_a_long_one(tokenizer, threads, prompt, stays) -> None:
     await completion(preparer(tokenizer), prompt=prompt)
     assert len(threads) == len(prompt)
     assert [t is threading.main_thread() for t in threads] == [stays] * len(prompt)
@@ -175,9 +159,7 @@ async def test_too_many_choices_are_refused_before_anything_is_tokenised(
     assert threads == []
 
 
-async def test_messages_as_the_template_gets_them(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_messages_as_the_template_gets_them(tokenizer, monkeypatch) -> None:
     seen: list[Any] = []
 
     def noted(self: Tokenizer, messages: Any, *more: Any) -> str:

@@ -1,7 +1,5 @@
 """Tenants that change while the server runs: a file, and SIGHUP."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -103,9 +101,7 @@ async def test_keys_and_tenants_are_taken_over(caplog: pytest.LogCaptureFixture)
         ),
     ],
 )
-async def test_a_mistake_changes_nothing(
-    caplog: pytest.LogCaptureFixture, found: Any, said: str
-) -> None:
+async def test_a_mistake_changes_nothing(caplog, found, said) -> None:
     stand = Stand(serve_config({"tenants": keyed(a="one"), "fairness": False}))
     stand.found = found
     await stand.reload.run()
@@ -125,9 +121,6 @@ async def test_what_needs_a_restart_is_named(caplog: pytest.LogCaptureFixture) -
     assert caplog.messages[0].endswith(
         "these wait for a restart: max_body_bytes, engine.block_size"
     )
-
-
-# --- with a server --------------------------------------------------------------------------------
 
 
 def _serve(pipe: Connection, path: Path) -> None:

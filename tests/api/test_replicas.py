@@ -1,7 +1,5 @@
 """Two whole servers with the bundled family behind one router: what docs/scale.md says."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -71,9 +69,7 @@ def test_answers_are_those_of_one_server(replicas: tuple[Program, Program], rout
 @pytest.mark.parametrize(
     ("policy", "share"), [("cache_aware", [0, 4]), ("round_robin", [2, 2])], ids=lambda v: str(v)
 )
-def test_where_prompts_with_one_beginning_go(
-    replicas: tuple[Program, Program], tmp_path: Path, policy: str, share: list[int]
-) -> None:
+def test_where_prompts_with_one_beginning_go(replicas, tmp_path, policy, share) -> None:
     """To the replica that has it in its cache, where the policy is the one for it."""
     beginning = f"{policy}: one two three four five six seven. " * 20
     names = ("request_success_total", "prefix_cache_hits_total", "prefix_cache_queries_total")
@@ -92,8 +88,7 @@ def test_where_prompts_with_one_beginning_go(
 
 
 def test_a_replica_dies(tmp_path: Path) -> None:
-    """Its streams break off; those of the other go on, and so do all new requests. Once it is back,
-    it gets requests again."""
+    """Its streams break off; those of the other go on, and so do all new requests."""
     port = str(free_port())
     prompts = [f"{number} is the number of" for number in range(8)]
     options = ("--policy", "round_robin", "--health-check-interval-secs", "1")

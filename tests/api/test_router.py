@@ -1,7 +1,5 @@
 """A standard router, as people run it before vLLM, in front of two servers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A secret that is planted wherever one can be, and looked for wherever something is said."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

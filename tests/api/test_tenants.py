@@ -1,7 +1,5 @@
 """Tenants on a real engine, told apart by their keys: nobody waits for another's many requests."""
 
-from __future__ import annotations
-
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -85,10 +83,7 @@ def most_running(server: RunningServer, stop: threading.Event) -> float:
 def test_a_limit_of_running_requests(family: dict[str, Path], fairness: bool) -> None:
     given = settings(family, greedy={"max_running_requests": 1}, fairness=fairness)
     stop = threading.Event()
-    with (
-        running_server(parse_config(given), LOAD_ENGINE) as server,
-        ThreadPoolExecutor(5) as pool,
-    ):
+    with running_server(parse_config(given), LOAD_ENGINE) as server, ThreadPoolExecutor(5) as pool:
         watched = pool.submit(most_running, server, stop)
         asked = [pool.submit(ask, server, "greedy", i, 60) for i in range(4)]
         wait(asked)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +62,7 @@ def test_an_unfinished_character_is_shown_at_the_end(tokenizer: Tokenizer) -> No
 
 
 @pytest.mark.parametrize("stops", [[], ["zzz"]])
-def test_tokens_are_reported_with_the_text_they_complete(
-    tokenizer: Tokenizer, stops: list[str]
-) -> None:
+def test_tokens_are_reported_with_the_text_they_complete(tokenizer, stops) -> None:
     token_ids = tokenizer.encode("one two €!")
     stream = TextStream(tokenizer, stops)
     text, tokens = "", []
@@ -78,16 +74,3 @@ def test_tokens_are_reported_with_the_text_they_complete(
         assert all(t.end <= len(text) for t in reported)
     assert [t.token_id for t in tokens] == token_ids
     assert b"".join(t.raw for t in tokens).decode() == text == "one two €!"
-
-
-def test_a_stop_string_is_cut_off(tokenizer: Tokenizer) -> None:
-    """It begins in the middle of a token's text, and a token is in it that has begun to be told."""
-    token_ids = tokenizer.encode("one two. three")
-    stream = TextStream(tokenizer, ["wo. three"])
-    stream.add(token_ids[:-1], [LOGPROB] * (len(token_ids) - 1))
-    text, tokens = stream.take()
-    stream.add(token_ids[-1:], [LOGPROB])
-    stream.finish(len("wo. three"))
-    rest, others = stream.take()
-    assert text + rest == "one t"
-    assert "".join(t.text for t in [*tokens, *others]) == "one t"

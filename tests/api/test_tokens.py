@@ -1,7 +1,5 @@
 """Tokens of texts and back, and what this kind of model does not make."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx
@@ -68,9 +66,7 @@ def test_another_model(http: httpx.Client) -> None:
         assert http.post(path, json={**body, "model": "gpt-9"}).status_code == 404
 
 
-def test_what_a_client_without_the_model_must_know(
-    http: httpx.Client, tokenizer: Tokenizer
-) -> None:
+def test_what_a_client_without_the_model_must_know(http, tokenizer) -> None:
     told = http.get("/tokenizer_info").json()
     assert (told["bos_token"], told["eos_token"]) == ("<|bos|>", "<|eos|>")
     assert "messages" in told["chat_template"]

@@ -1,9 +1,6 @@
 """Calls in texts, however they are cut."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -143,12 +140,7 @@ GOOD: list[tuple[ToolFormat, str, str, Calls]] = [
         QWEN_CODER,
         xml("weather", city="7", days="true", exact="None", near="close", more="1"),
         "",
-        [
-            (
-                "weather",
-                '{"city": "7", "days": "true", "exact": null, "near": "close", "more": "1"}',
-            )
-        ],
+        [("weather", '{"city": "7", "days": "true", "exact": null, "near": "close", "more": "1"}')],
     ),
     (
         QWEN_CODER,
@@ -211,9 +203,7 @@ BROKEN: list[tuple[ToolFormat, str]] = [
 
 @pytest.mark.parametrize(("form", "text", "content", "calls"), GOOD)
 @pytest.mark.parametrize("whole", [True, False])
-def test_calls(
-    form: ToolFormat, text: str, content: str, calls: list[tuple[str, str]], whole: bool
-) -> None:
+def test_calls(form, text, content, calls, whole) -> None:
     for chunks in ([text], list(text), [text[:9], text[9:]]):
         assert parsed(form, chunks, whole=whole) == (content, calls, len(calls))
     assert all(isinstance(json.loads(arguments), dict) for _, arguments in calls)
@@ -250,9 +240,7 @@ def test_a_call_behind_a_broken_one() -> None:
     ],
 )
 @pytest.mark.parametrize("whole", [True, False])
-def test_calls_beside_a_text_that_has_a_format(
-    form: ToolFormat, text: str, content: str, calls: Calls, whole: bool
-) -> None:
+def test_calls_beside_a_text_that_has_a_format(form, text, content, calls, whole) -> None:
     for chunks in ([text], list(text), [text[:9], text[9:]]):
         found = parsed(form, chunks, whole=whole, formatted=True)
         assert found == (content, calls, len(calls))
@@ -313,9 +301,7 @@ FORMS = st.sampled_from([HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, QWEN_CODER])
 
 
 @given(st.lists(PARTS, max_size=12), st.data(), FORMS, st.booleans(), st.booleans())
-def test_the_cut_does_not_matter(
-    parts: list[str], data: Any, form: ToolFormat, whole: bool, formatted: bool
-) -> None:
+def test_the_cut_does_not_matter(parts, data, form, whole, formatted) -> None:
     text = "".join(parts)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     chunks = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]

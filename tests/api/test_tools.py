@@ -1,7 +1,5 @@
 """Tool calls as OpenAI's package sends and reads them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,12 +55,6 @@ def test_calls_in_a_whole_answer(hermes: openai.OpenAI) -> None:
         assert json.loads(call.function.arguments) == {"city": "Rome"}
 
 
-def test_a_call_alone_has_no_content(hermes: openai.OpenAI) -> None:
-    (choice,) = chat(hermes, CALL, tools=TOOLS, parallel_tool_calls=False).choices
-    assert choice.message.content is None
-    assert len(choice.message.tool_calls) == 1
-
-
 def test_no_parallel_calls(hermes: openai.OpenAI) -> None:
     for stream in (False, True):
         made = chat(hermes, ASKED, tools=TOOLS, parallel_tool_calls=False, stream=stream)
@@ -111,12 +103,6 @@ def test_a_malformed_call_stays_text(hermes: openai.OpenAI, stream: bool) -> Non
         assert made.choices[0].finish_reason == "stop"
 
 
-def test_a_call_that_is_cut_off(hermes: openai.OpenAI) -> None:
-    (choice,) = chat(hermes, CALL, tools=TOOLS, max_tokens=9).choices
-    assert choice.finish_reason == "length"
-    assert CALL.startswith(choice.message.content)
-
-
 @pytest.mark.parametrize("fields", [{}, {"tools": TOOLS, "tool_choice": "none"}])
 def test_without_tools_nothing_is_looked_for(hermes: openai.OpenAI, fields: Any) -> None:
     (choice,) = chat(hermes, ASKED, **fields).choices
@@ -137,21 +123,6 @@ def test_a_special_token_that_opens_a_call_is_seen(tmp_path: Path) -> None:
     shown = tokenizer.detokenizer(shown={special})
     assert "".join(map(shown.add, tokens)) == "<tool_call>x"
 
-
-@pytest.mark.slow
-def test_llamas_format(tmp_path: Path) -> None:
-    call = '{"name": "weather", "parameters": {"city": "Rome"}}'
-    with tool_server(tmp_path, LLAMA) as server, client_of(server) as ai:
-        (choice,) = chat(ai, call, tools=TOOLS).choices
-        assert choice.message.tool_calls[0].function.arguments == '{"city": "Rome"}'
-        deltas = [c.choices[0].delta for c in chat(ai, call, tools=TOOLS, stream=True)]
-        pieces = [piece for delta in deltas for piece in delta.tool_calls or ()]
-        assert "".join(p.function.arguments for p in pieces) == '{"city": "Rome"}'
-        (choice,) = chat(ai, '{"city": "Rome"}', tools=TOOLS).choices
-        assert choice.message.content == '{"city": "Rome"}'
-
-
-# --- what goes into the prompt, and what is refused ----------------------------------------------
 
 TURNS: list[Any] = [
     {"role": "user", "content": [{"type": "text", "text": t} for t in ("How ", "now")]},
@@ -257,9 +228,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "message"), BAD)
-def test_what_is_wrong_is_said_in_one_line(
-    hermes: openai.OpenAI, fields: dict[str, Any], message: str
-) -> None:
+def test_what_is_wrong_is_said_in_one_line(hermes, fields, message) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         chat(hermes, "a", extra_body=fields)
     assert isinstance(refused.value.body, dict)

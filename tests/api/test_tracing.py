@@ -1,7 +1,5 @@
 """Traces of requests, kept in memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
@@ -68,9 +66,7 @@ def test_queue_prefill_and_rounds(metrics: Metrics, spans: InMemorySpanExporter)
     ]
 
 
-def test_rounds_of_one_drafter_share_an_event(
-    metrics: Metrics, spans: InMemorySpanExporter
-) -> None:
+def test_rounds_of_one_drafter_share_an_event(metrics, spans) -> None:
     meter = RequestMeter(metrics, Request("r", 3, 100))
     for drafter, num_rounds in ((None, 3), ("small", 20)):
         for _ in range(num_rounds):

@@ -1,7 +1,5 @@
 """Forced calls in Qwen3-Coder's form: whatever the grammar lets through is read as that call."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Servers whose model writes what its last message says, and whose chat template has tools."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager

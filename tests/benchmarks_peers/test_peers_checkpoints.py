@@ -1,7 +1,5 @@
 """The checkpoints of the comparison, and their conversion."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -32,9 +30,7 @@ def logits(folder: Path) -> torch.Tensor:
         return model(torch.arange(8, 40)[None]).logits
 
 
-def test_the_silent_layers_make_the_first_ones_always_right(
-    weights: Weights, tmp_path: Path
-) -> None:
+def test_the_silent_layers_make_the_first_ones_always_right(weights, tmp_path) -> None:
     silent = silence(weights, DRAFTER_LAYERS)
     whole = logits(write_checkpoint(tmp_path / "whole", weights))
     target = logits(write_checkpoint(tmp_path / "target", silent))
@@ -74,9 +70,7 @@ def test_query_rows_go_from_halves_to_pairs() -> None:
         (["--gguf", __file__], "is not a GGUF file"),
     ],
 )
-def test_a_real_model_that_is_not_there_ends_it(
-    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_real_model_that_is_not_there_ends_it(arguments, says, capsys) -> None:
     with pytest.raises(SystemExit) as ended:
         parse(arguments)
     assert ended.value.code == 2

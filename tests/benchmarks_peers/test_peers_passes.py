@@ -1,7 +1,5 @@
 """Which passes count."""
 
-from __future__ import annotations
-
 from lab.bench.peers.passes import Pass, is_finished, kept
 
 CLEAN = Pass(100.0, 1.98, 0.01)

@@ -1,10 +1,8 @@
 """Prompts for real models: how many, from what, and apart."""
 
-from collections import Counter
-
 import pytest
 
-from lab.bench.real_prompts import NUM_OF_KIND, real_prompts, token_ids
+from lab.bench.real_prompts import real_prompts, token_ids
 
 
 @pytest.fixture(scope="module")
@@ -22,14 +20,6 @@ class Letters:
         return self.encode(
             "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
         )
-
-
-@pytest.mark.slow
-def test_eight_kinds_of_sixteen_half_of_them_held_back(prompts):
-    kinds = {p.kind for p in prompts}
-    assert len(kinds) == 8
-    counts = Counter((p.kind, p.part) for p in prompts)
-    assert counts == {(k, part): NUM_OF_KIND // 2 for k in kinds for part in ("learn", "held")}
 
 
 @pytest.mark.slow

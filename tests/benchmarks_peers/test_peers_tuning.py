@@ -1,7 +1,5 @@
 """What is tried, what is measured after it, and that a cut run goes on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +8,7 @@ from typing import Any, cast
 import pytest
 
 from lab.bench.peers.checkpoints import PeerCheckpoint
-from lab.bench.peers.engines import ENGINES, PeerEngine
-from lab.bench.peers.plan import planned
+from lab.bench.peers.engines import ENGINES
 from lab.bench.peers.store import Store
 from lab.bench.peers.sweep import PeerSweep
 from lab.bench.peers.tuning import PeerTuner
@@ -75,9 +72,7 @@ LLAMACPP, PENSTOCK, OPENVINO = (ENGINES[name] for name in ("llamacpp", "penstock
         ({2: 3, 4: 2, 6: 9, 8: 9}, 2, {2, 4}),
     ],
 )
-def test_lengths_are_tried_as_long_as_they_gain(
-    rates: dict[int, float], best: int, tried: set[int], model: PeerCheckpoint, tmp_path: Path
-) -> None:
+def test_lengths_are_tried_as_long_as_they_gain(rates, best, tried, model, tmp_path) -> None:
     pool = TellingPool(lambda setup: rates.get(setup.draft_tokens, 1.0))
     cell = tuner(pool, tmp_path).draft_cell(LLAMACPP, model, 1)
     assert cell is not None
@@ -104,36 +99,8 @@ def test_settings_of_a_large_model_are_tried_at_every_batch_size_by_one_pass(
     assert len(pool.asked) == len(sizes)
 
 
-def engines_at(**rates: tuple[float, float]) -> tuple[list[PeerEngine], TellingPool]:
-    """Engines by the rates of target-only and drafts."""
-    engines = [ENGINES[name] for name in rates]
-    pool = TellingPool(lambda s: rates[s.engine.name][s.draft_tokens != 0])
-    return engines, pool
-
-
 def names(cells: Collection[Any]) -> list[tuple[str, str]]:
     return [(cell.setup.engine.name, cell.mode) for cell in cells]
-
-
-def test_of_a_large_model_what_the_bars_compare_is_measured(
-    model: PeerCheckpoint, tmp_path: Path
-) -> None:
-    engines, pool = engines_at(penstock=(1.0, 2.0), llamacpp=(3.0, 1.0), openvino=(1.0, 2.9))
-    tuning, bars = tuner(pool, tmp_path), gguf_bars([model])
-    # Penstock however slow; OpenVINO is behind target-only, and near by speculation.
-    wanted = [
-        ("penstock", "target"),
-        ("llamacpp", "target"),
-        ("penstock", "speculative"),
-        ("openvino", "speculative"),
-    ]
-    assert names(planned(tuning, engines, model, 1, bars)) == wanted
-    assert names(planned(tuning, engines, model, 4, bars)) == [
-        ("penstock", "speculative"),
-        ("llamacpp", "target"),
-        ("openvino", "speculative"),
-    ]
-    assert names(planned(tuning, engines, model, 32, bars)) == wanted[:2]
 
 
 def sweep(pool: TellingPool, folder: Path, model: PeerCheckpoint) -> PeerSweep:
@@ -141,9 +108,7 @@ def sweep(pool: TellingPool, folder: Path, model: PeerCheckpoint) -> PeerSweep:
     return PeerSweep(cast("Pool", pool), store, [PENSTOCK, LLAMACPP], bars, 2, quick=False)
 
 
-def test_a_cut_run_goes_on_behind_what_it_has_measured(
-    model: PeerCheckpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cut_run_goes_on_behind_what_it_has_measured(model, tmp_path, capsys) -> None:
     pool = TellingPool(lambda setup: 1.0 + (setup.draft_tokens > 0))
     runs = sweep(pool, tmp_path, model).measure([model], [1])
     num_first = len(pool.asked)
@@ -159,20 +124,3 @@ def test_a_cut_run_goes_on_behind_what_it_has_measured(
     lines = capsys.readouterr().err.splitlines()
     assert any("[1 of 2 done] target mixed, batch 1: kept from" in line for line in lines)
     assert "[2 of 2 done" in lines[-1]
-
-
-def test_a_torn_line_is_no_entry(tmp_path: Path) -> None:
-    file = tmp_path / "measured.jsonl"
-    store = Store(file)
-    store.put({"a": 1}, 2.5)
-    store.put({"a": 2}, 3.5)
-    file.write_text(file.read_text()[:-9])
-    kept = Store(file)
-    found = kept.get({"a": 1})
-    assert found is not None
-    assert found["found"] == 2.5
-    assert kept.get({"a": 2}) is None
-    kept.put({"a": 2}, 4.5)
-    found = Store(file).get({"a": 2})
-    assert found is not None
-    assert found["found"] == 4.5

@@ -1,7 +1,5 @@
 """The bars of the comparison with other programs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -54,18 +52,6 @@ def test_one_fast_peer_misses_one_bar() -> None:
     assert not verdict["met"]
     assert [line.endswith("missed") for line in verdict["lines"]].count(True) == 1
     assert "vllm 1000" in verdict["lines"][1]
-
-
-def test_a_zoo_bar_takes_the_better_mode_of_each() -> None:
-    zoo = Bar("zoo", 32, "any", 1.0)
-    runs = [
-        run("penstock", zoo, 80.0, "target"),
-        run("penstock", zoo, 120.0, "speculative"),
-        run("openvino", zoo, 119.0, "target"),
-        run("openvino", zoo, 50.0, "speculative"),
-    ]
-    line = next(line for line in judge(runs, {})["lines"] if line.startswith(str(zoo)))
-    assert "penstock 120 (speculative, k 4) against openvino 119 (target): 1.01x" in line
 
 
 def test_a_missing_peer_is_said_on_every_line_and_leaves_the_verdict_unmet() -> None:

@@ -1,7 +1,5 @@
 """Worker processes: their protocol, and that they stand still between commands."""
 
-from __future__ import annotations
-
 import ast
 import sys
 import time
@@ -15,7 +13,6 @@ from lab.bench.peers.checkpoints import PeerCheckpoint
 from lab.bench.peers.engines import ENGINES, WORKERS
 from lab.bench.peers.passes import NEW_TOKENS, PeerCell
 from lab.bench.peers.workers import worker as protocol
-from lab.bench.peers.workers.look_up import look_up
 from lab.bench.peers.workers_pool import Worker, WorkerError, WorkerSetup
 
 TOY = f"""
@@ -108,15 +105,6 @@ def test_every_call_of_a_pass_has_the_cells_batch(worker: Worker) -> None:
         cell = PeerCell(WorkerSetup(ENGINES["penstock"], model, {}), batch)
         assert cell.play(worker).tokens_per_s > 0
         assert cell.token_ids == [[i] * NEW_TOKENS for i in range(requests)]
-
-
-def test_look_up_takes_what_followed_the_longest_match_last() -> None:
-    assert look_up([1, 2, 3, 4, 9, 1, 2, 3, 4], 2) == [9, 1]
-    assert look_up([1, 2, 7, 1, 2, 8, 1, 2], 1) == [8]
-    assert look_up([5, 1, 2, 7, 6, 1, 2, 8, 5, 1, 2], 1) == [7]
-    assert look_up([1, 2, 3, 4], 3) == []
-    assert look_up([1, 2, 1, 2], 0) == []
-    assert look_up([3, 3, 3], 4) == [3]
 
 
 @pytest.mark.parametrize("script", sorted(WORKERS.glob("run_*.py")), ids=lambda path: path.stem)

@@ -1,7 +1,5 @@
 """Perplexity: which tokens count, that they are the model's own, and going on after a cut."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,9 +26,7 @@ def test_whole_windows_of_the_same_text_every_time(windows: list[list[int]]) -> 
     assert perplexity.windows_of(MODEL, 2 * WINDOW) == windows[:2]
 
 
-def test_the_second_half_of_a_window_counts(
-    windows: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_second_half_of_a_window_counts(windows, monkeypatch) -> None:
     """As transformers says it, of the same checkpoint in the same arithmetic."""
     monkeypatch.setattr(perplexity, "load_runner", lambda path, _: load_runner(path, "float32"))
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
@@ -41,9 +37,7 @@ def test_the_second_half_of_a_window_counts(
         assert ours == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_cut_run_goes_on_where_it_ended(
-    windows: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cut_run_goes_on_where_it_ended(windows, tmp_path, monkeypatch) -> None:
     asked: list[Sequence[int]] = []
 
     def losses(path: Path, left: Sequence[Sequence[int]]) -> Iterator[float]:
@@ -84,11 +78,7 @@ def test_bars_are_against_llama_cpp_and_against_the_model_that_is_named() -> Non
     ],
 )
 def test_what_cannot_be_measured_is_told_in_one_line(
-    arguments: list[str],
-    status: int,
-    says: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], status: int, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
         ended = main([*arguments, "--folder", str(tmp_path)])

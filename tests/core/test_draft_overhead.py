@@ -1,7 +1,5 @@
 """The host's work on drafts is not measured while nobody drafts; it is forgotten, but slowly."""
 
-from __future__ import annotations
-
 import pytest
 
 from penstock.core.learn import Estimators
@@ -45,8 +43,7 @@ def test_what_drafts_cost_the_host_is_remembered_for_a_while_and_not_for_good() 
 def test_what_the_beginning_of_a_request_takes_the_host_is_not_the_price_of_its_rounds(
     num_prefill_tokens: int,
 ) -> None:
-    """Requests of twenty rounds, all with drafts, 0.3 ms after each other; before the first step of
-    each the host works for 1.6 ms. As the control that step is one of its rounds."""
+    """Requests of twenty rounds, all with drafts, 0.3 ms after each other."""
     times, now = Estimators().times, 0.0
     first = StepWork(num_prefill_tokens, 0.0, int(not num_prefill_tokens), 64, 0)
     for i in range(2000):

@@ -1,12 +1,10 @@
 """Draft servers: orders that are answered later, by events, or never."""
 
-from __future__ import annotations
-
 import pytest
 
 from penstock.core.ahead import LinePiece
 from penstock.core.kv import BlockPool
-from penstock.core.policies.base import AllocationPolicy, DraftCandidate, Room, View
+from penstock.core.policies.base import AllocationPolicy, DraftCandidate, View
 from penstock.core.policies.registry import make_pipeline, make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import DraftStage, Grant, Outcome, RequestState
@@ -265,9 +263,6 @@ def test_a_prompt_goes_where_its_tenant_allows_even_by_name() -> None:
     assert [o.request_id for o in desk.send("own").drafts] == ["w"], "its own, and nothing assigned"
 
 
-# --- drafts that were sent ahead ------------------------------------------------------------------
-
-
 def ahead(desk: Desk, *token_ids: int, start: int = 7, line: int = 1, drafter: str = "s1") -> None:
     """A line behind the first output token of `r1`."""
     pieces = (LinePiece(line, start, token_ids, line),)
@@ -326,7 +321,7 @@ def test_lines_go_with_their_server() -> None:
     assert [o.request_id for o in desk.send("s1").drafts] == ["r1"]
 
 
-def test_lines_of_nobodys_request_change_nothing() -> None:
+def test_lines_of_unknown_requests_change_nothing() -> None:
     desk = prefilled("async")
     pieces = (LinePiece(1, 7, (1, 2), 1),)
     for event in (DraftAhead("r9", "s1", pieces), DraftAhead("r1", "s9", pieces)):
@@ -341,26 +336,3 @@ def test_lines_show_that_a_silent_server_lives() -> None:
     ahead(desk, 5)
     desk.scheduler.table.counters.version += 1
     assert [o.request_id for o in desk.send("s1").drafts] == ["r1"]
-
-
-def test_what_is_at_hand_costs_no_waiting() -> None:
-    """Far away nothing is worth its round trip; what is here already is."""
-    desk = prefilled("async")
-    learn = desk.scheduler.learn
-    for n in [1, 2, 4, 8] * 5:
-        learn.links.observe("s1", n, 5.0 + 0.01 * n)
-        learn.times.target.observe(n, VERIFY_S)
-    state = desk.scheduler.table.requests["r1"]
-    state.round = 0
-    view = View(desk.scheduler.table.drafters, learn, 1.0, room=Room(16, 1, 1))
-    lengths = []
-    for num_at_hand in (0, 3):
-        policy = make_policy("allocation", "deadline", {"total": 16})
-        # It has had a token in every step of the target.
-        for step in range(200):
-            policy.allocate([DraftCandidate(state, "s1", 0)], view)
-            verdict = Verdict("r1", state.epoch, step, (0,))
-            policy.observe([Outcome(state, verdict)], VERIFY_S * (step + 1))
-        (grant,) = policy.allocate([DraftCandidate(state, "s1", 8, num_at_hand)], view)
-        lengths.append(grant.num_draft_tokens)
-    assert lengths == [0, 3]

@@ -1,11 +1,9 @@
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
 
 from penstock.core.learn import Estimators
-from penstock.core.learn.acceptance import AcceptanceEstimator, Beta
+from penstock.core.learn.acceptance import AcceptanceEstimator
 from penstock.core.learn.times import Times
 from penstock.core.types import TARGET, DraftTime, PhaseTimes, StepResult, Verdict
 from penstock.fluid.step_profile import StepProfile, StepWork
@@ -22,16 +20,6 @@ def verdict(num_accepted: int, num_proposed: int, request_id: str = "r") -> Verd
         num_decided=min(num_accepted + 1, num_proposed),
         evidence=float(num_accepted),
     )
-
-
-def test_beta_starts_at_its_prior_and_fades_back_to_it() -> None:
-    beta = Beta()
-    assert beta.mean(0.7, 2.0) == pytest.approx(0.7)
-    beta.observe(0, 20)
-    assert beta.mean(0.7, 2.0) < 0.1
-    for _ in range(400):
-        beta.fade(0.97)
-    assert beta.mean(0.7, 2.0) == pytest.approx(0.7, abs=1e-3)
 
 
 @pytest.mark.parametrize("rate", [0.2, 0.5, 0.9])
@@ -109,27 +97,6 @@ def test_unused_estimates_fade_back() -> None:
     assert estimator.mean("r", "d") > everybody + 0.4
 
 
-def test_it_follows_drift() -> None:
-    estimator = AcceptanceEstimator()
-    for _ in range(300):
-        estimator.observe(verdict(4, 4))
-    assert estimator.mean("r", "d") > 0.9
-    for _ in range(100):
-        estimator.observe(verdict(0, 4))
-    assert estimator.mean("r", "d") < 0.3
-
-
-def test_a_finished_request_is_forgotten() -> None:
-    estimator = AcceptanceEstimator()
-    estimator.observe(verdict(4, 4))
-    estimator.observe(verdict(4, 4, "s"))
-    before = estimator.mean("s", "d")
-    assert estimator.mean("r", "d") == before > estimator.mean("new", "d")
-    estimator.forget("r")
-    assert estimator.mean("s", "d") == before
-    assert estimator.mean("r", "d") == estimator.mean("new", "d")
-
-
 def result(lane: str, rows: int, verify: float, *times: DraftTime) -> StepResult:
     phases = PhaseTimes(verify=verify, sample=0.001)
     return StepResult(0, lane, 0.0, 0.0, phases=phases, draft_times=times, num_rows=rows)
@@ -181,27 +148,6 @@ def test_where_reading_may_be_most_of_it_nothing_is_said_of_drafting() -> None:
     assert times.curve_of("d").is_empty
 
 
-def test_estimators_start_empty() -> None:
-    assert Estimators().times.target.is_empty
-
-
-def test_the_hosts_work_between_steps_and_on_drafts() -> None:
-    """Steps that begin 1 ms after each other; those with a draft, of 3 ms, take 0.3 ms more for it,
-    and begin 0.2 ms later."""
-    times = Estimators().times
-    now = 0.0
-    for i in range(600):
-        drafts = (DraftTime("d", 1, 3, 1, 0.003),) if i % 2 else ()
-        now += 0.0012 if drafts else 0.001
-        phases = PhaseTimes(draft=0.0033 if drafts else 0.0, verify=0.01)
-        step = StepResult(i, TARGET, now, now + 0.014, phases=phases, draft_times=drafts)
-        times.observe(step, may_wait=False)
-        times.observe_drafting(step)
-        now += 0.014
-    assert times.overhead == pytest.approx(0.001, rel=0.01)
-    assert times.draft_overhead == pytest.approx(0.0005, rel=0.1)
-
-
 def steps_of(times: Times, rows: list[int], seconds: Callable[[int], float]) -> None:
     for num in rows:
         work = StepWork(num_prefill_tokens=num)
@@ -224,8 +170,7 @@ def test_a_profile_is_drawn_anew_from_the_steps_where_it_is_to_be_learned() -> N
 
 
 def test_steps_larger_than_any_that_was_seen_are_worth_a_try() -> None:
-    """Up to 30 rows a step gets longer and longer; larger ones are in truth more efficient. A
-    profile that went on as steeply as it ends would never let one come."""
+    """Up to 30 rows a step gets longer and longer; larger ones are in truth more efficient."""
     times = Estimators(StepProfile("before", 4096, (0,), (0.01,))).times
     times.learns_profile = True
     steps_of(times, list(range(1, 31)) * 20, lambda num: 0.004 if num < 25 else 0.008)

@@ -1,8 +1,6 @@
 """Whatever drafts, fails, is preempted or comes late: the output is the target's own, and no plan
 ever reads KV that is not its request's."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,11 +33,7 @@ DRAFTERS = (
     ToyDrafter("lookup", accuracy=0.6, has_kv=False, eagerness=0.7),
 )
 ROUGH = Chaos(cancel=0.03, fail=0.02, drafter_down=0.03, repeat=0.2, early=0.3, patience=0.3)
-OWN_LANES = {
-    "inline": (),
-    "one-lane": ("good",),
-    "all-lanes": ("good", "poor", "lookup"),
-}
+OWN_LANES = {"inline": (), "one-lane": ("good",), "all-lanes": ("good", "poor", "lookup")}
 
 
 class Restless(SelectionPolicy):
@@ -144,9 +138,6 @@ def test_a_rough_world_is_rough() -> None:
     assert preemptions > 10
     assert cached > 50
     assert reasons == set(FinishReason) - {FinishReason.REFUSED}
-
-
-# --- negative controls: each of these faults must be noticed --------------------------------------
 
 
 def assert_noticed(**options: object) -> None:

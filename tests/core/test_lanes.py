@@ -1,8 +1,5 @@
 """Lanes of their own: results out of order, late and repeated drafts, ends in mid-flight."""
 
-from __future__ import annotations
-
-from dataclasses import replace
 from typing import Any
 
 from tests.core.fakes import ToyDrafter, ToyExecutor, target_only
@@ -43,9 +40,7 @@ def prefilled(world: World, *request_ids: str, **fields: Any) -> None:
     world.arrive(
         *(make_request(r, seed=s, **fields) for r, s in zip(request_ids, seeds, strict=True))
     )
-    world.executor.run(TARGET)
-    world.turn()
-    world.turn()
+    world.step()
 
 
 def last_plan(world: World, lane: str) -> StepPlan:
@@ -64,9 +59,7 @@ def test_a_round_on_two_lanes() -> None:
     assert (item.start, item.num_scheduled_tokens, item.samples) == (0, 6, True)
     assert (item.source, len(item.new_blocks)) == (DraftSource.NONE, 2)
 
-    world.executor.run(TARGET)
-    world.turn()
-    world.turn()
+    world.step()
     (order,) = last_plan(world, "d").drafts
     assert (order.start, order.num_catch_up_tokens, order.max_draft_tokens) == (0, 7, 4)
     assert len(order.new_blocks) == 3, "7 known tokens and 3 of 4 draft tokens are written"
@@ -90,78 +83,6 @@ def test_a_round_on_two_lanes() -> None:
     assert (order.start, order.num_catch_up_tokens) == (10, 2)
 
 
-def test_counters_right_after_a_rollback() -> None:
-    world = make_world(accuracy=0.0)
-    prefilled(world, "r")
-    world.executor.run("d")
-    world.turn()
-    assert kv_of(world.scheduler, "r", "d").num_computed_tokens == 10
-    world.turn()
-    world.executor.run(TARGET)
-    world.turn()
-    assert len(world.tokens["r"]) == 2, "the recovered token alone"
-    assert kv_of(world.scheduler, "r").num_computed_tokens == 7
-    assert kv_of(world.scheduler, "r", "d").num_computed_tokens == 7
-    assert state_of(world, "r").num_due_tokens == 1
-
-
-def test_results_out_of_order() -> None:
-    world = make_world("a", "b")
-    prefilled(world, "r", drafter="a")
-    world.arrive(make_request("s", seed=5, drafter="b"))
-    world.executor.run(TARGET)
-    world.turn()
-    world.turn()
-    first, second = last_plan(world, "a"), last_plan(world, "b")
-    assert first.id < second.id
-
-    world.executor.run("b")
-    world.turn()
-    world.turn()
-    assert [i.request_id for i in last_plan(world, TARGET).items] == ["s"]
-    assert state_of(world, "r").draft.order is not None, "r is being drafted for still"
-    world.executor.run(TARGET)
-    world.turn()
-    assert len(world.tokens["s"]) == 6
-    world.executor.run("a")
-    world.run()
-    world.check_outputs()
-    world.check_empty()
-
-
-def test_a_repeated_draft_counts_once() -> None:
-    world = make_world(accuracy=0.0)
-    prefilled(world, "r")
-    again = ready(world, "r")
-    world.executor.run("d")
-    world.turn(again, again)
-    assert kv_of(world.scheduler, "r", "d").num_computed_tokens == 10
-    world.turn(again)
-    world.executor.run(TARGET)
-    world.turn(again)
-    assert state_of(world, "r").draft.stage is not DraftStage.HELD, "the round is over"
-    assert kv_of(world.scheduler, "r", "d").num_computed_tokens == 7
-    world.turn(again)
-    assert state_of(world, "r").draft.order is not None, "an old draft answers no new order"
-    world.run()
-    world.check_outputs()
-
-
-def test_drafts_that_nobody_ordered_are_ignored() -> None:
-    world = make_world("a", "b")
-    prefilled(world, "r", drafter="a")
-    right = ready(world, "r", "a")
-    world.turn(
-        replace(right, request_id="nobody"),
-        replace(right, epoch=right.epoch - 1),
-        replace(right, round=right.round + 1),
-        replace(right, round=right.round - 1),
-        replace(right, drafter="b"),
-    )
-    assert state_of(world, "r").draft.stage is not DraftStage.HELD
-    assert state_of(world, "r").draft.order is not None
-
-
 def test_a_draft_is_no_longer_than_ordered_and_never_negative() -> None:
     for claimed, held in ((99, 4), (-3, 0)):
         world = make_world()
@@ -171,48 +92,6 @@ def test_a_draft_is_no_longer_than_ordered_and_never_negative() -> None:
         assert state.draft.num_draft_tokens == held
 
 
-def test_a_draft_ahead_of_its_plans_end() -> None:
-    world = make_world()
-    prefilled(world, "r")
-    result = world.executor.end("d")
-    world.turn(*result.drafts)
-    world.executor.run(TARGET)
-    world.turn()
-    assert len(world.tokens["r"]) == 6, "verified while the drafter's plan is still open"
-    world.executor.report(result)
-    world.run()
-    world.check_outputs()
-    world.check_empty()
-
-
-def test_a_repeated_result_counts_once() -> None:
-    world = make_world()
-    prefilled(world, "r", "s")
-    result = world.executor.end("d")
-    world.executor.ended.append(result)
-    world.executor.report(result)
-    world.executor.report(result)
-    world.run()
-    world.check_outputs()
-    world.check_empty()
-
-
-def test_cancelled_inside_a_target_step() -> None:
-    world = make_world()
-    world.arrive(make_request("r"))
-    world.executor.begin(TARGET)
-    world.turn(Cancel("r"))
-    assert world.ends["r"].finish_reason is FinishReason.CANCELLED
-    assert world.scheduler.num_unfinished == 0
-    assert num_deferred(world) == 2, "the step may still write into them"
-    assert world.scheduler.pool.num_used_blocks == 2
-    world.executor.run(TARGET)
-    world.turn()
-    assert world.tokens["r"] == []
-    world.turn()
-    world.check_empty()
-
-
 def test_cancelled_while_a_drafter_drafts() -> None:
     world = make_world()
     prefilled(world, "r")
@@ -220,9 +99,7 @@ def test_cancelled_while_a_drafter_drafts() -> None:
     world.turn(Cancel("r"))
     assert world.scheduler.pool.num_used_blocks == 0, "the drafter never touches the target's KV"
     assert num_deferred(world) == 3
-    world.executor.run("d")
-    world.turn()
-    world.turn()
+    world.step("d")
     world.check_empty()
 
 
@@ -262,9 +139,7 @@ def test_preempted_with_a_held_draft() -> None:
         world.turn()
         if world.scheduler.table.counters.preemptions:
             break
-        world.executor.run(TARGET)
-        world.turn()
-        world.turn()
+        world.step()
     assert held.stage is DraftStage.HELD
     (item,) = last_plan(world, TARGET).items
     assert item.request_id == "old", "both cannot grow: the newest gives way"
@@ -281,23 +156,16 @@ def test_preempted_with_a_held_draft() -> None:
 
 
 def test_preemption_frees_the_target_while_a_drafter_drafts() -> None:
-    """A drafter's plan in flight holds back the drafter's blocks only: otherwise preemption would
-    free nothing, and one victim after another would fall."""
+    """A drafter's plan in flight holds back the drafter's blocks only."""
     world = make_world("a", "b", num_blocks=6, admission={**ADMISSION, "watermark": 0.0})
     prefilled(world, "old", drafter="a", max_tokens=12)
     world.arrive(make_request("mid", seed=5, drafter="b"), make_request("new", seed=6, drafter="b"))
-    world.executor.run(TARGET)
-    world.turn()
-    world.turn()
+    world.step()
     assert [o.request_id for o in last_plan(world, "b").drafts] == ["mid", "new"]
     world.executor.begin("b")
     for _ in range(2):
-        world.executor.run("a")
-        world.turn()
-        world.turn()
-        world.executor.run(TARGET)
-        world.turn()
-        world.turn()
+        world.step("a")
+        world.step()
     assert world.scheduler.table.counters.preemptions == 1
     assert {s.request.id for s in world.scheduler.table.running.values()} == {"old", "mid"}
     assert num_deferred(world) == 3, "the drafter's blocks of the victim"
@@ -348,17 +216,6 @@ def test_a_late_draft_answers_no_order_given_after_the_drafter_came_back() -> No
     assert state_of(world, "r").draft.stage is not DraftStage.HELD
 
 
-def test_what_a_lost_drafter_held_is_not_verified() -> None:
-    world = make_world()
-    prefilled(world, "r")
-    world.executor.run("d")
-    world.turn()
-    assert state_of(world, "r").draft.stage is DraftStage.HELD
-    world.turn(world.take_down("d"))
-    (item,) = last_plan(world, TARGET).items
-    assert item.source is DraftSource.NONE
-
-
 def test_a_failed_draft_leaves_the_request_to_go_on_alone() -> None:
     world = make_world()
     prefilled(world, "r")
@@ -367,9 +224,7 @@ def test_a_failed_draft_leaves_the_request_to_go_on_alone() -> None:
     world.turn()
     (item,) = last_plan(world, TARGET).items
     assert item.source is DraftSource.NONE
-    world.executor.run(TARGET)
-    world.turn()
-    world.turn()
+    world.step()
     (order,) = last_plan(world, "d").drafts
     assert order.start == 0, "nothing is known of its KV"
     world.run()
@@ -399,26 +254,6 @@ def test_an_item_without_an_answer_is_an_error() -> None:
     assert world.ends["r"].error == "the executor gave no answer"
 
 
-def test_several_target_plans_in_flight() -> None:
-    world = make_world(depth=3)
-    for i, name in enumerate("rst"):
-        world.arrive(make_request(name, seed=i, drafter="none"))
-    assert [[i.request_id for i in p.items] for p in world.plans] == [["r"], ["s"], ["t"]]
-    first, second, third = (world.executor.end(TARGET) for _ in range(3))
-    world.executor.report(third)
-    world.turn()
-    assert [len(world.tokens[n]) for n in "rst"] == [0, 0, 1]
-    world.turn(Cancel("s"))
-    assert num_deferred(world) == 2
-    world.executor.report(second)
-    world.turn()
-    assert num_deferred(world) == 0
-    world.executor.report(first)
-    world.run()
-    world.check_outputs()
-    world.check_empty()
-
-
 def test_held_drafts_are_cut_to_the_token_budget() -> None:
     """Each lane sees the whole budget, so that together they may draft too much."""
     admission = {"max_num_batched_tokens": 8, "max_num_seqs": 4}
@@ -427,9 +262,7 @@ def test_held_drafts_are_cut_to_the_token_budget() -> None:
     prefilled(world, "r", drafter="a")
     for seed, (name, drafter) in enumerate({"s": "b", "t": "c"}.items(), 5):
         world.arrive(make_request(name, seed=seed, drafter=drafter))
-        world.executor.run(TARGET)
-        world.turn()
-        world.turn()
+        world.step()
     for lane in "abc":
         world.executor.run(lane)
     world.turn()

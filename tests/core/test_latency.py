@@ -1,7 +1,5 @@
 """How much time a request has left for its target."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -38,9 +36,7 @@ def test_tpot_counts_from_the_first_token_wherever_the_request_may_end() -> None
 @pytest.mark.parametrize(
     ("fields", "tokens"), [({}, MEAN), ({"expected_output_tokens": 30}, 19.0), ({}, 89.0)]
 )
-def test_a_deadline_is_for_the_tokens_that_are_expected(
-    fields: dict[str, Any], tokens: float
-) -> None:
+def test_a_deadline_is_for_the_tokens_that_are_expected(fields, tokens) -> None:
     state = decoding(11, latency=LatencyTarget(deadline=10.0), **fields)
     left = remaining(state, 5.0, 1000.0 if tokens == 89.0 else MEAN)
     assert left == (6.0, tokens)

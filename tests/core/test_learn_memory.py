@@ -1,7 +1,5 @@
 """What the traffic seen so far takes of KV memory in the fluid."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -32,20 +30,6 @@ def test_the_mean_is_that_of_littles_law(output_lens: list[int]) -> None:
     assert found.bound > found.mean
 
 
-def test_poisson_arrivals_stay_under_the_bound() -> None:
-    """A queue without end of servers, an hour of it; and half the bound is exceeded."""
-    rate, prompt_len, length = 4.0, 100, 50
-    found = fluid_kv(seen(rate, prompt_len, [length]), 200.0, TOKEN_S)
-    assert found is not None
-    rng = np.random.default_rng(7)
-    arrivals = np.sort(rng.uniform(0, 3600, rng.poisson(3600 * rate)))
-    times = np.arange(0, 3600, TOKEN_S)
-    per_step = np.bincount((arrivals / TOKEN_S).astype(int), minlength=times.size)
-    held = np.convolve(per_step, prompt_len + np.arange(length))[: times.size]
-    assert held.mean() == pytest.approx(found.mean, rel=0.03)
-    assert 0.5 * found.bound < held.max() <= found.bound
-
-
 def test_nothing_is_known_at_first() -> None:
     learn = Estimators()
     assert fluid_kv(learn, 1.0, TOKEN_S) is None
@@ -54,13 +38,6 @@ def test_nothing_is_known_at_first() -> None:
     learn.lengths.ended(5)
     assert fluid_kv(learn, 1.0, TOKEN_S) is not None
     assert fluid_kv(learn, 1.0, 0.0) is None
-
-
-def test_asking_changes_nothing_that_policies_go_by() -> None:
-    asked, other = seen(2.0, 10, [20, 30]), seen(2.0, 10, [20, 30])
-    fluid_kv(asked, 200.0, TOKEN_S)
-    running = np.array([3, 4])
-    assert (asked.lengths.survival(running) == other.lengths.survival(running)).all()
 
 
 def test_seconds_of_a_token() -> None:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -30,8 +28,7 @@ def test_learns_the_curve_of_what_has_ended() -> None:
 
 
 def test_running_requests_count_for_what_they_have_reached() -> None:
-    """Ten short ones have ended, thirty are far beyond: counting ends alone would say that every
-    output is short."""
+    """Ten short ones have ended, thirty are far beyond."""
     lengths = OutputLengths()
     for _ in range(10):
         lengths.ended(10)

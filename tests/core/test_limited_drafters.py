@@ -1,7 +1,5 @@
 """Texts that a drafter cannot read: longer than its context, or with tokens unknown to it."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -20,10 +18,7 @@ def make_world(*drafters: ToyDrafter, pipeline: str = "inline", **options: Any) 
     inline = pipeline == "inline"
     own_lanes = [] if inline else [d.name for d in drafters]
     scheduler = make_scheduler(
-        drafters=drafters,
-        own_lanes=own_lanes,
-        pipeline="off" if inline else pipeline,
-        **options,
+        drafters=drafters, own_lanes=own_lanes, pipeline="off" if inline else pipeline, **options
     )
     return World(scheduler, ToyExecutor(4, {d.name: d for d in drafters}))
 
@@ -104,9 +99,7 @@ def test_a_drafter_that_failed_inside_a_step_starts_anew() -> None:
     """Its draft is missing, the request goes on, and nothing is known of its KV."""
     world = make_world(ToyDrafter("d", 1.0))
     world.arrive(make_request("r", 6, 20))
-    world.executor.run(TARGET)
-    world.turn()
-    world.turn()
+    world.step()
     (item,) = world.plans[-1].items
     assert item.num_draft_tokens == 4
     state = world.scheduler.table.requests["r"]

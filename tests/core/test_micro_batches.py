@@ -1,7 +1,5 @@
 """Groups of requests: drafted for and verified in turn, of equal size, and never twice."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 
@@ -77,18 +75,14 @@ def test_the_target_verifies_one_group_while_the_other_is_drafted_for() -> None:
     assert len(first) == 2
     assert not in_flight(world, TARGET), "nothing to verify yet"
     for _ in range(6):
-        world.executor.run("d")
-        world.turn()
-        world.turn()
+        world.step("d")
         verified, drafted = in_flight(world, TARGET), in_flight(world, "d")
         assert verified == first
         assert drafted == set("rstu") - first, "at the same time"
         assert all(
             i.source is DraftSource.HELD for i in world.plans[-1].items or world.plans[-2].items
         )
-        world.executor.run(TARGET)
-        world.turn()
-        world.turn()
+        world.step()
         assert not in_flight(world, TARGET), "its group is being drafted for still"
         first = drafted
 
@@ -105,23 +99,15 @@ def test_a_group_waits_for_its_slowest_lane_and_another_goes_first() -> None:
     )
     slow = in_flight(world, "a") | in_flight(world, "b")
     assert len(slow) == 2, "one request of each drafter"
-    world.executor.run("b")
-    world.turn()
-    world.turn()
+    world.step("b")
     assert not in_flight(world, TARGET), "half of the group is there"
     assert len(in_flight(world, "b") - slow) == 1, "its lane goes on with the next group"
-    world.executor.run("b")
-    world.turn()
-    world.turn()
+    world.step("b")
     assert not in_flight(world, TARGET)
-    world.executor.run("a")
-    world.turn()
-    world.turn()
+    world.step("a")
     assert in_flight(world, TARGET) == slow
     world.executor.run("a")
-    world.executor.run(TARGET)
-    world.turn()
-    world.turn()
+    world.step()
     assert in_flight(world, TARGET) == set(names) - slow
 
 
@@ -143,18 +129,14 @@ def test_those_that_do_not_draft_join_any_group() -> None:
     prefill(world, [*drafting, make_request("alone", seed=9, drafter="none", max_tokens=60)])
     steps = []
     for _ in range(6):
-        world.executor.run("d")
-        world.turn()
-        world.turn()
+        world.step("d")
         steps.append(in_flight(world, TARGET))
-        world.executor.run(TARGET)
-        world.turn()
-        world.turn()
+        world.step()
     assert all("alone" in step for step in steps)
     assert Counter(n for step in steps for n in step - {"alone"}) == {"r": 3, "s": 3}
 
 
-def test_a_failed_lane_holds_nobody_up() -> None:
+def test_a_failed_lane_holds_no_request_up() -> None:
     world = make_world("2")
     prefill(world, [make_request(n, seed=i) for i, n in enumerate("rstu")])
     lost = in_flight(world, "d")
@@ -240,9 +222,7 @@ def state(number: int, drafter: str, *, is_free: bool) -> RequestState:
         st.tuples(st.sampled_from("abc"), st.integers(0, 5), st.booleans()), max_size=40
     ),
 )
-def test_divisions_are_balanced_as_far_as_requests_may_move(
-    num: int, members: list[tuple[str, int, bool]]
-) -> None:
+def test_divisions_are_balanced_as_far_as_requests_may_move(num, members) -> None:
     division = Division([1 / num] * num)
     states = [state(i, d, is_free=free) for i, (d, _, free) in enumerate(members)]
     before = {}

@@ -1,11 +1,8 @@
 """Queues hold whom they should, whatever the order, the admission policy and what is learned."""
 
-from __future__ import annotations
-
 import random
 import typing
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -67,9 +64,7 @@ def happenings(rng: random.Random, world: World, num_arrived: int) -> list[Event
 @pytest.mark.parametrize(("name", "options"), CASES)
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 2**32), fairness=st.booleans())
-def test_who_waits_is_found_again_when_estimates_have_moved(
-    name: str, options: dict[str, Any], seed: int, fairness: bool
-) -> None:
+def test_who_waits_is_found_again_when_estimates_have_moved(name, options, seed, fairness) -> None:
     """Arrivals, cancels, preemption in tight memory, tenants with other weights."""
     rng, learn = random.Random(seed), Estimators(profile(0.1))
     scheduler = Scheduler(
@@ -98,9 +93,7 @@ def test_who_waits_is_found_again_when_estimates_have_moved(
 
 
 @pytest.mark.parametrize("admission", ["vllm_v1", "sarathi"])
-def test_deadlines_by_lengths_that_are_not_foretold(
-    monkeypatch: pytest.MonkeyPatch, admission: str
-) -> None:
+def test_deadlines_by_lengths_that_are_not_foretold(monkeypatch, admission) -> None:
     rng, num = np.random.default_rng(0), 400
     lengths = Workload(
         "deadlines",

@@ -1,7 +1,5 @@
 """The ragged-batch planner: nothing lost, nothing twice, and the costs counted by hand."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -9,13 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lab.common.layouts import LAYOUTS, KVShape, compare
-from penstock.fluid.packing import (
-    AttentionCost,
-    Decomposition,
-    best_decomposition,
-    cut,
-    decompose,
-)
+from penstock.fluid.packing import AttentionCost, Decomposition, best_decomposition, cut, decompose
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=12)
 COSTS = st.builds(
@@ -71,9 +63,7 @@ def test_cut_rows_hold_one_piece_each(lengths: list[int], row_length: int) -> No
 
 
 @given(lengths=LENGTHS, window=st.integers(1, 8), cost=COSTS)
-def test_the_best_is_no_dearer_than_what_it_is_chosen_from(
-    lengths: list[int], window: int, cost: AttentionCost
-) -> None:
+def test_the_best_is_no_dearer_than_what_it_is_chosen_from(lengths, window, cost) -> None:
     def seconds(plan: Decomposition) -> float:
         shape = KVShape(1, 1, 1, 1)
         costs = dict.fromkeys(LAYOUTS, cost)

@@ -1,7 +1,5 @@
 """When the target waits for drafts."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

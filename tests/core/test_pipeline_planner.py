@@ -1,7 +1,5 @@
 """What micro-batches are worth, and how many are chosen."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -105,8 +103,7 @@ def test_splits_are_even(batches: list[int], num: int) -> None:
 
 
 def test_the_best_seen_and_the_papers_heuristic() -> None:
-    """Throughput falls by 4% with every further micro-batch after the second: never an obvious
-    drop, so that the heuristic goes on to the end."""
+    """Throughput falls by 4% with every further micro-batch after the second."""
     throughput = {0: 0.6, 1: 0.7, 2: 1.0, **{n: 0.96 ** (n - 2) for n in range(3, 9)}}
 
     def seconds(setting: PipelineSetting) -> float:

@@ -1,10 +1,7 @@
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from penstock.core.learn import prior as module
 from penstock.core.learn.prior import AcceptancePrior, Belief
 
 FloatArray = npt.NDArray[np.float64]
@@ -96,14 +93,6 @@ def test_a_posterior_is_near_the_truth_after_much_evidence_and_the_prior_without
     assert 0.98 < sure.rates()[0] < 1.0
 
 
-def test_the_covariance_is_that_of_requests_around_their_mean() -> None:
-    """Not that of different topics, which the mean tells apart."""
-    means = np.array([[3.0, 0.0, -3.0], [-3.0, 0.0, 3.0]])
-    found = np.diagonal(taught(means, 600, tokens=400)._covariance)
-    assert (found > 1.0).all()
-    assert (found < 4.0).all(), "with the topics between them it would be above 10"
-
-
 def test_drafters_may_come_later() -> None:
     prior = taught(np.array([[1.0, 0.0, -1.0]]), 50)
     before = mean_of(prior, 0)
@@ -113,40 +102,6 @@ def test_drafters_may_come_later() -> None:
     assert len(after) == 5
     prior.grow(2)
     assert len(mean_of(prior, 0)) == 5
-
-
-def test_it_stands_on_the_last_requests_and_on_nothing_else(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As if the regression had been solved anew with them."""
-    monkeypatch.setattr(module, "_MEMORY", 8)
-    rng = np.random.default_rng(5)
-    prompts, regressions = module._Prompts(), module._Regressions()
-    regressions.grow(1)
-    kept: list[tuple[IntArray, float, float]] = []
-    for i in range(30):
-        words = prompt(i % 3, i)
-        buckets = module._buckets(words)
-        slot = prompts.add(buckets)
-        measured, noise = rng.normal(), rng.uniform(0.5, 2.0)
-        likeness = prompts.likeness(buckets)
-        regressions.replace(slot, likeness, np.array([measured]), np.array([noise]))
-        kept = [*kept, (words, measured, noise)][-8:]
-    new = prompt(1, 50)
-    mean, variance = regressions.predict(prompts.likeness(module._buckets(new)))
-
-    def kernel(a: IntArray, b: IntArray) -> float:
-        known = np.isin(a, np.concatenate([w for w, _, _ in kept])).sum()
-        shared = len(np.intersect1d(a, b)) / np.sqrt(known * len(b))
-        return float(module._BIAS_VARIANCE + module._WORDS_VARIANCE * shared)
-
-    noise_of = np.array([n for _, _, n in kept])
-    among = np.array([[kernel(a, b) for b, _, _ in kept] for a, _, _ in kept]) + np.diag(noise_of)
-    shares = np.linalg.solve(among, [kernel(new, a) for a, _, _ in kept])
-    values = np.array([m for _, m, _ in kept]) - module._MEAN
-    assert mean[0] == pytest.approx(module._MEAN + shares @ values)
-    first = module._BIAS_VARIANCE + module._WORDS_VARIANCE
-    assert variance[0] == pytest.approx(first * (1 - shares.sum()) ** 2 + shares**2 @ noise_of)
 
 
 def test_of_a_prompt_without_words_it_knows_what_all_have_in_common() -> None:

@@ -1,8 +1,6 @@
 """Whatever arrives, whatever the limits: `World` checks after every turn that blocks are conserved
 and that budgets hold; here everybody must also be served."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from typing import Any
@@ -113,7 +111,7 @@ rough = st.builds(
 
 @quietly
 @given(world=worlds(rough), coming=requests())
-def test_everybody_ends_and_nothing_is_left(world: World, coming: list[Request]) -> None:
+def test_all_requests_end_and_nothing_is_left(world: World, coming: list[Request]) -> None:
     world.run(coming)
     world.check_outputs()
     world.check_empty()
@@ -121,9 +119,7 @@ def test_everybody_ends_and_nothing_is_left(world: World, coming: list[Request])
 
 @quietly
 @given(world=worlds(st.just(Chaos())), coming=requests())
-def test_in_a_calm_world_everybody_finishes_or_is_refused(
-    world: World, coming: list[Request]
-) -> None:
+def test_in_a_calm_world_requests_finish_or_are_refused(world, coming) -> None:
     world.run(coming, max_turns=2000)
     world.check_outputs()
     world.check_empty()
@@ -134,7 +130,7 @@ def test_in_a_calm_world_everybody_finishes_or_is_refused(
         assert reason is (FinishReason.LENGTH if fits else FinishReason.REFUSED)
 
 
-def test_nobody_starves_while_others_keep_coming() -> None:
+def test_no_request_starves_while_others_keep_coming() -> None:
     """A large request among a stream of small ones, in memory that holds it only just."""
     rng = random.Random(5)
     scheduler = make_scheduler(num_blocks=16, drafters=DRAFTERS[:1])

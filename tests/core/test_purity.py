@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import hashlib
 import os
 import subprocess
@@ -56,9 +54,7 @@ for name in ("core", "fluid", "sim", "config"):
         ("config", {"torch", "transformers", "fastapi"}),
     ],
 )
-def test_importing_brings_no_strangers(
-    modules_of_packages: dict[str, set[str]], package: str, strangers: set[str]
-) -> None:
+def test_importing_brings_no_strangers(modules_of_packages, package, strangers) -> None:
     """Every module of a package; what numpy and scipy import is not the package's doing."""
     brought = modules_of_packages[package]
     assert f"penstock.{package}" in brought

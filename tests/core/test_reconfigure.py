@@ -1,7 +1,5 @@
 """Tenants whose settings change while their requests run."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -39,7 +37,7 @@ def test_service_counts_at_the_weight_of_its_time() -> None:
 
 
 @pytest.mark.parametrize("changed", [True, False])
-def test_a_limit_holds_for_who_runs_from_now_on(changed: bool) -> None:
+def test_a_new_limit_holds_from_now_on(changed: bool) -> None:
     world = make_world(tenants=(Tenant("t", max_running_requests=4),))
     world.arrive(*(make_request(f"r{i}", seed=i, tenant="t", max_tokens=4 + i) for i in range(10)))
     assert len(world.scheduler.table.running) == 4

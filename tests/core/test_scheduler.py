@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -21,7 +19,6 @@ from penstock.core.types import (
     Request,
     Status,
     StepResult,
-    Tenant,
     Verdict,
 )
 
@@ -75,9 +72,7 @@ def test_a_step_of_drafting_and_verifying() -> None:
     (item,) = world.plans[-1].items
     assert item.source is DraftSource.NONE
     assert item.draft is None, "a drafter reads a prompt when its first draft is ordered"
-    world.executor.run(TARGET)
-    world.turn()
-    world.turn()
+    world.step()
     (item,) = world.plans[-1].items
     assert (item.source, item.drafter, item.num_draft_tokens) == (DraftSource.INLINE, "d", 4)
     assert (item.start, item.num_scheduled_tokens, item.samples) == (6, 1, True)
@@ -92,9 +87,7 @@ def test_a_step_of_drafting_and_verifying() -> None:
 def test_a_rejected_draft_is_rolled_back_in_both_models() -> None:
     world = make_world(ToyDrafter("d", accuracy=0.0))
     world.arrive(make_request("r"))
-    world.executor.run(TARGET)
-    world.turn()
-    world.turn()
+    world.step()
     world.executor.run(TARGET)
     world.turn()
     assert kv_of(world.scheduler, "r").num_computed_tokens == 7
@@ -189,16 +182,6 @@ def test_hashes_may_be_given_without_tokens() -> None:
     assert scheduler.num_unfinished == 0
 
 
-def test_a_drafter_starts_from_its_own_prefix_cache() -> None:
-    world = make_world(DRAFTER)
-    world.run([make_request("r", prompt_len=14)])
-    world.run([make_request("s", prompt_len=18)])
-    items = [i for p in world.plans for i in p.items if i.request_id == "s"]
-    order = next(i.draft for i in items if i.draft is not None)
-    assert (order.start, order.num_catch_up_tokens) == (12, 7)
-    assert len(order.new_blocks) == 6
-
-
 def test_a_drafters_cache_may_reach_further_than_the_targets_chunk() -> None:
     """Its table is announced whole, when it is first used, and shared blocks are not rewritten."""
     admission = {"max_num_batched_tokens": 8, "max_num_seqs": 4}
@@ -211,13 +194,6 @@ def test_a_drafters_cache_may_reach_further_than_the_targets_chunk() -> None:
     assert items[0].start < orders[0].start == 28
     assert len(orders[0].new_blocks) >= 8
     world.check_outputs()
-
-
-def test_tenants_weights() -> None:
-    world = make_world(tenants=[Tenant("big", weight=3.0)])
-    world.run([make_request("r", tenant="big", max_tokens=5), make_request("s", max_tokens=3)])
-    tenants = world.scheduler.table.tenants
-    assert (tenants["big"].weight, tenants["default"].weight) == (3.0, 1.0)
 
 
 def test_a_short_prompts_output_is_salted_too() -> None:
@@ -236,14 +212,10 @@ def test_a_short_prompts_output_is_salted_too() -> None:
 def test_a_step_in_flight_keeps_the_blocks_of_target_and_inline_drafter() -> None:
     world = make_world(DRAFTER)
     world.arrive(make_request("r"))
-    world.executor.run(TARGET)
-    world.turn()
-    world.turn()
+    world.step()
     world.turn(Cancel("r"))
     assert [p.num_used_blocks for p in world.scheduler.table.memory.pools.values()] == [3, 3]
-    world.executor.run(TARGET)
-    world.turn()
-    world.turn()
+    world.step()
     world.check_empty()
 
 
@@ -255,16 +227,6 @@ def test_a_waiting_request_may_be_cancelled() -> None:
     world.turn(Cancel("s"), Cancel("unknown"))
     assert world.ends["s"].finish_reason is FinishReason.CANCELLED
     world.run()
-    world.check_empty()
-
-
-def test_the_executor_hears_of_requests_that_must_wait() -> None:
-    world = make_world(num_blocks=4)
-    world.arrive(make_request("r", prompt_len=14, max_tokens=2))
-    world.executor.run(TARGET)
-    world.turn(*world.arrivals([make_request("s", prompt_len=10, max_tokens=2)]))
-    world.run()
-    world.check_outputs()
     world.check_empty()
 
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from tests.core.fakes import ToyDrafter, ToyExecutor
 from tests.core.world import World, make_request, make_scheduler
 
@@ -49,7 +47,7 @@ def test_a_request_keeps_its_drafter_through_a_round() -> None:
     assert sorted(orders) == sorted((i.request_id, i.round) for i in items)
 
 
-def test_a_named_drafter_that_is_down_is_waited_for_by_nobody() -> None:
+def test_a_named_drafter_that_is_down_is_not_waited_for() -> None:
     drafter = ToyDrafter("a")
     scheduler = make_scheduler(drafters=[drafter], own_lanes=["a"])
     world = World(scheduler, ToyExecutor(4, {"a": drafter}))

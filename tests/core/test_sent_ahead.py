@@ -1,7 +1,5 @@
 """Lines that are sent ahead: followed along the text, against a plain definition."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -36,32 +34,6 @@ def kept(*pieces: LinePiece, after: Text | None = None) -> LinesAhead:
 
 TRUNK = LinePiece(1, FIRST, (10, 11, 12), 1)
 BRANCH = LinePiece(2, FIRST + 1, (21, 22), 1)
-
-
-def test_the_text_goes_along_a_line() -> None:
-    lines = kept(TRUNK, BRANCH)
-    assert lines.path(FIRST) == (10, 11, 12)
-    lines.follow(text(10))
-    assert lines.path(FIRST + 1) == (11, 12)
-    lines.follow(text(10, 11))
-    assert lines.path(FIRST + 2) == (12,)
-    lines.take([LinePiece(1, FIRST + 3, (13,))], text(10, 11))
-    assert lines.path(FIRST + 2) == (12, 13)
-
-
-def test_a_runner_up_comes_true() -> None:
-    lines = kept(TRUNK, BRANCH)
-    lines.follow(text(10, 21))
-    assert lines.path(FIRST + 2) == (22,)
-    lines.take([LinePiece(1, FIRST + 3, (13,)), LinePiece(2, FIRST + 3, (23,))], text(10, 21))
-    assert lines.path(FIRST + 2) == (22, 23), "what has turned out wrong does not grow on"
-
-
-@pytest.mark.parametrize("tokens", [(21,), (11,), (10, 12), (10, 21, 23), (10, 11, 12, 13)])
-def test_nothing_is_at_hand_where_no_assumption_came_true(tokens: tuple[int, ...]) -> None:
-    lines = kept(TRUNK, BRANCH)
-    lines.follow(text(*tokens))
-    assert lines.path(FIRST + len(tokens)) == ()
 
 
 def test_what_comes_late_is_compared_with_the_text_of_now() -> None:

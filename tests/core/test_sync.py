@@ -1,7 +1,5 @@
 """A host that keeps requests by itself tells the scheduler how they stand (`Scheduler.sync`)."""
 
-from __future__ import annotations
-
 import pytest
 from tests.core.world import ADMISSION
 
@@ -103,7 +101,7 @@ def test_a_preempted_request_comes_first_and_begins_anew(counted: bool) -> None:
     assert scheduler.table.memory.num_deferred_blocks == 0
 
 
-def test_a_group_keeps_those_whom_it_counts_as_their_host_does() -> None:
+def test_a_group_keeps_requests_that_it_counts_as_the_host_does() -> None:
     scheduler = decoding(True, "a", "b", "c")
     group = next(iter(_after_a_decode(scheduler).table.groups.values()))
     assert list(group.members) == ["a", "b", "c"]

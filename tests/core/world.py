@@ -1,7 +1,5 @@
 """A scheduler and a `ToyExecutor`, and the rough world around them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -152,8 +150,6 @@ class World:
         self._down: set[str] = set()
         self._past_drafts: list[DraftReady] = []
 
-    # --- the Instrument interface ---------------------------------------------------------------
-
     def on_plan(self, plan: StepPlan) -> None:
         self.log.append(plan)
         self.plans.append(plan)
@@ -177,8 +173,6 @@ class World:
             self.ends[output.request_id] = output
             self._in_target.discard(output.request_id)
 
-    # --- turns ----------------------------------------------------------------------------------
-
     @property
     def scheduler_ids(self) -> set[str]:
         return self.requests.keys() - self.ends.keys()
@@ -196,6 +190,12 @@ class World:
     def turn(self, *events: Event) -> None:
         self.loop.turn(events)
         self.check()
+
+    def step(self, lane: str = TARGET) -> None:
+        """End the lane's plan in flight, take its result in, and plan again."""
+        self.executor.run(lane)
+        self.turn()
+        self.turn()
 
     def run(self, requests: Sequence[Request] = (), max_turns: int = 5000) -> None:
         """Let requests arrive now and then, and the world be as rough as it is, until all are
@@ -251,8 +251,6 @@ class World:
         for result in self.rng.sample(executor.ended, len(executor.ended)):
             if self.rng.random() >= self.chaos.patience:
                 executor.report(result)
-
-    # --- what must hold -------------------------------------------------------------------------
 
     def check(self) -> None:
         scheduler, memory = self.scheduler, self.scheduler.table.memory

@@ -1,8 +1,6 @@
 """Bundled models with tokens added to their vocabulary as real models have them: found in a text
 before it is cut, not special, and not all in ASCII."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -14,13 +12,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from penstock.zoo.registry import model_path
 
-ADDED = {
-    "čas": "Ġthe",
-    "<číslo>": "1",
-    "日本": "Ġa",
-    "<tool_call>": "{",
-    "</tool_call>": "}",
-}
+ADDED = {"čas": "Ġthe", "<číslo>": "1", "日本": "Ġa", "<tool_call>": "{", "</tool_call>": "}"}
 """By their contents, the tokens that they are taken for; the model prefers the added ones.
 The characters of the first are all in the alphabet that byte-level vocabularies write bytes in."""
 

@@ -1,7 +1,5 @@
 """Shared by the engine's tests: no hub, one thread, and small checkpoints on disk."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Bundled models under other tokenizers, on disk."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

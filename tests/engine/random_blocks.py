@@ -1,7 +1,5 @@
 """Random matrices in ggml's block formats and in groups of integers."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType

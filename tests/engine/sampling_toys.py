@@ -5,8 +5,6 @@ request is a row of one batch with a seed of its own, so that tens of thousands 
 a few rounds of the functions under test.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -35,11 +33,7 @@ def toy_table(vocab_size: int, seed: int, spread: float = 1.5) -> torch.Tensor:
 
 
 def sampling_rows(
-    num_rows: int,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    first_seed: int = 0,
+    num_rows: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, first_seed: int = 0
 ) -> SamplingRows:
     return SamplingRows(
         temperature=np.full(num_rows, temperature),

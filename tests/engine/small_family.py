@@ -1,7 +1,5 @@
 """A tiny target with drafters that are right always, often and hardly ever, on disk."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 

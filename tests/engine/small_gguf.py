@@ -1,7 +1,5 @@
 """Small random models and tokenizers as GGUF files, by the `gguf` package's own writer."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator

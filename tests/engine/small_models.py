@@ -1,7 +1,5 @@
 """Small random checkpoints in Hugging Face layout, and ragged batches over shuffled blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

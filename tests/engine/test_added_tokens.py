@@ -1,8 +1,6 @@
 """Added tokens are text, whatever alphabet the vocabulary writes its own in; what is spelt like an
 added or special token can be asked for; and no drafter changes any of it."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
@@ -47,9 +45,7 @@ def tokenizer_of(folder: Path, kind: str, *, composes: bool = False) -> Tokenize
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("added", ODD)
-def test_an_added_token_is_the_text_that_it_is_found_in(
-    tmp_path: Path, kind: str, added: str
-) -> None:
+def test_an_added_token_is_the_text_that_it_is_found_in(tmp_path, kind, added) -> None:
     tokenizer = tokenizer_of(tmp_path, kind)
     token = tokenizer.encode(added, add_special_tokens=False)[-1]
     words = tokenizer.encode("and", add_special_tokens=False)

@@ -1,8 +1,6 @@
 """Architectures beside Llama's through the whole engine: speculation changes nothing, and what a
 backend's kernels do not compute is computed eagerly or refused in one line."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 
@@ -69,9 +67,7 @@ def alone(engine: Engine) -> Alone:
     covering(ARCHITECTURES, ["greedy", "coupled-filtered"], ["none", *DRAFTERS], strength=1),
     indirect=["family"],
 )
-def test_output_is_the_targets_own(
-    engine: Engine, alone: Alone, drafter: str, sampling: str
-) -> None:
+def test_output_is_the_targets_own(engine, alone, drafter, sampling) -> None:
     loop = make_loop(engine)
     outputs, accepted = run(loop, make_requests(SAMPLINGS[sampling], 8, drafter))
     assert outputs == alone[sampling]

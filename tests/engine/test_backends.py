@@ -1,7 +1,5 @@
 """How much KV memory an engine takes by default, and how it runs on a GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

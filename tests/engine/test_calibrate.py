@@ -1,7 +1,5 @@
 """What is measured before the first request, by runners whose steps take known times."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -80,10 +78,3 @@ def test_a_slow_spell_in_one_pass_is_forgotten() -> None:
     times = calibrated(runner).times
     for rows in (1, 3, 8, 32, 128):
         assert times.target(rows) == pytest.approx(large(rows) / 500)
-
-
-def test_a_slow_first_step_ends_nothing() -> None:
-    """A first step that is slow says nothing of what larger ones would take."""
-    runner = TimedRunner(lambda rows: 0.3 if len(runner.steps) == 1 else large(rows) / 500)
-    calibrated(runner)
-    assert 256 in runner.steps

@@ -1,7 +1,5 @@
 """Drafts that begin as look-up and go on with a model: exact whatever is taken of either."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import zlib
@@ -22,7 +20,7 @@ from penstock.core.types import DraftOrder, Request, RoundCosts, SamplingParams
 from penstock.engine.build import Engine, load_engine
 from penstock.engine.drafters.chain import ChainDrafter
 from penstock.engine.drafters.drafts import Draft
-from penstock.engine.drafters.lookup import NO_MATCH, LookupDrafter, Match
+from penstock.engine.drafters.lookup import LookupDrafter, Match
 from penstock.engine.drafters.model import ModelDrafter
 from penstock.engine.drafters.sources import (
     Parts,
@@ -122,9 +120,7 @@ def alone(engine: Engine) -> Alone:
     ],
     indirect=["engine"],
 )
-def test_output_is_the_targets_own(
-    engine: Engine, alone: Alone, sampling: str, drafter: str, batch: int
-) -> None:
+def test_output_is_the_targets_own(engine, alone, sampling, drafter, batch) -> None:
     loop = make_loop(engine, rotating=drafter == "rotating")
     name = "auto" if drafter == "rotating" else drafter
     outputs, _ = run(loop, repeating_requests(SAMPLINGS[sampling], batch, name))
@@ -137,11 +133,7 @@ def test_output_is_the_targets_own(
     indirect=["engine"],
 )
 def test_other_sources_in_every_round_change_nothing(
-    engine: Engine,
-    alone: Alone,
-    switching: Switching,
-    sampling: str,
-    pipeline: str,
+    engine: Engine, alone: Alone, switching: Switching, sampling: str, pipeline: str
 ) -> None:
     requests = repeating_requests(SAMPLINGS[sampling], 8, "near")
     switching.tell(requests, alone[sampling][:8])
@@ -154,9 +146,7 @@ def test_other_sources_in_every_round_change_nothing(
     assert any(guessed and not kept for kept, guessed in seen), "the model alone"
 
 
-def test_the_model_has_read_what_it_goes_on_from(
-    engine: Engine, alone: Alone, switching: Switching, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_model_has_read_what_it_goes_on_from(engine, alone, switching, monkeypatch) -> None:
     """The target's twin is right behind every looked-up token that is, however often it was not
     asked: nothing of its KV is missing or stale."""
     drafted: list[tuple[TokenBuffer, int, Parts, list[int]]] = []
@@ -181,9 +171,7 @@ def test_the_model_has_read_what_it_goes_on_from(
     assert num_behind
 
 
-def test_small_memory_preempts_and_changes_nothing(
-    engine: Engine, alone: Alone, switching: Switching
-) -> None:
+def test_small_memory_preempts_and_changes_nothing(engine, alone, switching) -> None:
     loop = make_loop(engine, rotating=True, kv_tokens=20 * 16)
     requests = repeating_requests(SAMPLINGS["coupled"], 16, "auto")
     switching.tell(requests, alone["coupled"])
@@ -210,9 +198,7 @@ def test_a_model_that_fails_midway_changes_nothing(
     assert outputs == alone["greedy"][:8]
 
 
-def test_a_cached_prefix_holds_only_what_the_model_has_read(
-    engine: Engine, alone: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cached_prefix_holds_only_what_the_model_has_read(engine, alone, monkeypatch) -> None:
     """What was drafted without the model must not be taken for its KV by the next request."""
     num_guessed = 0
     monkeypatch.setattr(
@@ -234,18 +220,12 @@ def test_a_cached_prefix_holds_only_what_the_model_has_read(
 
 
 def test_negative_control_accepting_everything_is_caught(
-    engine: Engine,
-    alone: Alone,
-    switching: Switching,
-    monkeypatch: pytest.MonkeyPatch,
+    engine: Engine, alone: Alone, switching: Switching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The equalities above must be able to fail."""
     monkeypatch.setattr(Verifier, "decide", lenient(Verifier.decide))
     outputs, _ = run(make_loop(engine), repeating_requests(SAMPLINGS["coupled"], 8, "near"))
     assert outputs != alone["coupled"][:8]
-
-
-# --- what is taken of either ----------------------------------------------------------------------
 
 
 def text_of(name: str, prompt: Sequence[int], max_tokens: int = 200) -> TokenBuffer:
@@ -268,20 +248,6 @@ def parts_of(evidence: SourceEvidence, order: DraftOrder, match: Match, num_left
     """Of a round with nobody else."""
     (parts,) = evidence.best_parts([order], [match], [num_left])
     return parts
-
-
-def test_tokens_and_seconds_are_those_of_a_plain_sum() -> None:
-    found, guessed = [0.9, 0.5], [0.8, 0.6, 0.3]
-    costs = RoundCosts((1.0, 1.1, 1.3, 1.4), step=0.2, read=0.01)
-    tokens, seconds = expected_tokens(found, guessed), round_seconds(costs, 2, 3)
-    for kept, more in itertools.product(range(3), range(4)):
-        survival = float(np.prod(found[:kept]))
-        looked_up = sum(float(np.prod(found[:n])) for n in range(1, kept + 1))
-        assert tokens[kept, more] == pytest.approx(1 + looked_up + survival * sum(guessed[:more]))
-        expected = np.inf
-        if kept + more <= 3:
-            expected = costs.rounds[kept + more] + 0.2 * more + 0.01 * kept * (more > 0)
-        assert seconds[kept, more] == pytest.approx(expected)
 
 
 def teach(evidence: SourceEvidence, match: Match, model_is_right: bool, rounds: int = 40) -> None:
@@ -318,18 +284,6 @@ def test_a_match_that_was_never_right_is_not_drafted() -> None:
     longer = match._replace(length=20)
     parts = parts_of(evidence, order_of(text, 6, costs_of(6, row=0.05, step=9.0)), longer, 200)
     assert parts.num_kept == 3, "of other lengths nothing is known"
-
-
-def test_an_order_without_times_has_the_model_asked_whatever_it_takes() -> None:
-    """As in a trial of the drafter, beside others for which the model does not pay."""
-    evidence = SourceEvidence()
-    dear = costs_of(6, row=0.05, step=9.0)
-    orders = [
-        order_of(text_of("tried", [1, 2, 3]), 6, None),
-        order_of(text_of("other", [1, 2, 3]), 6, dear),
-    ]
-    parts = evidence.best_parts(orders, [NO_MATCH, NO_MATCH], [200, 200])
-    assert [(p.num_kept, p.num_guessed) for p in parts] == [(0, 6), (0, 0)]
 
 
 def tables_of(rng: np.random.Generator, num: int, most: int) -> list[Any]:
@@ -370,8 +324,6 @@ def test_drafts_of_a_round_are_the_best_of_all_that_there_are(num: int) -> None:
     if num > 1:
         assert np.mean(alike) < np.mean(shares) - 0.01, "each as if all were like it"
 
-
-# --- rejection sampling ---------------------------------------------------------------------------
 
 NUM_SAMPLES = 50_000
 VOCAB = 6
@@ -488,38 +440,11 @@ def p_value(
         pytest.param(None, 1, id="look-up as far as it goes"),
     ],
 )
-def test_joint_of_three_positions_is_the_targets(
-    costs: RoundCosts | None, drafter_seed: int
-) -> None:
+def test_joint_of_three_positions_is_the_targets(costs, drafter_seed) -> None:
     assert p_value(costs, drafter_seed) > 1e-3
 
 
-def test_other_parts_in_every_round_are_exact_and_false_reports_are_caught(
-    switching: Switching,
-) -> None:
+def test_other_parts_in_every_round_are_exact_and_false_reports_are_caught(switching) -> None:
     assert p_value(None, num_samples=4_000) > 1e-3
     assert {(0, 2), (1, 1), (2, 0)} <= switching.seen
     assert p_value(None, falsify=True, num_samples=4_000) < 1e-9
-
-
-def test_noise_is_that_of_the_whole_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts that begin at different places have different noise, though their model's parts begin
-    at the same."""
-    monkeypatch.setattr(
-        SourceEvidence, "best_parts", lambda _s, _o, matches, _n: [Parts(matches[0], num_kept, 2)]
-    )
-    guessed = []
-    for length, num_kept in ((7, 0), (6, 1), (5, 2)):
-        chain = make_chain(torch.zeros(VOCAB, VOCAB))
-        rows = []
-        for seed in range(200):
-            sampling = SamplingParams(seed=seed, verification="ratio")
-            prompt = (3, 2, 3, 2, 3, 2, 3, 2)[:length]
-            text = TokenBuffer(
-                Request(f"{seed}", length, 9, prompt_token_ids=prompt, sampling=sampling)
-            )
-            order = DraftOrder(f"{seed}", 0, 0, "chain", 0, length, 4)
-            rows += [chain.draft([order], [text]).drafts[0].token_ids[num_kept:]]
-        guessed.append(np.array(rows))
-    for a, b in itertools.combinations(guessed, 2):
-        assert (a == b).mean() < 0.5

@@ -1,7 +1,5 @@
 """Penalties, logit_bias, min_tokens and min_p: what they are, and the same with drafts."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from pathlib import Path
@@ -164,9 +162,7 @@ def deaf(self: TokenBuffer, draft: list[int]) -> TextSoFar | None:
     return TextSoFar(tokens, self.length, ()) if params.reads_text else None
 
 
-def test_penalties_that_do_not_see_the_draft_would_be_seen(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_penalties_that_do_not_see_the_draft_would_be_seen(engine, monkeypatch) -> None:
     params = SamplingParams(temperature=0.0, frequency_penalty=1.5)
     alone, _ = run(make_loop(engine), make_requests(params, 8, "none"))
     drafted, _ = run(make_loop(engine), make_requests(params, 8, "same"))

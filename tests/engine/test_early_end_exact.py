@@ -3,8 +3,6 @@
 The joint distribution of three positions over a vocabulary of six, 30,000 samples, chi-square.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -116,9 +114,7 @@ def test_the_output_has_the_targets_distribution(make, backend: str) -> None:
     assert p_value(make(backend), 30_000) > 1e-4
 
 
-def test_ending_by_the_drawn_tokens_probability_is_found_out(
-    make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ending_by_the_drawn_tokens_probability_is_found_out(make, monkeypatch) -> None:
     """Control: confidence in a drawn token must not depend on which one was drawn."""
     honest = model_drafter._confidences
     monkeypatch.setattr(

@@ -1,7 +1,5 @@
 """Speculation changes nothing: token for token equality with target-only decoding, in float32."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections import Counter
@@ -180,13 +178,7 @@ def alone(family: dict[str, Path]) -> Alone:
     ],
     indirect=["engine"],
 )
-def test_output_is_the_targets_own(
-    engine: Engine,
-    alone: Alone,
-    sampling: str,
-    drafter: str,
-    batch: int,
-) -> None:
+def test_output_is_the_targets_own(engine, alone, sampling, drafter, batch) -> None:
     loop = make_loop(engine, rotating=drafter == "rotating")
     name = "auto" if drafter == "rotating" else drafter
     outputs, accepted = run(loop, make_requests(SAMPLINGS[sampling], batch, name))
@@ -209,9 +201,7 @@ def narrow_alone(narrow: Engine) -> Alone:
 @pytest.mark.parametrize(
     ("drafter", "sampling"), covering(["none", *DRAFTERS], ["greedy", "coupled"], strength=1)
 )
-def test_bfloat16_is_as_exact(
-    narrow: Engine, narrow_alone: Alone, sampling: str, drafter: str
-) -> None:
+def test_bfloat16_is_as_exact(narrow, narrow_alone, sampling, drafter) -> None:
     outputs, accepted = run(make_loop(narrow), make_requests(SAMPLINGS[sampling], 16, drafter))
     assert outputs == narrow_alone[sampling]
     if drafter in ("same", "near"):
@@ -288,9 +278,7 @@ def test_chunked_prefill_changes_nothing(engine: Engine, alone: Alone) -> None:
 @pytest.mark.parametrize(
     ("attention", "sampling"), covering(ATTENTION, ["greedy", "coupled"], strength=1)
 )
-def test_every_attention_backend_gives_the_same_output(
-    family: dict[str, Path], alone: Alone, attention: str, sampling: str
-) -> None:
+def test_every_attention_backend_gives_the_same_output(family, alone, attention, sampling) -> None:
     """With chunks of prompts beside drafts: the step is small."""
     loop = make_loop(
         load(family, "eager", attention=attention), rotating=True, max_num_batched_tokens=48
@@ -327,16 +315,10 @@ only one is left."""
     covering(BACKENDS, ["greedy", "coupled"], PIPELINES, strength=1),
     indirect=["engine"],
 )
-def test_drafts_held_from_lanes_of_their_own(
-    engine: Engine, alone: Alone, sampling: str, pipeline: str
-) -> None:
+def test_drafts_held_from_lanes_of_their_own(engine, alone, sampling, pipeline) -> None:
     """With another drafter in every round."""
     loop = make_loop(
-        engine,
-        own_lane=True,
-        pipeline=pipeline,
-        rotating=True,
-        learn=Estimators(A_DEVICE_EACH),
+        engine, own_lane=True, pipeline=pipeline, rotating=True, learn=Estimators(A_DEVICE_EACH)
     )
     outputs, accepted = run(loop, make_requests(SAMPLINGS[sampling], 8, "auto"))
     assert accepted > 0
@@ -351,9 +333,7 @@ def test_drafts_held_from_lanes_of_their_own(
     ],
     indirect=["engine"],
 )
-def test_preempted_and_cancelled_in_a_pipeline(
-    engine: Engine, alone: Alone, sampling: str, pipeline: str
-) -> None:
+def test_preempted_and_cancelled_in_a_pipeline(engine, alone, sampling, pipeline) -> None:
     """In memory that holds half of them, with some that go away in the middle, and an id of theirs
     that comes again."""
     loop = make_loop(
@@ -390,9 +370,7 @@ def test_preempted_and_cancelled_in_a_pipeline(
         assert tuple(texts[request.id]) == alone[sampling][15 if i == 5 else i], i
 
 
-def test_negative_control_accepting_a_lanes_drafts_is_caught(
-    engine: Engine, alone: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_negative_control_accepting_a_lanes_drafts_is_caught(engine, alone, monkeypatch) -> None:
     """The equalities above must be able to fail: a lane's draft that is taken on trust."""
     monkeypatch.setattr(Verifier, "decide", lenient(Verifier.decide))
     loop = make_loop(engine, own_lane=True, pipeline="2")
@@ -420,9 +398,7 @@ def lenient(honest: Callable[..., list[Decided]]) -> Callable[..., list[Decided]
     return decide
 
 
-def test_negative_control_accepting_everything_is_caught(
-    engine: Engine, alone: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_negative_control_accepting_everything_is_caught(engine, alone, monkeypatch) -> None:
     """The equality above must be able to fail."""
     monkeypatch.setattr(Verifier, "decide", lenient(Verifier.decide))
     outputs, _ = run(make_loop(engine), make_requests(SAMPLINGS["coupled"], 8, "near"))

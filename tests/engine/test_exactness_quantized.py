@@ -4,20 +4,12 @@ What a target makes alone is compared with the same target's, on the same kernel
 are rounded, so that no other arithmetic makes the same tokens everywhere.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path
 
 import pytest
-from tests.engine.small_family import (
-    VOCAB,
-    add_noise,
-    byte_tokenizer,
-    small_llama,
-    write_tokenizer,
-)
+from tests.engine.small_family import VOCAB, add_noise, byte_tokenizer, small_llama, write_tokenizer
 from tests.engine.small_gguf import save_gguf
 from tests.engine.test_exactness import (
     DRAFTERS,
@@ -112,9 +104,7 @@ def alone(engine: Engine) -> Alone:
     covering(PAIRS, ["none", *DRAFTERS, "rotating"], ["greedy", "coupled"], strength=1),
     indirect=["engine"],
 )
-def test_output_is_the_targets_own(
-    engine: Engine, alone: Alone, sampling: str, drafter: str
-) -> None:
+def test_output_is_the_targets_own(engine, alone, sampling, drafter) -> None:
     loop = make_loop(engine, rotating=drafter == "rotating")
     name = "auto" if drafter == "rotating" else drafter
     outputs, accepted = run(loop, make_requests(SAMPLINGS[sampling], 8, name))
@@ -124,9 +114,7 @@ def test_output_is_the_targets_own(
         assert accepted > 0
 
 
-def test_negative_control_accepting_everything_is_caught(
-    engine: Engine, alone: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_negative_control_accepting_everything_is_caught(engine, alone, monkeypatch) -> None:
     monkeypatch.setattr(Verifier, "decide", lenient(Verifier.decide))
     outputs, _ = run(make_loop(engine), make_requests(SAMPLINGS["coupled"], 8, "near"))
     assert outputs != alone["coupled"][:8]

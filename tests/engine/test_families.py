@@ -1,7 +1,5 @@
 """What the architectures beside Llama's and Qwen2's say of themselves, and what they may not."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -26,24 +24,6 @@ from penstock.engine.eager import EagerRunner
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.rope import Rope
 
-PHI_4_MINI = {
-    "architectures": ["Phi3ForCausalLM"],
-    "model_type": "phi3",
-    "hidden_size": 3072,
-    "intermediate_size": 8192,
-    "num_attention_heads": 24,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "original_max_position_embeddings": 4096,
-    "partial_rotary_factor": 0.75,
-    "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48},
-    "rope_theta": 10000.0,
-    "sliding_window": 262144,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 200064,
-}
 GEMMA_3_1B = {
     "architectures": ["Gemma3ForCausalLM"],
     "model_type": "gemma3_text",
@@ -92,9 +72,7 @@ GEMMA_3_27B = {
         ({"layer_types": ["sliding_attention", "full_attention"]}, {0}),
     ],
 )
-def test_which_layers_have_a_window(
-    broken: Broken, changes: dict[str, Any], layers: set[int]
-) -> None:
+def test_which_layers_have_a_window(broken, changes, layers) -> None:
     path = broken("qwen3")
     edit_json(path / "config.json", use_sliding_window=True, sliding_window=8, **changes)
     window = DecoderConfig.from_pretrained(path).variant.window
@@ -132,9 +110,7 @@ def test_longrope_ends_where_keys_would_have_to_be_turned_again(checkpoint: Chec
         ("qwen3-moe", {"decoder_sparse_step": 2}, ["some layers have no experts"]),
     ],
 )
-def test_what_an_architecture_may_not_ask_for(
-    broken: Broken, case: str, changes: dict[str, Any], parts: list[str]
-) -> None:
+def test_what_an_architecture_may_not_ask_for(broken, case, changes, parts) -> None:
     path = broken(case)
     edit_json(path / "config.json", **changes)
     refusal(path, "config.json", *parts)
@@ -143,14 +119,6 @@ def test_what_an_architecture_may_not_ask_for(
 def published(path: Path, content: dict[str, Any]) -> DecoderConfig:
     (path / "config.json").write_text(json.dumps(content))
     return DecoderConfig.from_pretrained(path)
-
-
-def test_phi_4_mini_as_it_is_published(tmp_path: Path) -> None:
-    config = published(tmp_path, PHI_4_MINI)
-    assert (config.head_dim, config.rope.rotary_dim(config.head_dim)) == (128, 96)
-    assert (config.rope.rope_type, config.rope.factor) == ("longrope", 32)
-    assert config.max_position_embeddings == 4096
-    assert config.variant.window is None
 
 
 def test_gemma_3_as_it_is_published(tmp_path: Path) -> None:

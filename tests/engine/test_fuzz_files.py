@@ -1,7 +1,5 @@
 """Model files and settings, damaged anywhere: read, or refused in one line."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace

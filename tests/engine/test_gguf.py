@@ -1,7 +1,5 @@
 """GGUF files: the same logits as transformers has from the same values, and clear refusals."""
 
-from __future__ import annotations
-
 import dataclasses
 import struct
 from collections.abc import Callable
@@ -215,9 +213,7 @@ def test_damaged_headers(damage: Damage, parts: tuple[str, ...], tmp_path: Path)
         ({"attention.layer_norm_rms_epsilon": float("nan")}, ("must be finite",)),
     ],
 )
-def test_metadata_that_does_not_fit(
-    changes: dict[str, object], parts: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_metadata_that_does_not_fit(changes, parts, tmp_path) -> None:
     refusal(write_gguf(tmp_path / "model.gguf", CASES["llama"], **changes).path, *parts)
 
 

@@ -1,7 +1,5 @@
 """Tokenizers from GGUF files cut, join and stream texts as those they were written from."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 from typing import Any

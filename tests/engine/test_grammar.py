@@ -1,7 +1,5 @@
 """Output that follows a grammar: always valid, and the same with drafts as without."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import json
@@ -139,9 +137,7 @@ def check_valid(tokenizer: Tokenizer, texts: Sequence[tuple[int, ...]]) -> None:
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_valid_and_the_same_whatever_is_drafted(
-    engine: Engine, tokenizer: Tokenizer, sampling: str
-) -> None:
+def test_output_is_valid_and_the_same_with_any_drafts(engine, tokenizer, sampling) -> None:
     params = SAMPLINGS[sampling]
     alone, accepted = run(
         make_loop(engine, drafters=()),
@@ -174,9 +170,7 @@ def test_small_memory_preempts_and_changes_nothing(engine: Engine, tokenizer: To
     assert drafted == alone
 
 
-def test_forced_tokens_come_in_one_step_without_any_drafter(
-    engine: Engine, tokenizer: Tokenizer
-) -> None:
+def test_forced_tokens_come_in_one_step_without_any_drafter(engine, tokenizer) -> None:
     (request,) = make_requests(tokenizer, SAMPLINGS["greedy"], 1, "none")
     outputs = outputs_of(make_loop(engine, drafters=()), [request])
     jumps = [o for o in outputs if o.num_proposed]
@@ -203,9 +197,7 @@ def test_ratio_is_valid_too(engine: Engine, tokenizer: Tokenizer, drafter: str) 
     assert accepted > 16
 
 
-def test_masks_that_do_not_see_the_draft_would_be_seen(
-    engine: Engine, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_masks_that_do_not_see_the_draft_would_be_seen(engine, tokenizer, monkeypatch) -> None:
     params = SAMPLINGS["coupled"]
     alone, _ = run(make_loop(engine), make_requests(tokenizer, params, 8, "none"))
     seeing = GrammarState.fill
@@ -225,9 +217,7 @@ def test_masks_that_do_not_see_the_draft_would_be_seen(
     assert [tuple(t) for t in texts.values()] != alone
 
 
-def test_the_end_comes_before_min_tokens_where_nothing_else_may(
-    engine: Engine, tokenizer: Tokenizer
-) -> None:
+def test_the_end_comes_before_min_tokens_where_nothing_else_may(engine, tokenizer) -> None:
     params = SamplingParams(temperature=1.0, min_tokens=100)
     texts, _ = run(make_loop(engine), make_requests(tokenizer, params, 4, "draft-tiny"))
     check_valid(tokenizer, texts)
@@ -274,9 +264,7 @@ def test_a_grammar_that_cannot_go_on_ends_its_own_request_alone(
         ("json", json.dumps({"enum": ["x" * 300_000]}), "at most 262144 are allowed"),
     ],
 )
-def test_what_cannot_be_compiled_is_refused_in_one_line(
-    tokenizer: Tokenizer, kind: Any, value: Any, reason: str
-) -> None:
+def test_what_cannot_be_compiled_is_refused_in_one_line(tokenizer, kind, value, reason) -> None:
     compiler = GrammarCompiler(lambda: tokenizer, 4096, [EOS])
     with pytest.raises(GrammarError) as refused:
         compiler.compile(grammar_of(kind, value)).result()
@@ -334,9 +322,7 @@ def test_masks_of_a_draft_are_those_of_its_tokens_one_by_one(tokenizer: Tokenize
 
 
 @pytest.mark.parametrize("kind", GRAMMARS)
-def test_what_is_drawn_of_all_tokens_and_let_come_is_what_the_masks_give(
-    tokenizer: Tokenizer, kind: str
-) -> None:
+def test_what_is_drawn_of_all_tokens_and_let_come_is_what_the_masks_give(tokenizer, kind) -> None:
     """Scores at random, the likeliest of all against the likeliest of those that may come."""
     compiler = GrammarCompiler(lambda: tokenizer, 4096, [EOS])
     request = Request("r", 1, 99, prompt_token_ids=(5,), stop_token_ids=frozenset({EOS}))
@@ -370,9 +356,7 @@ def test_what_is_drawn_of_all_tokens_and_let_come_is_what_the_masks_give(
     assert all(counts.values()), counts
 
 
-def test_whoever_asks_before_a_settled_draft_is_appended_is_told_of_the_text(
-    tokenizer: Tokenizer,
-) -> None:
+def test_before_a_decided_draft_is_appended_masks_are_of_the_text(tokenizer) -> None:
     """A drafter may, in its own thread."""
     compiler = GrammarCompiler(lambda: tokenizer, 4096, [EOS])
     request = Request("r", 1, 60, prompt_token_ids=(5,), stop_token_ids=frozenset({EOS}))

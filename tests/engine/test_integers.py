@@ -1,7 +1,5 @@
 """Folders with integer weights, read back by us and by the format's own library."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -36,9 +34,7 @@ def wide(case: str) -> Case:
 
 @pytest.mark.parametrize("case", ["llama", "llama-tied", "qwen2", "phi3"])
 @pytest.mark.parametrize("weights", FORMATS)
-def test_what_is_written_is_near_and_stays_quantised(
-    weights: str, case: str, tmp_path: Path
-) -> None:
+def test_what_is_written_is_near_and_stays_quantised(weights, case, tmp_path) -> None:
     source, out = tmp_path / "floats", tmp_path / "out"
     write_checkpoint(source, wide(case))
     (source / "tokenizer.json").write_text("{}")

@@ -1,7 +1,5 @@
 """Lanes that work at the same time: turns on a model, sleep and sign, and drafters that fail."""
 
-from __future__ import annotations
-
 import gc
 import select
 import threading
@@ -44,21 +42,6 @@ def test_changes_wait_for_the_turns_before_them() -> None:
     assert seen == ["idle", "between", "after", "last"]
 
 
-def test_a_turn_waits_for_the_one_before() -> None:
-    turns, began = TicketQueue(), threading.Event()
-    first, second = turns.take(), turns.take()
-
-    def begin() -> None:
-        second.begin()
-        began.set()
-
-    threading.Thread(target=begin, daemon=True).start()
-    first.begin()
-    assert not began.is_set()
-    first.end()
-    assert began.wait(PATIENCE_S)
-
-
 def test_lanes_work_at_the_same_time_and_give_a_sign() -> None:
     threads: Lanes[str] = Lanes()
     meet = threading.Barrier(2)
@@ -79,17 +62,6 @@ def test_lanes_work_at_the_same_time_and_give_a_sign() -> None:
     assert sorted(done) == ["a", "b"]
     assert threads.num_busy == 0
     assert not select.select([threads.wakeup], [], [], 0)[0], "it has been heard"
-
-
-def test_a_sign_that_comes_after_its_result_was_taken_does_not_stay() -> None:
-    """Whoever waits for the sign would never sleep again."""
-    threads: Lanes[str] = Lanes()
-    threads.start("a", lambda: "done")
-    threads.wakeup.wait(PATIENCE_S)
-    assert threads.take() == ["done"]
-    threads.wakeup.give()
-    assert threads.take() == []
-    assert not select.select([threads.wakeup], [], [], 0)[0]
 
 
 def test_what_a_lane_raises_is_raised_where_it_is_collected() -> None:
@@ -116,9 +88,7 @@ def test_threads_end_with_their_executor() -> None:
     assert not thread.is_alive()
 
 
-def test_drafter_and_target_are_at_work_together(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafter_and_target_are_at_work_together(engine, monkeypatch) -> None:
     """Each waits inside its step until the other is inside, too."""
     meet = threading.Barrier(2)
     together: list[str] = []
@@ -144,9 +114,7 @@ def test_drafter_and_target_are_at_work_together(
 
 
 @pytest.mark.parametrize("failing", [{2, 3, 5}, set(range(1000))])
-def test_a_drafter_that_fails_loses_no_request(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, failing: set[int]
-) -> None:
+def test_a_drafter_that_fails_loses_no_request(engine, monkeypatch, failing) -> None:
     """Some of its steps, or all: before and after it has taken note of new blocks."""
     expected, _ = run(make_loop(engine), make_requests(SAMPLINGS["coupled"], 6, "none"))
     drafter = engine.executor.drafters["near"]
@@ -164,9 +132,7 @@ def test_a_drafter_that_fails_loses_no_request(
     assert engine.executor.take_broken() == [], "said once"
 
 
-def test_a_draft_for_a_request_that_has_ended_is_not_kept(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_for_a_request_that_has_ended_is_not_kept(engine, monkeypatch) -> None:
     executor, drafter = engine.executor, engine.executor.drafters["near"]
     go_on, draft = threading.Event(), drafter.draft
 
@@ -186,9 +152,7 @@ def test_a_draft_for_a_request_that_has_ended_is_not_kept(
     assert len(executor._held) == 0
 
 
-def test_a_plan_inside_a_lane_keeps_its_table(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_inside_a_lane_keeps_its_table(engine, monkeypatch) -> None:
     """Its request is cancelled, and its id comes again, while it waits to be carried out."""
     executor, drafter = engine.executor, engine.executor.drafters["near"]
     entered, go_on, drafted = threading.Event(), threading.Event(), []

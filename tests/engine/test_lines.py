@@ -1,7 +1,5 @@
 """Lines of drafting sessions: what is sent ahead is what would be drafted after the verdict."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -98,9 +96,7 @@ def grow(sessions: DraftingSessions, most: int = 1000) -> None:
 
 
 @pytest.mark.parametrize("sampling", COUPLED, ids=["greedy", "seeded", "filtered"])
-def test_every_token_is_the_one_that_would_be_drafted_behind_its_line(
-    make: Make, sampling: SamplingParams
-) -> None:
+def test_every_token_is_the_one_that_would_be_drafted_behind_its_line(make, sampling) -> None:
     """Whatever KV was shared, adopted or thrown away. A runner-up is the second choice."""
     sessions, _ = make()
     fresh, other = Fresh(make), Verifier(sampling)
@@ -145,9 +141,7 @@ def test_every_token_is_the_one_that_would_be_drafted_behind_its_line(
     assert len(checked) > 60
 
 
-def test_a_second_choice_is_second_under_the_same_noise(
-    make: Make, family: dict[str, Path]
-) -> None:
+def test_a_second_choice_is_second_under_the_same_noise(make, family) -> None:
     """Compared with the logits themselves."""
     sessions, _ = make()
     sessions.begin("r", PROMPT, GREEDY, sends_lines=True)
@@ -171,27 +165,6 @@ def test_a_second_choice_is_second_under_the_same_noise(
     best = logits[0].topk(2).indices.tolist()
     (name, start) = branches[0]
     assert [other.barred[name, start], other.whole[name][start]] == best
-
-
-def test_a_branch_that_comes_true_costs_nothing_more(make: Make) -> None:
-    """Its tokens and its KV are kept: the next draft is there at once."""
-    sessions, runner = make()
-    sessions.begin("r", PROMPT, SEEDED, sends_lines=True)
-    other = Verifier(SEEDED)
-    grow(sessions)
-    other.take(sessions)
-    lengths = {n: len([p for p in w if p > s]) for (n, s) in other.barred for w in [other.whole[n]]}
-    name = max(lengths, key=lambda n: lengths[n])
-    assert lengths[name] >= 2, "no branch went on"
-    start = next(s for (n, s) in other.barred if n == name)
-    whole = other.whole[name]
-    other.advance(sessions, [whole[p] for p in range(len(PROMPT), start + 1)])
-    path = other.lines.path(len(other.text))
-    assert path == tuple(whole[p] for p in range(start + 1, max(whole) + 1))
-    before = runner.num_passes
-    size = min(2, len(path))
-    assert draft(sessions, "r", len(other.text), size).token_ids == path[:size]
-    assert runner.num_passes == before
 
 
 def test_memory_and_what_is_sent_are_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

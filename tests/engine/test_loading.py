@@ -1,7 +1,5 @@
 """Configurations, rotary tables, weights and dtypes; a bad checkpoint is one clear line."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re
@@ -55,12 +53,9 @@ def refusal(path: Path, *parts: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "key"),
-    [("qwen2", "attention_bias"), ("qwen2", "mlp_bias"), ("qwen3", "mlp_bias")],
+    ("case", "key"), [("qwen2", "attention_bias"), ("qwen2", "mlp_bias"), ("qwen3", "mlp_bias")]
 )
-def test_keys_that_an_architecture_does_not_have_mean_nothing(
-    broken: Broken, case: str, key: str
-) -> None:
+def test_keys_that_an_architecture_does_not_have_mean_nothing(broken, case, key) -> None:
     path = broken(case)
     before = DecoderConfig.from_pretrained(path)
     edit_json(path / "config.json", **{key: True})
@@ -120,9 +115,7 @@ def test_rope_tables_are_transformers_own(checkpoint: Checkpoints, case: str) ->
 
 @pytest.mark.parametrize("case", ["llama-llama3", "llama-yarn"])
 @pytest.mark.parametrize("inside", [None, 128])
-def test_original_positions_at_the_top_come_first(
-    broken: Broken, case: str, inside: int | None
-) -> None:
+def test_original_positions_at_the_top_come_first(broken, case, inside) -> None:
     path = broken(case)
     rope = json.loads((path / "config.json").read_text())["rope_parameters"]
     rope["original_max_position_embeddings"] = inside
@@ -342,8 +335,6 @@ def test_resolve_dtype() -> None:
         ({"amx_bf16": True}, torch.bfloat16),
     ],
 )
-def test_auto_asks_the_processor(
-    monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, bool], expected: torch.dtype
-) -> None:
+def test_auto_asks_the_processor(monkeypatch, capabilities, expected) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
     assert resolve_dtype("auto", CPU) == expected

@@ -1,7 +1,5 @@
 """Step times of an engine: measured, written, and read again instead of measuring."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -61,9 +59,7 @@ def test_a_grid_stays_within_memory_and_context(settings: dict[str, Any]) -> Non
 
 
 @pytest.mark.slow
-def test_measured_by_command_and_read_by_the_engine(
-    settings: dict[str, Any], tmp_path: Path
-) -> None:
+def test_measured_by_command_and_read_by_the_engine(settings, tmp_path) -> None:
     out = tmp_path / "toy.json"
     drafters = [f"--drafter={name}={path}" for name, path in settings["drafters"].items()]
     result = CliRunner().invoke(

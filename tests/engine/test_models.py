@@ -1,7 +1,5 @@
 """Logits equal transformers', whatever the architecture, the batch's shape and the backend."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 

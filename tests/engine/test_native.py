@@ -1,7 +1,5 @@
 """The compiled kernels: transformers' logits, and the same bits however the work is cut."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from concurrent.futures import ThreadPoolExecutor
@@ -105,9 +103,7 @@ def test_bfloat16_stays_near_float32(checkpoint: Checkpoints, case: str) -> None
         ("qwen2", torch.bfloat16, 200),
     ],
 )
-def test_logits_do_not_depend_on_the_batch(
-    checkpoint: Checkpoints, case: str, dtype: torch.dtype, block_size: int
-) -> None:
+def test_logits_do_not_depend_on_the_batch(checkpoint, case, dtype, block_size) -> None:
     path = checkpoint(case).path
     ids = {
         name: tokens(length, seed=length)
@@ -124,8 +120,7 @@ def test_logits_do_not_depend_on_the_batch(
 
 
 def test_another_order_of_the_same_sums_would_be_seen(checkpoint: Checkpoints) -> None:
-    """Negative control: the MLP's inner columns in another order are the same function, but not
-    the same bits."""
+    """Negative control."""
     path, ids = checkpoint("llama").path, tokens(50)
     config = DecoderConfig.from_pretrained(path)
     weights = load_weights(path, config)
@@ -167,9 +162,7 @@ def test_two_runners_in_two_threads_share_the_pool(checkpoint: Checkpoints) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("block_size", [5, 16])
-def test_what_unused_slots_hold_is_never_read(
-    checkpoint: Checkpoints, dtype: torch.dtype, block_size: int
-) -> None:
+def test_what_unused_slots_hold_is_never_read(checkpoint, dtype, block_size) -> None:
     path, ids = checkpoint("llama").path, tokens(140)
     clean, poisoned = (load(path, dtype, block_size) for _ in range(2))
     for keys, values in poisoned._cache:
@@ -200,9 +193,7 @@ def test_what_unused_slots_hold_is_never_read(
         ("positions", [4, 5], r"positions is int32 \(2,\); expected contiguous int32 \(3,\)"),
     ],
 )
-def test_a_wrong_batch_is_refused(
-    checkpoint: Checkpoints, field: str, value: list[int], reason: str
-) -> None:
+def test_a_wrong_batch_is_refused(checkpoint, field, value, reason) -> None:
     runner = load(checkpoint("llama").path)
     good = paging(runner).batch(("a", tokens(7), 4, 7))
     bad = dataclasses.replace(good, **{field: np.array(value, dtype=np.int32)})

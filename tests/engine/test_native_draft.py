@@ -1,7 +1,5 @@
 """Drafting and sampling in compiled code: step by step, and the reference, bit for bit."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np
@@ -86,9 +84,7 @@ def draft_step_by_step(
 @pytest.mark.parametrize(
     ("case", "dtype"), [("llama-tied", torch.float32), ("qwen3", torch.bfloat16)]
 )
-def test_a_draft_is_its_steps(
-    checkpoint: Checkpoints, case: str, dtype: torch.dtype, threads: int
-) -> None:
+def test_a_draft_is_its_steps(checkpoint, case, dtype, threads) -> None:
     expected, logits_of = draft_step_by_step(load(checkpoint(case), dtype))
     runner = load(checkpoint(case), dtype, threads)
     batch, _ = prepared(runner)
@@ -143,9 +139,7 @@ def test_drafts_end_where_survival_falls(checkpoint: Checkpoints, least: float) 
     assert least == 0 or has_token.sum() < STEPS.sum(), "some draft must have ended"
 
 
-def test_stepwise_drafts_end_at_the_same_token(
-    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stepwise_drafts_end_at_the_same_token(checkpoint, monkeypatch) -> None:
     """Where a runner cannot draft in one call."""
     drafts = []
     for stepwise in (False, True):
@@ -200,9 +194,7 @@ def test_a_drafter_learns_how_far_its_confidence_goes(checkpoint: Checkpoints) -
         ({"seeds": [1.0, 2.0, 3.0, 4.0, 5.0]}, "seeds is float64"),
     ],
 )
-def test_a_wrong_order_is_refused(
-    checkpoint: Checkpoints, changes: dict[str, list[float]], reason: str
-) -> None:
+def test_a_wrong_order_is_refused(checkpoint, changes, reason) -> None:
     runner = load(checkpoint("llama"))
     batch, _ = prepared(runner)
     order = {"num_steps": STEPS, "temperatures": TEMPERATURES, "seeds": SEEDS, "salts": SALTS}

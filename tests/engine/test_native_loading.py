@@ -66,9 +66,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, flags: set[str]) -> str:
         (set(), "baseline"),
     ],
 )
-def test_the_best_that_the_processor_has(
-    flags: set[str], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_that_the_processor_has(flags, name, monkeypatch) -> None:
     assert opened(monkeypatch, flags) == f"penstock_{name}"
 
 

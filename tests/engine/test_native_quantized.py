@@ -1,7 +1,5 @@
 """Quantised weights in the native kernels: what the products are, and the same bits anyhow."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Every instruction set's products, and plain C++ beside them: the same bits."""
 
-from __future__ import annotations
-
 import platform
 import shutil
 import subprocess
@@ -60,9 +58,7 @@ def check_rows(lines: list[str], formats: int, tile_rows: int) -> None:
         ("alderlake", "avx_vnni", ["x86-64-v3"]),
     ],
 )
-def test_twins_give_equal_bits(
-    tmp_path: Path, architecture: str, flag: str, others: list[str]
-) -> None:
+def test_twins_give_equal_bits(tmp_path, architecture, flag, others) -> None:
     if flag not in CPU:
         pytest.skip(f"the processor has no {flag}")
     options = ["-DWITH_BF16"] if flag == "avx512_bf16" else []

@@ -1,7 +1,5 @@
 """N-gram look-up against a plain search of the whole text."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -34,21 +32,6 @@ def test_equals_a_plain_search(max_ngram: int, min_ngram: int, vocab_size: int) 
         assert len(index) == len(text)
         for num_tokens in (0, 1, 5):
             assert index.propose(num_tokens) == search(text, num_tokens, max_ngram, min_ngram)
-
-
-def test_follows_the_most_recent_occurrence_of_the_longest_suffix() -> None:
-    index = NgramIndex()
-    index.append([1, 2, 3, 10, 9, 2, 3, 20, 5, 1, 2, 3])
-    assert index.propose(2) == [10, 9], "the trigram occurred once, the bigram later"
-    index = NgramIndex(max_ngram=2)
-    index.append([1, 2, 3, 10, 9, 2, 3, 20, 5, 1, 2, 3])
-    assert index.propose(2) == [20, 5]
-
-
-def test_a_match_that_reaches_the_end_goes_on_through_itself() -> None:
-    index = NgramIndex()
-    index.append([5, 6, 7, 5, 6, 7, 5, 6])
-    assert index.propose(7) == [7, 5, 6, 7, 5, 6, 7]
 
 
 def test_nothing_to_propose() -> None:

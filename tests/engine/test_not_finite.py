@@ -1,7 +1,5 @@
 """Logits that are not finite end their own request, or a drafter's draft, and nothing else."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -82,9 +80,7 @@ def outputs_of(loop: Loop, requests: Sequence[Request]) -> list[Output]:
     ("backend", "name", "value"),
     covering(["eager", "native"], SAMPLINGS, [float("nan"), float("inf")], strength=1),
 )
-def test_the_targets_end_their_own_request_alone(
-    tmp_path: Path, backend: str, name: str, value: float
-) -> None:
+def test_the_targets_end_their_own_request_alone(tmp_path, backend, name, value) -> None:
     family = write_family(tmp_path)
     whole = load(family, backend)
     asked = requests_of(SAMPLINGS[name], "near")

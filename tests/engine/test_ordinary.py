@@ -1,7 +1,5 @@
 """Configurations that are read without transformers, against what it makes of them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -101,9 +99,7 @@ def by_transformers(monkeypatch: pytest.MonkeyPatch, act: Callable[[], DecoderCo
 
 @pytest.mark.parametrize("content", _CONTENTS.values(), ids=_CONTENTS)
 @pytest.mark.parametrize("changes", _CHANGES, ids=str)
-def test_ordinary_ones_are_as_transformers_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: dict[str, Any], changes: Any
-) -> None:
+def test_ordinary_ones_are_as_transformers_says(tmp_path, monkeypatch, content, changes) -> None:
     whole = content | changes
     assert ordinary_config(whole["architectures"][0], whole) is not None
     ours = read(tmp_path, whole)

@@ -1,7 +1,5 @@
 """Quantised checkpoint folders: the values of every format, packed here as its definition says."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -230,14 +228,9 @@ def test_matrices_stay_quantised(name: str, group: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "group", "why"),
-    [
-        ("gptq reordered", 32, "out of order"),
-        ("W4A16", 16, "groups of 16 columns of 4 bits"),
-    ],
+    [("gptq reordered", 32, "out of order"), ("W4A16", 16, "groups of 16 columns of 4 bits")],
 )
-def test_what_has_no_kernel_is_widened_and_said(
-    name: str, group: int, why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_has_no_kernel_is_widened_and_said(name, group, why, tmp_path, caplog) -> None:
     case = replace(CASES["llama"], changes=WIDE)
     expected = write(tmp_path, name, case, group)
     config = DecoderConfig.from_pretrained(tmp_path)
@@ -282,13 +275,7 @@ def test_formats_that_are_not_read(config: dict[str, Any], reason: str, tmp_path
         ("awq", "scales", lambda x: x.t().contiguous(), "has shape"),
     ],
 )
-def test_damaged_tensors(
-    name: str,
-    tensor: str,
-    damage: Callable[[torch.Tensor], torch.Tensor | None],
-    reason: str,
-    tmp_path: Path,
-) -> None:
+def test_damaged_tensors(name, tensor, damage, reason, tmp_path) -> None:
     write(tmp_path, name)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)

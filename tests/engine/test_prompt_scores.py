@@ -1,7 +1,5 @@
 """Log-probabilities of a prompt's tokens: the model's own, however the prompt is computed."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path

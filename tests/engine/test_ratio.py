@@ -1,7 +1,5 @@
 """`ratio` verification is exact, and the test that says so rejects what is not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

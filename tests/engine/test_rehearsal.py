@@ -1,7 +1,5 @@
 """Made-up batches: every token has a block of its own, and all attention computes the same."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -1,7 +1,5 @@
 """Drafts from elsewhere: held, verified by the distributions that were sent, never left over."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -186,9 +184,6 @@ def test_weighted_drafts_from_end_to_end(engine: Engine) -> None:
     made = run(engine, [request("a", verification="ratio")], answer)
     assert len(made["a"]) == NUM_TOKENS
     assert len(engine.executor._held) == 0
-
-
-# --- the wire keeps `ratio` exact ---------------------------------------------------------------
 
 
 def over_the_wire(

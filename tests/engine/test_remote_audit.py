@@ -1,7 +1,5 @@
 """Honest drafts pass their audits, on another machine's rounding too; false ones do not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

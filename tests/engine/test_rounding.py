@@ -1,7 +1,5 @@
 """Matrices of drafters in 4 bits: what is rounded, how well, and that the target is not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import gguf

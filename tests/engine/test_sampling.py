@@ -1,7 +1,5 @@
 """Filters, `coupled` sampling and verification, mixed batches, log-probabilities."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -119,9 +117,7 @@ def test_coupled_output_has_the_targets_distribution() -> None:
 
 @pytest.mark.parametrize("noise", [0.3, 1.0, 3.0])
 @pytest.mark.parametrize("vocab_size", [5, 400])
-def test_shared_noise_is_accepted_at_least_as_often_as_promised(
-    noise: float, vocab_size: int
-) -> None:
+def test_shared_noise_is_accepted_at_least_as_often_as_promised(noise, vocab_size) -> None:
     """(1 - TV) / (1 + TV), less four standard errors."""
     num_rows = 8_000
     rows, positions = sampling_rows(num_rows), np.arange(num_rows)

@@ -1,7 +1,5 @@
 """Drafting sessions against the plain definition: a draft is a function of the text before it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +11,6 @@ from tests.engine.small_family import VOCAB
 
 from penstock.core.drafting.lines import SessionOrder, TopWeights
 from penstock.core.drafting.sessions import DraftingSessions, SessionDraft
-from penstock.core.learn.confidence import Calibration
 from penstock.core.types import SamplingParams
 from penstock.engine.drafters.model import ModelDrafter
 from penstock.engine.drafters.proposers import LookupProposer, ModelProposer
@@ -156,16 +153,6 @@ def test_a_draft_made_ahead_is_sent_at_once(make, sampling: SamplingParams) -> N
     assert len(second.token_ids) == 4
 
 
-def test_a_due_draft_does_not_wait_for_what_is_drafted_ahead(make) -> None:
-    sessions, runner = make("same")
-    sessions.begin("ahead", PROMPT, GREEDY)
-    draft(sessions, "ahead", len(PROMPT), 4)
-    sessions.begin("due", PROMPT[:5], GREEDY)
-    before = runner.num_rows
-    draft(sessions, "due", 5, 3)
-    assert runner.num_rows - before == 5 + 2
-
-
 def test_drafters_that_are_right_are_fully_accepted(make, family: dict[str, Path]) -> None:
     """`same` is the target itself: its coupled drafts must be the target's own samples."""
     for sampling in (GREEDY, SEEDED, FILTERED):
@@ -292,13 +279,6 @@ def test_a_text_that_cannot_fit_gets_an_empty_draft(make) -> None:
     assert len(draft(sessions, "s", 20, 5).token_ids) == 5
 
 
-def test_drafts_end_with_the_context(make) -> None:
-    sessions, _ = make()
-    text = [i % VOCAB for i in range(510)]
-    sessions.begin("r", text, GREEDY)
-    assert len(draft(sessions, "r", 510, 8).token_ids) == 3  # positions 510, 511 and one behind
-
-
 def test_a_long_text_is_read_in_pieces_beside_others(make) -> None:
     sessions, runner = make()
     sessions.begin("long", [i % VOCAB for i in range(500)], GREEDY)
@@ -342,16 +322,6 @@ def test_orders_for_another_text_or_request_are_ignored(make) -> None:
     assert settle(sessions) == []
 
 
-def test_a_verdict_drops_the_order_before_it(make) -> None:
-    sessions, _ = make()
-    sessions.begin("r", PROMPT, GREEDY)
-    sessions.order("r", SessionOrder("old", len(PROMPT), 4))
-    sessions.step()
-    sessions.extend("r", [9], 0)
-    sessions.order("r", SessionOrder("new", len(PROMPT) + 1, 4))
-    assert [d.tag for d in settle(sessions)] == ["new"]
-
-
 def test_look_up() -> None:
     sessions = DraftingSessions(LookupProposer(VOCAB, WEIGHT_SUM), 16)
     text = [1, 2, 3, 4, 5, 6, 1, 2, 3]
@@ -363,15 +333,3 @@ def test_look_up() -> None:
             assert made.sources == tuple(TopWeights((t,), (WEIGHT_SUM,)) for t in made.token_ids)
         sessions.extend("r", [4, 5, 9], 2)
         assert draft(sessions, "r", len(text) + 3, 4).token_ids == ()
-
-
-def test_confidence_is_calibrated() -> None:
-    calibration = Calibration()
-    assert calibration.acceptance(0.95) == pytest.approx(0.962, abs=1e-3)
-    assert calibration.acceptance(0.0) == pytest.approx(0.515, abs=1e-3)
-    rng = np.random.default_rng(0)
-    for _ in range(3000):
-        confidence = rng.random()
-        calibration.observe([confidence], int(rng.random() < 0.5 * confidence))
-    for confidence in (0.2, 0.6, 0.95, 1.0):
-        assert calibration.acceptance(confidence) == pytest.approx(0.5 * confidence, abs=0.12)

@@ -3,8 +3,6 @@
 The joint distribution of three positions over a vocabulary of six, 50,000 samples, chi-square.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Drafters with a shorter context, or fewer or more token ids, than the target; and those that fail
 inside a step: a request is then decoded without, and nobody notices."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Collection, Iterator
@@ -98,14 +96,7 @@ def test_limits_are_where_the_target_can_read_more(engine: Engine) -> None:
     ),
     indirect=["engine"],
 )
-def test_output_is_the_targets_own(
-    engine: Engine,
-    alone: Alone,
-    pipeline: str,
-    sampling: str,
-    drafters: tuple[str, ...],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_output_is_the_targets_own(engine, alone, pipeline, sampling, drafters, caplog) -> None:
     requests = some_requests(SAMPLINGS[sampling], *drafters)
     outputs, accepted = run(make_loop(engine, pipeline=pipeline, rotating=True), requests)
     assert outputs == alone[sampling]
@@ -121,12 +112,7 @@ def test_output_is_the_targets_own(
     ],
     indirect=["engine"],
 )
-def test_distributions_of_another_size(
-    engine: Engine,
-    pipeline: str,
-    drafters: tuple[str, ...],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_distributions_of_another_size(engine, pipeline, drafters, caplog) -> None:
     outputs, accepted = run(
         make_loop(engine, pipeline=pipeline, rotating=True), some_requests(RATIO, *drafters)
     )

@@ -1,7 +1,5 @@
 """One text in the tokens of two vocabularies."""
 
-from __future__ import annotations
-
 import itertools
 import unicodedata
 from collections.abc import Sequence
@@ -65,29 +63,9 @@ def test_what_is_read_in_pieces_is_the_text(kinds: tuple[str, str], seed: int) -
         assert own.decode(text.token_ids) == expected
 
 
-@pytest.mark.parametrize("kinds", PAIRS)
-def test_words_are_cut_as_in_the_whole_text(kinds: tuple[str, str]) -> None:
-    vocabularies = pair(*kinds)
-    text = OwnText(vocabularies)
-    read(text, vocabularies.target.encode(PROSE), 0)
-    assert text.token_ids == vocabularies.own.encode(PROSE)
-
-
-@pytest.mark.parametrize("kinds", PAIRS)
-def test_tokens_before_the_changed_ones_are_as_they_were(kinds: tuple[str, str]) -> None:
-    vocabularies = pair(*kinds)
-    text, before = OwnText(vocabularies), list[int]()
-    for token in vocabularies.target.encode(PROSE):
-        same = text.read([token])
-        assert same >= len(before) - 12, "no more than the end is cut anew"
-        assert text.token_ids[:same] == before[:same]
-        before = text.token_ids[:]
-
-
 @pytest.mark.parametrize(("kinds", "whole"), covering(PAIRS, [PROSE, CORPUS[1]], strength=1))
 def test_what_is_foreseen_rightly_is_the_targets_own(kinds: tuple[str, str], whole: str) -> None:
-    """A drafter that puts down the rest of the text drafts the target's tokens of it. Where it does
-    so byte by byte it stops within words, whose tokens may be others."""
+    """A drafter that puts down the rest of the text drafts the target's tokens of it."""
     vocabularies = pair(*kinds)
     target, own = vocabularies.target, vocabularies.own
     ids = target.encode(whole, add_special_tokens=False)

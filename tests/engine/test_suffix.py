@@ -1,7 +1,5 @@
 """Look-up of the longest suffix: against a plain search, between requests, and between tenants."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 
@@ -85,19 +83,6 @@ def test_what_a_request_put_out_is_drafted_for_the_next_of_its_tenant() -> None:
     assert draft(drafter, buffer("next", [5, 6, 10, 11, 12], "a")) == [13, 14, 15], "to its end"
     assert draft(drafter, buffer("other", [5, 6, 10, 11, 12], "b")) == []
     assert draft(drafter, buffer("prompt", [9, 1, 2, 10], "a")) == [], "of the output alone"
-
-
-def test_the_longer_match_wins_and_the_own_text_where_both_are_as_long() -> None:
-    drafter = SuffixDrafter("suffix")
-    put_out(drafter, "a", [1], [7, 20, 21, 22, 30, 31])
-    assert draft(drafter, buffer("own", [20, 21, 22, 40, 41, 20, 21, 22], "a"), 2) == [40, 41]
-    longer = [20, 21, 22, 40, 41, 7, 20, 21, 22]
-    assert draft(drafter, buffer("longer", longer, "a"), 2) == [30, 31]
-
-
-def test_a_match_that_reaches_the_end_goes_on_through_itself() -> None:
-    text = buffer("r", [5, 6, 7, 5, 6, 7, 5, 6])
-    assert draft(SuffixDrafter("suffix"), text, 7) == [7, 5, 6, 7, 5, 6, 7]
 
 
 def test_the_oldest_output_and_the_tenant_of_long_ago_are_forgotten() -> None:

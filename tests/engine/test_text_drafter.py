@@ -1,10 +1,7 @@
 """Drafters with another tokenizer: whatever text they draft, the output is the target's own."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
-import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -114,14 +111,7 @@ def alone(engine: Engine) -> Alone:
     ],
     indirect=["engine"],
 )
-def test_output_is_the_targets_own(
-    engine: Engine,
-    alone: Alone,
-    sampling: str,
-    drafter: str,
-    batch: int,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_output_is_the_targets_own(engine, alone, sampling, drafter, batch, caplog) -> None:
     loop = make_loop(engine, rotating=drafter == "auto")
     outputs, accepted = run(loop, make_requests(SAMPLINGS[sampling], batch, drafter))
     assert outputs == alone[sampling][:batch]
@@ -137,9 +127,7 @@ def test_output_is_the_targets_own(
     ],
     indirect=["engine"],
 )
-def test_output_beside_the_target_is_its_own(
-    engine: Engine, alone: Alone, pipeline: str, drafter: str
-) -> None:
+def test_output_beside_the_target_is_its_own(engine, alone, pipeline, drafter) -> None:
     loop = make_loop(engine, pipeline=pipeline, rotating=drafter == "auto")
     outputs, accepted = run(loop, make_requests(SAMPLINGS["coupled"], NUM, drafter))
     assert outputs == alone["coupled"]
@@ -147,25 +135,20 @@ def test_output_beside_the_target_is_its_own(
 
 
 def test_the_targets_twin_is_right(engine: Engine, alone: Alone) -> None:
-    """Nothing is lost on the way through the text: of greedy drafts all but what a request's end
-    has cut off, and the words that it cannot know the end of."""
+    """Nothing is lost on the way through the text."""
     outputs, accepted = run(make_loop(engine), make_requests(SAMPLINGS["greedy"], NUM, "twin"))
     assert outputs == alone["greedy"]
     assert accepted > 0.6 * sum(len(output) for output in outputs)
 
 
-def test_negative_control_accepting_everything_is_caught(
-    engine: Engine, alone: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_negative_control_accepting_everything_is_caught(engine, alone, monkeypatch) -> None:
     """The equalities above must be able to fail."""
     monkeypatch.setattr(Verifier, "decide", lenient(Verifier.decide))
     outputs, _ = run(make_loop(engine), make_requests(SAMPLINGS["coupled"], NUM, "finer"))
     assert outputs != alone["coupled"]
 
 
-def test_a_model_that_fails_midway_changes_nothing(
-    engine: Engine, alone: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_fails_midway_changes_nothing(engine, alone, monkeypatch) -> None:
     drafter = engine.executor.drafters["twin"]
     calls = make_unreliable(monkeypatch, drafter.timed, ["draft"], {1, 4, 5})
     requests = make_requests(SAMPLINGS["greedy"], NUM, "twin")
@@ -191,16 +174,6 @@ def test_memory_that_does_not_hold_all_texts(engine: Engine, alone: Alone, paths
     assert accepted > 0
 
 
-def test_small_memory_preempts_and_changes_nothing(engine: Engine, alone: Alone) -> None:
-    loop = make_loop(engine, rotating=True, kv_tokens=12 * 16)
-    outputs, _ = run(loop, make_requests(SAMPLINGS["coupled"], NUM, "auto"))
-    assert loop.scheduler.table.counters.preemptions > 0
-    assert outputs == alone["coupled"]
-
-
-# --- the drafts themselves ------------------------------------------------------------------------
-
-
 def fresh_text(request: Request, token_ids: Sequence[int]) -> TokenBuffer:
     text = TokenBuffer(dataclasses.replace(request, id=f"fresh-{next(_ids)}"))
     text.append(token_ids)
@@ -215,8 +188,7 @@ def drafted(drafter: TextDrafter, text: TokenBuffer, most: int) -> list[int]:
 
 @pytest.mark.parametrize("name", ["twin", "finer"])
 def test_a_draft_is_a_function_of_the_text_alone(engine: Engine, alone: Alone, name: str) -> None:
-    """Whatever was read and drafted before; it may only be longer for it. So it may be verified as
-    a point mass."""
+    """Whatever was read and drafted before; it may only be longer for it."""
     drafter: Any = engine.executor.drafters[name]
     for request, output in zip(
         make_requests(SAMPLINGS["coupled"], NUM, name), alone["coupled"], strict=True
@@ -255,8 +227,6 @@ def test_replays_count_what_would_have_been_drafted(engine: Engine, alone: Alone
     assert shares["twin"] > 0.97
     assert 0.05 < shares["finer"] < 0.95
 
-
-# --- rejection sampling ---------------------------------------------------------------------------
 
 NUM_SAMPLES = 20_000
 LETTERS = ("a", "b", "c", "d", "ab", "cd")
@@ -338,20 +308,6 @@ def test_joint_of_three_positions_is_the_targets(falsify: bool) -> None:
     assert p_value < 1e-9 if falsify else p_value > 1e-3
 
 
-# --- at the start ---------------------------------------------------------------------------------
-
-
-def test_it_is_said_at_the_start(paths: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        engine = load(paths, "eager")
-    for name in DRAFTERS:
-        known = engine.scheduler.table.drafters[name]
-        assert f"drafter {name} (" in caplog.text
-        assert known.pool is not None
-        assert not known.stops_early
-    assert caplog.text.count("has another tokenizer than the target: it drafts text") == 3
-
-
 def test_a_drafter_without_a_tokenizer_is_refused(paths: dict[str, Path], tmp_path: Path) -> None:
     for file in paths["twin"].iterdir():
         if file.name != "tokenizer.json":
@@ -359,6 +315,3 @@ def test_a_drafter_without_a_tokenizer_is_refused(paths: dict[str, Path], tmp_pa
     config = EngineConfig(target=model_path(TARGET), drafters={"bare": str(tmp_path)})
     with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
         load_engine(config, calibrated=False)
-
-
-# --- a real pair ----------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """Loading, digests, chat templates, and text that streams exactly as it would decode at once."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -71,11 +69,7 @@ def metaspace() -> Backend:
     return backend
 
 
-KINDS = {
-    "byte level": byte_level,
-    "sentencepiece-like": sentencepiece_like,
-    "metaspace": metaspace,
-}
+KINDS = {"byte level": byte_level, "sentencepiece-like": sentencepiece_like, "metaspace": metaspace}
 
 
 def save(path: Path, backend: Backend, chat_template: str | None = None) -> Path:
@@ -106,15 +100,6 @@ def test_stream_equals_decode(tokenizer: Tokenizer) -> None:
         assert not any("\ufffd" in piece for piece in pieces)
 
 
-@pytest.mark.parametrize("kind", ["byte level", "sentencepiece-like"])
-def test_characters_come_out_whole(kind: str, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(save(tmp_path, KINDS[kind]()))
-    pieces = stream(tokenizer, tokenizer.encode("𝄞 and ж"))
-    assert "".join(pieces) == "𝄞 and ж"
-    assert [piece for piece in pieces if "𝄞" in piece or "ж" in piece] == ["𝄞", "ж"]
-    assert pieces.count("") > 3
-
-
 def test_a_stream_goes_on_from_a_text_as_they_decode_together(tokenizer: Tokenizer) -> None:
     """A vocabulary that drops the space before a text drops none before its continuation."""
     prompt = [*tokenizer.encode("<s>"), *tokenizer.encode(" and  and")]
@@ -136,11 +121,6 @@ def test_special_tokens(tokenizer: Tokenizer) -> None:
         assert "".join(stream(tokenizer, ids, skip)) == tokenizer.decode(ids, skip)
     assert "<s>" in tokenizer.decode(ids, skip_special_tokens=False)
     assert "<s>" not in tokenizer.decode(ids)
-
-
-def test_ids_beyond_the_vocabulary_are_no_text(tokenizer: Tokenizer) -> None:
-    ids = [*tokenizer.encode("and"), tokenizer.vocab_size + 5, *tokenizer.encode("and")]
-    assert "".join(stream(tokenizer, ids)).count("and") == 2
 
 
 def test_random_bytes_stream_as_they_decode(tmp_path: Path) -> None:
@@ -249,9 +229,7 @@ def test_a_broken_chat_template_is_told_of_when_it_is_loaded(
 
 @pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "TokenizersBackend"])
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
-def test_transformers_would_read_it_with_the_same_class(
-    tmp_path: Path, name: str, model_type: str
-) -> None:
+def test_transformers_would_read_it_with_the_same_class(tmp_path, name, model_type) -> None:
     save(tmp_path, byte_level(), CHAT)
     settings = tmp_path / "tokenizer_config.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "tokenizer_class": name}))

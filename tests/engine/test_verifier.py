@@ -1,7 +1,5 @@
 """Verification inside the compiled pass: what the logits would have said."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 
@@ -105,11 +103,7 @@ def test_a_request_without_a_draft_has_the_targets_own_sample(checkpoint: Checkp
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_sample_that_may_come_is_that_of_those_that_may(
-    checkpoint: Checkpoints, threads: int
-) -> None:
-    """What a grammar relies on: the likeliest of all tokens, if it may come, is the likeliest of
-    those that may."""
+def test_a_sample_that_may_come_is_that_of_those_that_may(checkpoint, threads) -> None:
     runner = load(checkpoint("llama").path, threads)
     vocab_size = SHAPE["vocab_size"]
     rows = np.arange(40, dtype=np.int32)
@@ -155,9 +149,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("params", OTHERS)
-def test_whoever_needs_the_logits_gets_them(
-    checkpoint: Checkpoints, params: SamplingParams
-) -> None:
+def test_logits_are_there_where_they_are_needed(checkpoint, params) -> None:
     """And nobody else: the others of its batch are decided by the samples of the pass."""
     runner = load(checkpoint("llama").path)
     mixed = [params, *COUPLED[:3], params]
@@ -172,7 +164,7 @@ def test_whoever_needs_the_logits_gets_them(
     assert found == expected
 
 
-def test_whose_distribution_is_cut_is_not_decided_by_the_samples(checkpoint: Checkpoints) -> None:
+def test_cut_distributions_are_not_decided_by_the_samples(checkpoint: Checkpoints) -> None:
     """The control: cut to its likeliest token a request gets another one than the pass samples."""
     runner = load(checkpoint("llama").path)
     cut = [dataclasses.replace(OTHERS[1], top_k=1, seed=i) for i in range(12)]
@@ -199,9 +191,7 @@ def test_whose_distribution_is_cut_is_not_decided_by_the_samples(checkpoint: Che
         ({"kept": [1.0]}, "kept is float64"),
     ],
 )
-def test_a_wrong_order_is_refused(
-    checkpoint: Checkpoints, changes: dict[str, list[float]], reason: str
-) -> None:
+def test_a_wrong_order_is_refused(checkpoint, changes, reason) -> None:
     runner = load(checkpoint("llama").path)
     batch = Paging(64, 8).batch(("a", np.arange(3), 0, 3))
     count = len(changes.get("row_start", [0, 3])) - 1

@@ -1,8 +1,6 @@
 """The paper's algorithms, prompt by prompt, to hold the formulas against: no formula of the
 package is used here."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,15 +1,8 @@
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from tests.fluid.test_equilibrium import HIGH, LOW, STAIRS
 
-from penstock.fluid.capacity import (
-    RequestWork,
-    capacity_bound,
-    output_work,
-    request_work,
-)
+from penstock.fluid.capacity import RequestWork, capacity_bound, output_work, request_work
 from penstock.fluid.equilibrium import equilibrium
 from penstock.fluid.step_profile import PAPER_LINEAR, StepProfile, StepWork
 from penstock.fluid.traffic import NO_SPECULATION, Speculation, Traffic, TrafficType, scaled

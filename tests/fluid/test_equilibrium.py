@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -90,8 +88,6 @@ def test_a_staircase_has_its_least_fixed_point() -> None:
 
 
 def test_beyond_its_table_a_profile_goes_on_straight() -> None:
-    """Prompts alone: a step of 512 tokens takes 33.4 ms, further ones as much as the table's upper
-    half says, and 5.8 + 1.2 µs of attention."""
     slope = 21.2e-3 / 384
     per_token = slope + 5.8e-6 + 4.8e-9 * 250
     prompts = (TrafficType(1.0, 500, 0),)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable
@@ -24,7 +22,6 @@ from penstock.fluid.traffic import TrafficType, scaled
 
 MEMORY = 111_580
 NESTED = tuple(TrafficType(1.0, 62, n) for n in (20, 40, 80, 160))
-TEN_BINS = tuple(TrafficType(math.exp(-n / 210), 62, n) for n in range(50, 501, 50))
 SMALL = tuple(TrafficType(8.0, 10, n) for n in (3, 6, 12))
 TOY = StepProfile("toy", 10**6, (0,), (0.05,), per_kv_token=2e-4, per_prefill_token=2e-4)
 
@@ -162,19 +159,3 @@ def test_the_algorithm_keeps_the_bounds() -> None:
         above += peak > policy.kv_bound_tokens
         assert peak > policy.batch_kv_tokens, "queues before later segments hold KV"
     assert above <= delta * runs
-
-
-def test_the_memory_bound_is_u_shaped_in_the_number_of_segments() -> None:
-    """As figures 4 to 6 say."""
-    mix = scaled(TEN_BINS, 4.0)
-    bounds = {}
-    for count in range(1, 11):
-        try:
-            segments = segments_of(mix, count, 16)
-            found = nested_thresholds(PAPER_LINEAR, segments, MEMORY, 1e-3, 10**5)
-        except ValueError:
-            continue
-        bounds[count] = found.kv_bound_tokens
-    chosen = min(bounds, key=lambda count: bounds[count])
-    assert 1 < chosen < 10
-    assert bounds[max(bounds)] > bounds[chosen]

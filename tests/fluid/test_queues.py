@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -54,8 +52,7 @@ def test_no_tail_where_thresholds_do_not_fall() -> None:
     ("before", "here", "survival"), [(20, 11, 0.5), (9, 7, 0.7), (40, 12, 0.25)]
 )
 def test_a_queue_stays_below_its_limit(before: int, here: int, survival: float) -> None:
-    """Appendix D's process itself. The union over S iterations is needed: the limit for one
-    iteration alone (S left out) is passed in most runs."""
+    """Appendix D's process itself."""
     runs, steps, delta = 400, 1000, 0.05
     rng = np.random.default_rng(11)
     queue = np.zeros(runs)
@@ -71,8 +68,6 @@ def test_a_queue_stays_below_its_limit(before: int, here: int, survival: float) 
 
 
 def test_the_lindley_process_that_dominates_it_keeps_the_tail() -> None:
-    """Where the bound bites: with the correct θ the frequency is below e^(−θ c), with twice as
-    large a θ it is not."""
     before, here, survival = 20, 11, 0.5
     rng = np.random.default_rng(2)
     steps = rng.binomial(before, survival, (4000, 300)) - here
@@ -90,18 +85,3 @@ def test_kingman_holds() -> None:
     bound = mean_excess(mean, count - mean)
     assert bound == mean / (2 * (count - mean))
     assert 0.5 * bound < paths[:, -1].mean() <= bound
-
-
-def test_at_equality_a_queue_grows_like_a_root() -> None:
-    """Appendix C, case 1, prints λ_j + √(λ_j S): arrivals per second where arrivals per iteration
-    belong, n_j = λ_j ΔT."""
-    rng = np.random.default_rng(4)
-    count, steps = 20.0, 2000
-    at_end = lindley(rng.poisson(count, (500, steps)) - count, 0.0)[:, -1].mean()
-    assert 0.7 * math.sqrt(count * steps) < at_end <= mean_excess(count, 0.0, steps)
-    assert mean_excess(count, 0.0, steps) == math.sqrt(count * steps)
-    rate = count / 100  # iterations of 100 s
-    assert at_end > rate + math.sqrt(rate * steps), "as printed"
-    assert mean_excess(count, 0.0) == math.inf
-    with pytest.raises(ValueError, match="grows without bound"):
-        mean_excess(count, -0.1)

@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import itertools
-import math
 
 import numpy as np
 import pytest
@@ -11,13 +8,8 @@ from tests.fluid.test_equilibrium import HIGH, LOW, STAIRS
 from penstock.fluid.equilibrium import equilibrium
 from penstock.fluid.stages import iteration_seconds, stages_of
 from penstock.fluid.step_profile import PAPER_LINEAR, StepProfile
-from penstock.fluid.traffic import Traffic, TrafficType, offered_throughput, scaled
-from penstock.fluid.wait import (
-    best_wait_thresholds,
-    fractional_wait_thresholds,
-    wait_thresholds,
-    wave_lengths,
-)
+from penstock.fluid.traffic import Traffic, TrafficType, scaled
+from penstock.fluid.wait import best_wait_thresholds, wait_thresholds, wave_lengths
 
 MEMORY = 111_580
 SMALL = (TrafficType(18.0, 10, 3), TrafficType(9.0, 10, 7))
@@ -78,45 +70,6 @@ def test_the_algorithm_keeps_every_bound() -> None:
     assert peak > optimum.kv_tokens, "M* is passed"
     for line, latency in zip(lines, policy.latency_bounds_s(), strict=True):
         assert 0.4 * latency < np.mean(line.latencies) < latency
-
-
-def test_the_throughput_gap_falls_like_one_over_the_horizon() -> None:
-    policy = wait_thresholds(TOY, SMALL, 10**6, headroom=0.1)
-    offered = offered_throughput(SMALL)
-    assert policy.throughput_gap(200.0) == pytest.approx(policy.throughput_gap(100.0) / 2)
-    assert policy.throughput_gap(1e-3) == offered
-    horizon, gaps = 60.0, []
-    for seed in range(20):
-        lines, _ = simulated(SMALL, policy.thresholds, horizon, seed)
-        served = sum(
-            len(line.latencies) * t.output_len + sum(len(s) * k for k, s in enumerate(line.stages))
-            for line, t in zip(lines, SMALL, strict=True)
-        )
-        arrived = sum(
-            (len(line.latencies) + sum(map(len, line.stages))) * t.output_len
-            for line, t in zip(lines, SMALL, strict=True)
-        )
-        gaps.append((arrived - served) / horizon)
-    assert 0.2 * policy.throughput_gap(horizon) < np.mean(gaps) < policy.throughput_gap(horizon)
-    waiting_prompts = sum(policy.queue_bounds()) / horizon
-    assert np.mean(gaps) > waiting_prompts, "the paper counts prompts where tokens are meant"
-
-
-def test_fractional_thresholds_are_the_fluid() -> None:
-    mix = scaled(LOW, 500.0)
-    policy = fractional_wait_thresholds(PAPER_LINEAR, mix, MEMORY)
-    fluid = equilibrium(PAPER_LINEAR, mix)
-    assert policy.thresholds == fluid.per_stage
-    assert policy.kv_tokens == pytest.approx(fluid.kv_tokens)
-    assert policy.queue_bounds() == (math.inf, math.inf), "equality: queues grow like a root"
-    n = policy.thresholds[0]
-    assert policy.queue_bounds(400)[0] == pytest.approx(2 * n + math.sqrt(n * 400))
-    eased = fractional_wait_thresholds(PAPER_LINEAR, mix, MEMORY, headroom=0.1)
-    arrivals = 500.0 * eased.iteration_s
-    assert eased.thresholds[0] == pytest.approx(1.1 * arrivals)
-    assert eased.queue_bounds()[0] == pytest.approx(2 * eased.thresholds[0] + 1 / (2 * 0.1))
-    with pytest.raises(ValueError, match="no thresholds fit"):
-        fractional_wait_thresholds(PAPER_LINEAR, scaled(LOW, 950.0), MEMORY)
 
 
 def test_the_best_wave_has_the_least_latency() -> None:

@@ -3,8 +3,6 @@
 Identities that no decision depends on are left out: plan ids, epochs, which blocks of the memory.
 """
 
-from __future__ import annotations
-
 from hashlib import blake2s
 
 from penstock.core.types import DraftOrder, Output, StepPlan, StepResult, VerifyItem

@@ -1,7 +1,5 @@
 """Runs that cover every policy: simulated ones, and ones of an executor that keeps real KV."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -43,9 +41,6 @@ def counted(setup: Setup, workload: Workload) -> list[str]:
     report = run(setup, workload)
     times = zip(report.first_token_at, report.finished_at, strict=True)
     return [f"{i}: {first:.9g} {last:.9g}" for i, (first, last) in enumerate(times)]
-
-
-# --- admission ------------------------------------------------------------------------------------
 
 
 def long_prompts(num: int = 100) -> Workload:
@@ -91,14 +86,8 @@ def of_admission() -> Iterator[tuple[str, Scenario]]:
                 continue
             shared = with_tenants(workload)
             fair = replace(setup, fairness=True, tenant_weights={"t1": 3.0, "t3": 0.2})
-            yield (
-                f"admission {admission}, tenants",
-                lambda s=fair, w=shared: simulated(s, w),
-            )
-            yield (
-                f"counted {admission}, tenants",
-                lambda s=fair, w=shared: counted(s, w),
-            )
+            yield (f"admission {admission}, tenants", lambda s=fair, w=shared: simulated(s, w))
+            yield (f"counted {admission}, tenants", lambda s=fair, w=shared: counted(s, w))
     for admission in ("fluid_guided", "vllm_v1", "vllm_v0", "sarathi"):
         by_size = Setup(PROFILE, PolicyConfig.of(admission, order="size_aware"), kv_tokens=4256)
         yield f"admission {admission}, by size", lambda s=by_size: simulated(s, long_prompts())
@@ -138,8 +127,6 @@ def of_admission() -> Iterator[tuple[str, Scenario]]:
         ),
     )
 
-
-# --- drafters beside one target -------------------------------------------------------------------
 
 DRAFTERS = ("a", "b", "c")
 BESIDE = tuple(
@@ -217,8 +204,6 @@ def of_drafters() -> Iterator[tuple[str, Scenario]]:
         )
 
 
-# --- draft servers --------------------------------------------------------------------------------
-
 SERVERS = (
     DraftServer("near", 2e-3, Link(1e-3), tenant="near"),
     DraftServer("far", 1e-3, Link(2e-2, 5e-3), tenant="far", draft_ahead=4),
@@ -261,8 +246,6 @@ def of_draft_servers() -> Iterator[tuple[str, Scenario]]:
                 lambda s=setup: simulated(s, at_the_edge(), OUTAGES),
             )
 
-
-# --- real KV --------------------------------------------------------------------------------------
 
 TOYS = (ToyDrafter("first"), ToyDrafter("second", 0.4), ToyDrafter("lookup", 0.5, has_kv=False))
 ROUGH = Chaos(cancel=0.02, fail=0.004, drafter_down=0.01, repeat=0.05, early=0.1, patience=0.2)

@@ -6,8 +6,6 @@
 A change that is meant to decide otherwise writes them anew, and says so.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

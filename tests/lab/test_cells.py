@@ -1,7 +1,5 @@
 """A comparison that is stopped and continued."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

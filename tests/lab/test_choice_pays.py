@@ -1,7 +1,5 @@
 """The map of where a choice of drafter pays."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -9,15 +7,7 @@ import pytest
 
 from lab.common.experiment import QUICK
 from lab.common.families import SPECIALISTS, specialists_acceptances
-from lab.papers.choice_pays import (
-    CHOOSERS,
-    Gains,
-    Machine,
-    MapGrid,
-    Requests,
-    Spot,
-    verdicts,
-)
+from lab.papers.choice_pays import CHOOSERS, Gains, Machine, MapGrid, Requests, Spot, verdicts
 from penstock.core.policies.registry import policies
 
 INSIDE = Machine(own_devices=False, batch=2)

@@ -1,7 +1,5 @@
 """Every experiment in a tiny version: it runs, and writes its table and its picture."""
 
-from __future__ import annotations
-
 import csv
 import json
 import sys
@@ -12,13 +10,7 @@ from tests.products import first_fast
 
 from lab.common import loads
 from lab.common.claims import ClaimVerdict, Measurement, bar, check, judge, summary
-from lab.common.experiment import (
-    Effort,
-    Experiment,
-    LabError,
-    Skipped,
-    Trial,
-)
+from lab.common.experiment import Effort, Experiment, LabError, Skipped, Trial
 from lab.papers import experiments, experiments_named, spin_fig11, spin_fig12
 from penstock.cli import main
 from penstock.sim.capacity import MeasuredCapacity
@@ -108,8 +100,7 @@ def test_the_same_command_writes_the_same_csv_again(name: str, tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    ["goodspeed_theorems", "goodspeed_fig4", "wait_theorems", "spin_fig13"],
+    "name", ["goodspeed_theorems", "goodspeed_fig4", "wait_theorems", "spin_fig13"]
 )
 def test_two_workers_write_what_one_writes(name: str, tmp_path: Path) -> None:
     found = []
@@ -189,9 +180,7 @@ def one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("one_entry")
-def test_json_has_verdicts_files_and_reasons(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_json_has_verdicts_files_and_reasons(monkeypatch, capsys, tmp_path) -> None:
     out = tmp_path / "new" / "folder"
     assert _call(monkeypatch, "all", "--quick", "--json", "--out", str(out)) == 0
     toy, toyless = json.loads(capsys.readouterr().out)["entries"]
@@ -204,18 +193,14 @@ def test_json_has_verdicts_files_and_reasons(
     assert (toyless["skipped"], toyless["verdicts"]) == ("no data", [])
 
 
-def test_an_unknown_name_is_one_line_and_code_2(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_an_unknown_name_is_one_line_and_code_2(monkeypatch, capsys, tmp_path) -> None:
     assert _call(monkeypatch, "fig0", "--out", str(tmp_path)) == 2
     error = capsys.readouterr().err
     assert error.startswith("penstock: unknown reproduction 'fig0'")
     assert error.count("\n") == 1
 
 
-def test_without_matplotlib_it_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_without_matplotlib_it_says_so(monkeypatch, capsys, tmp_path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert _call(monkeypatch, "wait_fig4_6", "--out", str(tmp_path)) == 2
     assert "pip install 'penstock[plot]'" in capsys.readouterr().err

@@ -1,43 +1,11 @@
 """What GoodSpeed's entries make of known curves, and rounds that can be counted by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
-from lab.common.rounds import (
-    BarrierTimes,
-    GeometricClients,
-    jumping_rates,
-    play,
-)
-from lab.papers import (
-    goodspeed_fig2,
-    goodspeed_fig3,
-    goodspeed_fig4,
-    goodspeed_theorems,
-)
+from lab.common.rounds import GeometricClients, play
+from lab.papers import goodspeed_fig2, goodspeed_fig3, goodspeed_fig4, goodspeed_theorems
 from penstock.core.policies.registry import make_policy
-
-
-def test_jumps_are_of_the_size_and_at_the_times_that_are_said() -> None:
-    rates = jumping_rates(300, 8, 30, seed=1)
-    steps = np.abs(np.diff(rates, axis=0))
-    assert rates.min() >= 0.3
-    assert rates.max() <= 0.9
-    assert set(np.round(steps[steps > 1e-9], 6)) == {0.3}
-    assert all(9 <= (steps[:, i] > 1e-9).sum() <= 10 for i in range(8))
-
-
-def test_a_round_lasts_as_long_as_its_slowest_draft() -> None:
-    times = BarrierTimes(np.array([0.1, 0.2]), np.array([0.01, 0.02]), 0.3, 0.001)
-    world = GeometricClients(np.full((3, 2), 0.5), seed=0)
-    fixed = make_policy("allocation", "fixed", {"k": 2})
-    played = play(fixed, world.clients(), 4, 3, times=times)
-    assert played.seconds == pytest.approx([0.24 + 0.3 + 0.006] * 3)
-    none = play(make_policy("allocation", "fixed", {"k": 0}), world.clients(), 4, 3, times=times)
-    assert none.seconds == pytest.approx([0.302] * 3)
-    assert (none.tokens == 1).all()
 
 
 def test_all_policies_meet_the_same_luck() -> None:

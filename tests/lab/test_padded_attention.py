@@ -1,7 +1,5 @@
 """Padded attention equals plain attention, and is as wide as the longest sequence."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.engine.test_attention import BATCHES, HEADS, make_scene, seen_in_window

@@ -1,7 +1,5 @@
 """Pages of results: written from result files, and up to date."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -62,9 +60,7 @@ def docs(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_benchmark_writes_a_result_file_and_it_becomes_a_page(
-    docs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_benchmark_writes_a_result_file_and_it_becomes_a_page(docs, monkeypatch, capsys) -> None:
     result = docs / "results" / "toys" / "top.json"
     monkeypatch.setattr(sys, "argv", ["top", "--quick", "--result", str(result)])
     assert tell(parser("Tops.", quick="short").parse_args(), results(2.0)) == 0
@@ -92,20 +88,6 @@ def test_of_a_control_only_an_outcome_other_than_expected_is_shown(docs: Path) -
     ((_, text),) = pages(docs)
     line = "- [holds] it grows: by 2 and 2"
     assert f"{line}\n{line} (control: holds in part)\n" in text
-
-
-def test_pictures_are_shown_with_their_own_result(docs: Path) -> None:
-    folder = docs / "results" / "toys"
-    for name in ("top", "top_spin"):
-        save(folder / f"{name}.json", results(2.0), title=name, command="top", machine="here")
-        (folder / f"{name}.png").touch()
-    (folder / "top_fast.png").touch()
-    ((_, text),) = pages(docs)
-    first, second = text.split("## top_spin")
-    assert "![top_spin](toys/top_spin.png)" in second
-    assert "(toys/top.png)" in first
-    assert "(toys/top_fast.png)" in first
-    assert text.count("![") == 3
 
 
 def test_a_stale_page_is_told(docs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,5 @@
 """Pictures: what is drawn can be told apart, and is the same file again."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +7,8 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from matplotlib.colors import rgb_to_hsv, to_rgb
 
-from lab.common.report import COLOURS, LINES, MARKERS, Plot, draw
+from lab.common.report import Plot, draw
 
 NAMES = ["wait", "vllm_v0", "vllm_v1", "sarathi", "sarathi, tuned", "the bound"]
 
@@ -35,9 +32,3 @@ def test_the_legend_names_every_line_once(tmp_path: Path) -> None:
     drawn = (tmp_path / "toys.svg").read_text(encoding="utf-8")
     for name in NAMES:
         assert drawn.count(f"<!-- {name} -->") == 1
-
-
-def test_no_two_lines_look_the_same_and_none_is_green() -> None:
-    assert len(set(COLOURS)) == len(set(MARKERS)) == len(set(LINES)) == len(COLOURS)
-    hues = [rgb_to_hsv(to_rgb(colour)) for colour in COLOURS]
-    assert not [hue for hue, full, _ in hues if full > 0.3 and 0.2 < hue < 0.48]

@@ -1,7 +1,5 @@
 """The size report: what it counts, and that a budget can be exceeded."""
 
-from __future__ import annotations
-
 import pytest
 
 from lab.size import Lines, exceeded, lines_of

@@ -1,7 +1,5 @@
 """What Spin's figure 12 makes of known cells, and of whom its batches are made."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 
@@ -9,14 +7,7 @@ import pytest
 
 from lab.common.experiment import LabError
 from lab.papers import spin_fig12
-from lab.papers.spin_fig12 import (
-    LayoutTimes,
-    accuracy,
-    exhaustion,
-    latency,
-    one_memory,
-    order,
-)
+from lab.papers.spin_fig12 import LayoutTimes, accuracy, exhaustion, latency, one_memory
 
 ALL = [(name, batch) for name in (*spin_fig12.DATA_SETS, "Mix") for batch in (4, 8, 16, 32)]
 
@@ -53,17 +44,6 @@ def test_a_reduction_like_the_papers_holds() -> None:
     assert found.control is not None
     assert found.control.outcome == "does not hold"
     assert latency(cells(0.99)).outcome == "holds in part"
-
-
-def test_the_order_of_the_data_sets_is_judged() -> None:
-    assert order(cells()).outcome == "holds"
-    wrong = cells()
-    for name in ("Alpaca", "CP"):
-        wrong[name, 32].attention["decomposed"] = [0.7, 0.707, 0.693, 0.7]
-    assert order(wrong).outcome == "does not hold"
-    noisy = cells()
-    noisy["Alpaca", 32].attention["decomposed"] = [0.1, 0.9, 0.2, 0.4]
-    assert order(noisy).outcome == "does not hold", "who gains most may be another"
 
 
 def test_memory_must_tell_padding_from_decomposition() -> None:

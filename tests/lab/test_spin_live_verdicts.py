@@ -1,7 +1,5 @@
 """What the live figures of Spin make of figures that are known."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -84,7 +82,7 @@ def requests(best: list[int], again: list[int]) -> ServedRequests:
     )
 
 
-def test_what_is_best_for_whom_must_be_so_again() -> None:
+def test_the_best_drafter_of_a_request_must_be_the_best_again() -> None:
     lasting = requests([0, 1] * 20, [0, 1] * 20)
     assert [v.outcome for v in spin_fig2.verdicts(lasting)] == ["holds"] * 3
     drawn = np.random.default_rng(RANDOM_STATE).integers(0, 3, (2, 40))

@@ -1,7 +1,5 @@
 """What figure 11 of Spin makes of figures that are known."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

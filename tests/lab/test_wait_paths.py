@@ -1,11 +1,9 @@
 """Algorithms 1 and 2 by counts do what the scheduler does; their verdicts come out either way."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
-from lab.common.wait_paths import nested_runs, wait_runs
+from lab.common.wait_paths import wait_runs
 from lab.papers import wait_lemmas as lemmas
 from lab.papers import wait_nested_theorems as nested
 from penstock.config import PolicyConfig
@@ -33,31 +31,6 @@ def test_algorithm_1_serves_as_many_as_the_scheduler() -> None:
         2 * np.searchsorted(found.ended[0, j], at[-1], side="right").item() for j in range(2)
     ]
     assert np.isfinite(report.first_token_at).sum() == pytest.approx(sum(prefills), abs=8)
-
-
-@pytest.mark.slow
-def test_algorithm_2_holds_and_owes_what_the_scheduler_does() -> None:
-    traffic, horizon = nested._THREE, 30.0
-    policy = nested.policy_of(traffic, horizon, 0.1)
-    counts = nested_runs(policy, traffic, nested.MACHINE, [horizon], 200, seed=0)
-    options = {
-        "segment_ends": tuple(end + 1 for end in policy.segments.ends),
-        "thresholds": policy.thresholds,
-    }
-    setup = Setup(nested.MACHINE, PolicyConfig.of("nested_wait", **options), counted=False)
-    rng = np.random.default_rng(0)
-    peaks, gaps = [], []
-    for _ in range(12):
-        num = rng.poisson(24.0 * (horizon + 5))
-        at = np.sort(rng.uniform(0, horizon + 5, num))
-        output = rng.choice([kind.output_len for kind in traffic], num)
-        workload = Workload("three", np.full(num, 10), output, at - at[0])
-        report = run(setup, workload, until=horizon)
-        offered = output[at - at[0] <= horizon].sum()
-        peaks.append(report.result.kv_peak_tokens)
-        gaps.append((offered - report.num_tokens.sum()) / horizon)
-    assert np.mean(peaks) == pytest.approx(counts.peak_kv.mean(), rel=0.05)
-    assert np.mean(gaps) == pytest.approx(counts.gap.mean(), rel=0.15)
 
 
 def test_dominance_fails_with_one_violation() -> None:

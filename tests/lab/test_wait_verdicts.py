@@ -1,30 +1,14 @@
 """Verdicts can come out either way."""
 
-from __future__ import annotations
-
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from lab.common.experiment import QUICK
-from lab.common.loads import (
-    Candidate,
-    Point,
-    Scene,
-    best_of,
-    gain_verdict,
-    setup_of,
-)
-from lab.common.thresholds import (
-    unit_traffic,
-    wait_choice,
-)
+from lab.common.loads import Point, Scene, gain_verdict
 from lab.papers import wait_fig1_known as known
 from lab.papers import wait_fig1_nested as nested
-from lab.papers import wait_fig4_6 as memory
 from lab.papers import wait_linear_model as linear
 from lab.papers import wait_theorems as theorems
 from penstock.fluid.step_profile import PAPER_LINEAR
@@ -107,13 +91,6 @@ def test_ten_segments_are_judged_by_whether_they_fit() -> None:
     assert "none that fit" in literal.claim
 
 
-def test_a_monotone_bound_is_not_u_shaped() -> None:
-    panel = memory.BoundCase(4, 50, 200, 0.1)
-    by_segments = memory.bounds(panel, (1, 10, 500))
-    assert memory.verdicts({panel: by_segments})[0].outcome == "holds"
-    assert memory.verdicts({panel: by_segments[:2]})[0].outcome == "does not hold"
-
-
 def test_eq_1_is_judged_on_both_kinds_of_batches() -> None:
     tokens = np.linspace(100, 100_000, 200)
     prefill = np.tile([0.0, 500.0], 100)
@@ -153,19 +130,3 @@ def test_decay_is_judged_on_each_side_of_its_power() -> None:
     assert outcomes(faster, root, flat)[1] == "does not hold"
     assert outcomes(fast, fast, flat)[3] == "does not hold"
     assert outcomes(fast, root, fast)[4] == "not shown"
-
-
-@pytest.mark.slow
-def test_the_search_follows_what_is_better() -> None:
-    low = unit_traffic("low")
-    effort = replace(QUICK, arrivals=8_000, tolerance=0.2)
-    poor, good = wait_choice(low, (1, 1)), wait_choice(low, (3, 3))
-    best = best_of([poor, good], lambda _: [], LOW, effort)
-    assert best is not None
-    assert best.setup.admission.options["thresholds"] == (3, 3)
-    # The fluid is wrong about the first: it is measured, fails, and the other is taken.
-    boasting = Candidate(setup_of("vllm_v0", max_num_seqs=1), 10_000.0)
-    corrected = best_of([boasting, good], lambda _: [], LOW, effort)
-    assert corrected is not None
-    assert corrected.setup.admission.name == "wait"
-    assert best_of([], lambda _: [], LOW, effort) is None

@@ -1,7 +1,5 @@
 """Certificates for tests, by openssl."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from collections.abc import Mapping

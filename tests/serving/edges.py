@@ -1,7 +1,5 @@
 """A draft server's parts in this process, and requests of its own users."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress

@@ -1,7 +1,5 @@
 """An engine without models: every request's output is its own prompt, over and over."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from dataclasses import dataclass, field

@@ -121,9 +121,6 @@ def url_of(child: Child) -> str:
     return child.lines[-1].removeprefix("serving on ")
 
 
-# --- links to break -----------------------------------------------------------------------------
-
-
 class Proxy(Relay):
     """A link that can be cut, and stalled."""
 
@@ -219,9 +216,6 @@ class Mangler:
         finally:
             passing_on.cancel()
             await asyncio.gather(passing_on, return_exceptions=True)
-
-
-# --- load ---------------------------------------------------------------------------------------
 
 
 def bodies() -> Iterator[tuple[str, dict[str, Any]]]:

@@ -1,7 +1,5 @@
 """A whole server: real socket, real engine process; in a thread, or in a process of its own."""
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import signal

@@ -1,7 +1,5 @@
 """TCP links that something can be done to, and metrics as text; for tests and for benchmarks."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator

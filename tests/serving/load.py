@@ -1,7 +1,5 @@
 """Users who ask all the time and check whatever they get, while a test breaks things."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

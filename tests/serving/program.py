@@ -1,7 +1,5 @@
 """`penstock serve` as people start it, in a process of its own."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A scripted draft server: says what a test wants, over a real gRPC stream."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence

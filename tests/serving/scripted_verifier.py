@@ -4,8 +4,6 @@ It keeps to `coupled` verification by definition: the whole output of a request 
 sample, known beforehand, and a draft is accepted as far as it equals that.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -179,8 +177,6 @@ class ScriptedVerifier:
     def send(self, *messages: pb.Down) -> None:
         assert self._send is not None
         self._send(list(messages))
-
-    # --- the stream -----------------------------------------------------------------------------
 
     async def _connect(self, requests, context) -> None:
         peer = peer_of(context)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from penstock.serving.draft_access import Audits
 from penstock.serving.messages import AuditFinding
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil
@@ -71,18 +69,6 @@ async def test_requests_share_a_stream_and_are_all_finished() -> None:
         await until_free(client)
 
 
-async def test_there_is_a_snapshot_before_the_engine_has_answered() -> None:
-    async with client_of(FACTORY) as client:
-        assert client.pid is not None
-        os.kill(client.pid, signal.SIGSTOP)
-        try:
-            stats = await client.stats()
-        finally:
-            os.kill(client.pid, signal.SIGCONT)
-        assert stats is not None
-        assert stats.num_steps == 0
-
-
 async def test_an_idle_engine_does_not_spin() -> None:
     async with client_of(FACTORY) as client:
         with await client.submit("someone", [request("a")]) as stream:
@@ -152,13 +138,6 @@ async def test_an_engine_that_cannot_be_loaded_says_why_in_one_line() -> None:
         await client.start()
     await client.close()
     assert str(failure.value) == f"{TOKENIZER}: not a checkpoint, really"
-
-
-async def test_an_unforeseen_failure_to_load_names_its_type() -> None:
-    client = client_of("tests.serving.fakes:buggy_engine")
-    with pytest.raises(EngineFailed, match=r"^RuntimeError: out of luck$"):
-        await client.start()
-    await client.close()
 
 
 async def test_an_engine_that_cannot_be_restarted_is_tried_again(tmp_path: Path) -> None:

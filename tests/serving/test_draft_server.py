@@ -1,7 +1,5 @@
 """A draft server over real sockets, against a scripted verification server."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import suppress
 from dataclasses import replace
@@ -97,9 +95,7 @@ async def test_edge_requests(family: dict[str, Path], oracle: Oracle, model: str
 
 
 @pytest.mark.parametrize("shuffle", [1, 2, 5])
-async def test_repeated_and_reordered_messages(
-    family: dict[str, Path], oracle: Oracle, shuffle: int
-) -> None:
+async def test_repeated_and_reordered_messages(family, oracle, shuffle) -> None:
     verifier = ScriptedVerifier(oracle, Mangling(duplicate=True, shuffle=shuffle))
     async with linked(verifier, family["near"]) as (_, client):
         for n in range(4):
@@ -133,20 +129,7 @@ async def test_logprobs(family: dict[str, Path], oracle: Oracle, num_logprobs: i
         assert told == known
 
 
-async def test_assigned_requests(family: dict[str, Path], oracle: Oracle) -> None:
-    verifier = ScriptedVerifier(oracle)
-    async with verifier.serving() as port, drafting(port, family["same"]):
-        for n in range(6):
-            verifier.assign(f"@{n}", list(range(n, n + 12)), 25, GREEDY if n % 2 else SEEDED)
-        await until(lambda: len(verifier.finished) == 6)
-        assert verifier.problems == []
-        assert {j.num_rounds for j in verifier.finished.values()} == {5}
-        assert verifier.opens == []
-
-
-async def test_whoever_takes_no_assignments_sends_nothing(
-    family: dict[str, Path], oracle: Oracle
-) -> None:
+async def test_a_server_without_assignments_sends_no_drafts_for_others(family, oracle) -> None:
     verifier = ScriptedVerifier(oracle)
     async with (
         verifier.serving() as port,
@@ -175,9 +158,7 @@ async def test_a_broken_stream_is_a_pause(family: dict[str, Path], oracle: Oracl
             assert len(again.prompt_token_ids) + again.max_tokens == 9 + 24
 
 
-async def test_a_stop_string_may_begin_before_a_break(
-    family: dict[str, Path], oracle: Oracle
-) -> None:
+async def test_a_stop_string_may_begin_before_a_break(family, oracle) -> None:
     """The verification server is told what of a prompt is output already."""
     verifier = ScriptedVerifier(oracle)
     verifier.break_after = 3
@@ -192,17 +173,13 @@ async def test_a_stop_string_may_begin_before_a_break(
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-async def test_a_restarted_verification_server_changes_nothing(
-    family: dict[str, Path], oracle: Oracle, sampling: SamplingParams
-) -> None:
+async def test_a_restarted_verification_server_changes_nothing(family, oracle, sampling) -> None:
     outputs = await restart_in_the_middle(family, oracle, request("r", sampling, 60))
     assert tokens_of(outputs, "r") == expected(oracle, request("r", sampling, 60))
     assert outputs[-1].finish_reason is FinishReason.LENGTH
 
 
-async def test_the_comparison_can_fail(
-    family: dict[str, Path], oracle: Oracle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_comparison_can_fail(family, oracle, monkeypatch) -> None:
     """Were a request opened again without what was verified, its output would differ."""
     opening = DraftService.open
 
@@ -237,9 +214,7 @@ async def restart_in_the_middle(
     return outputs
 
 
-async def test_a_user_who_leaves_closes_the_request(
-    family: dict[str, Path], oracle: Oracle
-) -> None:
+async def test_a_user_who_leaves_closes_the_request(family, oracle) -> None:
     verifier = ScriptedVerifier(oracle)
     verifier.delay_s = 0.05
     async with linked(verifier, family["near"]) as (_, client):
@@ -250,9 +225,7 @@ async def test_a_user_who_leaves_closes_the_request(
         assert client.num_open == 0
 
 
-async def test_requests_beyond_the_limit_wait_here(
-    family: dict[str, Path], oracle: Oracle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_requests_beyond_the_limit_wait_here(family, oracle, monkeypatch) -> None:
     monkeypatch.setattr(
         "tests.serving.scripted_verifier.LIMITS",
         type(LIMITS)(LIMITS.vocab_size, 256, 8, max_open_requests=2),
@@ -300,12 +273,7 @@ async def test_a_refusal_after_a_welcome_may_pass(family: dict[str, Path], oracl
     ("answer", "why"),
     [(None, "it does not answer"), (pb.Down(), "it does not begin with a welcome")],
 )
-async def test_servers_of_another_kind(
-    family: dict[str, Path],
-    monkeypatch: pytest.MonkeyPatch,
-    answer: pb.Down | None,
-    why: str,
-) -> None:
+async def test_servers_of_another_kind(family, monkeypatch, answer, why) -> None:
     monkeypatch.setattr("penstock.serving.link._WELCOME_TIMEOUT_S", 0.2)
 
     async def connect(messages, context) -> None:
@@ -357,9 +325,7 @@ async def test_without_a_stream_requests_are_refused_after_a_while(
     await stack.__aexit__(None, None, None)
 
 
-async def test_requests_that_are_given_up_are_opened_again(
-    family: dict[str, Path], oracle: Oracle
-) -> None:
+async def test_requests_that_are_given_up_are_opened_again(family, oracle) -> None:
     """As when the engine behind the verification server dies."""
     verifier = ScriptedVerifier(oracle)
     verifier.delay_s = 0.02
@@ -387,9 +353,7 @@ async def test_requests_that_are_given_up_are_opened_again(
         assert 60.0 >= deadlines[0] > deadlines[1] > deadlines[2] > 0
 
 
-async def test_a_hopeless_request_ends_in_an_error(
-    family: dict[str, Path], oracle: Oracle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_hopeless_request_ends_in_an_error(family, oracle, monkeypatch) -> None:
     monkeypatch.setattr("penstock.serving.edge._RETRY_S", 0.001)
     verifier = ScriptedVerifier(oracle)
 
@@ -412,9 +376,7 @@ async def test_a_hopeless_request_ends_in_an_error(
         assert len(verifier.opens) == 6
 
 
-async def test_a_refused_request_is_tried_again_for_a_while(
-    family: dict[str, Path], oracle: Oracle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_refused_request_is_tried_again_for_a_while(family, oracle, monkeypatch) -> None:
     """As when the verification server has too much to do."""
     monkeypatch.setattr("penstock.serving.edge._RETRY_S", 0.001)
     for times in (3, 100):
@@ -456,9 +418,7 @@ async def test_a_refused_request_is_tried_again_for_a_while(
     ],
     ids=["logprobs", "long", "vocabulary", "stops", "text", "min_p", "grammar", "penalty", "echo"],
 )
-async def test_what_would_never_be_taken_is_refused_here(
-    family: dict[str, Path], oracle: Oracle, made: Request, why: str
-) -> None:
+async def test_what_would_never_be_taken_is_refused_here(family, oracle, made, why) -> None:
     verifier = ScriptedVerifier(oracle)
     async with linked(verifier, family["near"]) as (_, client):
         with pytest.raises(Unsupported, match=why):
@@ -467,9 +427,7 @@ async def test_what_would_never_be_taken_is_refused_here(
         assert client.num_open == 0
 
 
-async def test_ratio_drafts_bring_their_distributions_to_whom_is_trusted(
-    family: dict[str, Path], oracle: Oracle
-) -> None:
+async def test_ratio_drafts_bring_distributions_from_trusted_servers_only(family, oracle) -> None:
     ratio = SamplingParams(temperature=0.9, seed=3, verification="ratio")
     for trusted in (False, True):
         verifier = ScriptedVerifier(oracle)
@@ -483,9 +441,7 @@ async def test_ratio_drafts_bring_their_distributions_to_whom_is_trusted(
 
 
 @pytest.mark.parametrize(("drafter", "longest", "most"), [("auto", 2, 2), ("none", None, 0)])
-async def test_users_say_how_far_to_draft(
-    family: dict[str, Path], oracle: Oracle, drafter: str, longest: int | None, most: int
-) -> None:
+async def test_users_say_how_far_to_draft(family, oracle, drafter, longest, most) -> None:
     verifier = ScriptedVerifier(oracle)
     made = request("a", drafter=drafter, max_draft_tokens=longest)
     async with linked(verifier, family["same"]) as (_, client):
@@ -495,8 +451,7 @@ async def test_users_say_how_far_to_draft(
 
 
 async def test_verification_that_does_not_wait(family: dict[str, Path], oracle: Oracle) -> None:
-    """Every draft comes too late; every assignment is answered all the same, and once: whoever is
-    silent gets no more of them."""
+    """Every draft comes too late; every assignment is answered all the same, and once."""
     verifier = ScriptedVerifier(oracle, Mangling(duplicate=True))
     verifier.wait_for_drafts = False
     async with linked(verifier, family["near"]) as (_, client):
@@ -510,9 +465,7 @@ async def test_verification_that_does_not_wait(family: dict[str, Path], oracle: 
         assert len(answered) == len(set(answered)) == num_rounds
 
 
-async def test_a_released_request_is_answered_and_forgotten(
-    family: dict[str, Path], oracle: Oracle
-) -> None:
+async def test_a_released_request_is_answered_and_forgotten(family, oracle) -> None:
     verifier = ScriptedVerifier(oracle)
     async with verifier.serving() as port, drafting(port, family["near"]):
         await verifier.connected.wait()
@@ -547,9 +500,7 @@ async def test_draining(family: dict[str, Path], oracle: Oracle) -> None:
             await client.submit("someone", [request("b")])
 
 
-async def test_a_drafter_that_breaks_ends_the_server(
-    family: dict[str, Path], oracle: Oracle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_drafter_that_breaks_ends_the_server(family, oracle, monkeypatch) -> None:
     def broken(self: object, *arguments: object, **options: object) -> None:
         raise RuntimeError("out of luck")
 

@@ -1,7 +1,5 @@
 """Lines that draft servers send ahead, over real streams."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any
@@ -154,13 +152,8 @@ async def test_a_server_that_goes_takes_its_lines_along(world: World) -> None:
     assert made["choices"][0]["text"] == alone["choices"][0]["text"]
 
 
-# --- the draft server's side ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0), SEEDED])
-async def test_a_draft_server_sends_what_it_would_draft(
-    family: dict[str, Path], sampling: SamplingParams
-) -> None:
+async def test_a_draft_server_sends_what_it_would_draft(family, sampling) -> None:
     """With the target itself as the drafter the first line is the target's own output."""
     oracle = target_oracle(family["target"])
     verifier = ScriptedVerifier(oracle)
@@ -185,9 +178,7 @@ async def test_a_draft_server_sends_what_it_would_draft(
             assert piece.token_ids[: len(known)] == known
 
 
-async def test_a_request_with_a_limit_of_its_own_is_left_to_orders(
-    family: dict[str, Path],
-) -> None:
+async def test_a_request_with_a_limit_of_its_own_is_left_to_orders(family: dict[str, Path]) -> None:
     oracle = target_oracle(family["target"])
     verifier = ScriptedVerifier(oracle)
     made = [request("few", SEEDED, max_draft_tokens=2), request("none", SEEDED, drafter="none")]

@@ -1,7 +1,5 @@
 """Faults under load, with real processes and sockets: nobody's output changes, and none is lost."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -198,9 +196,7 @@ async def test_a_killed_engine(family: dict[str, Path], lasting: World) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-async def test_a_restarted_verification_server(
-    family: dict[str, Path], lasting: World, number: signal.Signals
-) -> None:
+async def test_a_restarted_verification_server(family, lasting, number) -> None:
     first = await start_world(family, shutdown_grace_s=0)
     http_port = int(first.url.rpartition(":")[2])
     second = verification_process(family["target"], first.drafters_port, http_port)
@@ -225,9 +221,7 @@ async def test_a_restarted_verification_server(
 
 
 @pytest.mark.parametrize("seconds", [2, 20])
-async def test_a_frozen_verification_server(
-    family: dict[str, Path], lasting: World, seconds: int
-) -> None:
+async def test_a_frozen_verification_server(family, lasting, seconds) -> None:
     """Two seconds are a pause on the same stream; after twenty it has been given up."""
     world = await start_world(family)
     with world.process, world.drafting() as server:
@@ -243,9 +237,7 @@ async def test_a_frozen_verification_server(
         assert await metric(url_of(server), "engine_restarts") == (seconds > 15)
 
 
-async def test_users_without_a_verification_server_are_told(
-    family: dict[str, Path], lasting: World
-) -> None:
+async def test_users_without_a_verification_server_are_told(family, lasting) -> None:
     async with Proxy(lasting.drafters_port).running() as link:
         with lasting.drafting(port=link.port) as server:
             await server.start(2)

@@ -1,8 +1,6 @@
 """`penstock serve` in processes of its own, killed, frozen, without a disk for its log and with a
 clock that jumps, while users ask: clean errors, soon served again, and nothing answered twice."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -167,8 +165,7 @@ def jumping(folder: Path) -> Iterator[tuple[dict[str, str], Path]]:
 
 
 def test_a_clock_that_jumps(tmp_path: Path) -> None:
-    """A day ahead, a year back, and right again: requests last as long as before, nothing is held
-    to be frozen, and only what says the time of day shows it."""
+    """A day ahead, a year back, and right again."""
     with (
         jumping(tmp_path) as (environment, offset),
         program(tmp_path / "log", *SERVED, environment=environment) as running,

@@ -1,7 +1,5 @@
 """Whatever comes over gRPC where draft servers connect: it ends that stream, or nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections import Counter

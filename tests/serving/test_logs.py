@@ -1,7 +1,5 @@
 """Lines of the log."""
 
-from __future__ import annotations
-
 import json
 import logging
 import subprocess

@@ -1,7 +1,5 @@
 """A verification server that cannot take a draft server's requests, and what their users hear."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,7 +11,7 @@ import pytest
 from tests.serving.edges import drafting, edge_client
 from tests.serving.scripted import greedy, scripted_server
 from tests.serving.scripted_verifier import ScriptedVerifier, target_oracle
-from tests.serving.verified import PROMPT, World
+from tests.serving.verified import PROMPT
 
 from penstock.api.app import create_app
 from penstock.config import parse_config
@@ -24,15 +22,9 @@ from penstock.transport.v1 import drafting_pb2 as pb
 
 
 @pytest.mark.parametrize(
-    ("error", "code"),
-    [(QueueFull, pb.Refused.BUSY), (EngineUnavailable, pb.Refused.UNAVAILABLE)],
+    ("error", "code"), [(QueueFull, pb.Refused.BUSY), (EngineUnavailable, pb.Refused.UNAVAILABLE)]
 )
-async def test_why_a_request_is_not_taken(
-    world: World,
-    monkeypatch: pytest.MonkeyPatch,
-    error: type[Exception],
-    code: pb.Refused.Code,
-) -> None:
+async def test_why_a_request_is_not_taken(world, monkeypatch, error, code) -> None:
     def refuse(self: EngineClient, *arguments: object) -> None:
         raise error("not now")
 

@@ -1,7 +1,5 @@
 """Limits of tenants: what is taken, what is not, and when to come again."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

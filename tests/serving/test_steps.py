@@ -1,21 +1,11 @@
 """Recorded steps, their way into a profile, and the benchmark that compares with the simulator."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from lab.bench.simulator_vs_engine import (
-    KV_TOKENS,
-    LiveServer,
-    LoadCell,
-    draw_workload,
-    fit,
-    mixed_prompts,
-    requests_of,
-)
+from lab.bench.simulator_vs_engine import KV_TOKENS, LiveServer, LoadCell, fit, mixed_prompts
 from lab.common.step_recorder import StepRecorder
 from penstock.core.types import PhaseTimes, StepPlan, StepResult
 from penstock.fluid.step_profile import StepWork
@@ -74,9 +64,7 @@ def _short_workload() -> Workload:
 
 
 @pytest.mark.parametrize("admission", ["vllm_v1", "fluid_guided"])
-def test_the_engine_and_the_simulator_serve_the_same_requests(
-    server: LiveServer, admission: str, tmp_path: Path
-) -> None:
+def test_the_engine_and_the_simulator_serve_the_same_requests(server, admission, tmp_path) -> None:
     workload = _short_workload()
     prompts = mixed_prompts(server.engine.tokenizer_path)
     cell = LoadCell(admission, 0.5, 250.0, [workload])
@@ -96,23 +84,3 @@ def test_the_engine_and_the_simulator_serve_the_same_requests(
         assert min(outcome.ttft) > 0
     # The profile takes the mean of the very steps that it was fitted to.
     assert cell.report()["step_seconds_ratio"] == pytest.approx(1, abs=0.1)
-
-
-def test_the_drawn_workload_is_as_described() -> None:
-    workload = draw_workload(rate=50.0, seconds=200.0, seed=3)
-    assert workload.arrival_time is not None
-    assert workload.arrival_time[-1] == pytest.approx(200, rel=0.1)
-    assert (workload.prompt_len.min(), workload.prompt_len.max()) == (16, 512)
-    assert (workload.output_len.min(), workload.output_len.max()) == (4, 256)
-    assert workload.prompt_len.mean() == pytest.approx(107, rel=0.05)
-    assert workload.output_len.mean() == pytest.approx(60, rel=0.05)
-
-
-def test_requests_have_the_lengths_of_the_workload(server: LiveServer) -> None:
-    workload = _short_workload()
-    prompts = mixed_prompts(server.engine.tokenizer_path)
-    requests = requests_of(workload, prompts, "x")
-    assert [len(r.prompt_token_ids or ()) for r in requests] == workload.prompt_len.tolist()
-    assert [r.max_tokens for r in requests] == workload.output_len.tolist()
-    assert not any(r.stop_token_ids for r in requests)
-    assert len({r.id for r in requests}) == len(requests)

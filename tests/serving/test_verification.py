@@ -1,7 +1,5 @@
 """Draft servers over real streams: their requests, and those of others that they draft for."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 
@@ -16,7 +14,6 @@ from tests.serving.verified import (
     complete_by_http,
     guess_from,
     metrics_of,
-    phases_of,
     until,
 )
 
@@ -26,9 +23,7 @@ from penstock.transport.v1 import drafting_pb2 as pb
 
 @pytest.mark.parametrize("sampling", [greedy(), seeded(7)], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("wrong_every", [0, 3, 1])
-async def test_edge_output_is_the_targets_own(
-    world: World, sampling: pb.Sampling, wrong_every: int
-) -> None:
+async def test_edge_output_is_the_targets_own(world, sampling, wrong_every) -> None:
     expected = world.alone(sampling)
     async with scripted_server(world.address) as draft_server:
         await draft_server.hello(world.digest)
@@ -69,9 +64,8 @@ async def test_central_output_is_the_targets_own(world: World, fields: dict[str,
     assert len(text.token_ids) > len(PROMPT) + NUM_TOKENS / 2
 
 
-async def test_logprobs_for_whom_they_are_meant(world: World) -> None:
-    """At the edge the same as at the centre, drafted or not; none unless asked for, and none of a
-    request that is somebody else's."""
+async def test_logprobs_go_only_to_requests_that_ask(world: World) -> None:
+    """At the edge the same as at the centre, drafted or not."""
     alone = await complete_by_http(world, logprobs=3, speculation={"drafter": "none"})
     known = alone["choices"][0]["logprobs"]
     guess = guess_from(world.alone(greedy()), len(PROMPT), 4)
@@ -218,32 +212,6 @@ async def test_targets_come_with_a_request(world: World) -> None:
     for name in ("requests", "met"):
         key = f"penstock:latency_target_{name}_total"
         assert after[key] - before.get(key, 0.0) == 1
-
-
-async def test_where_the_time_goes(world: World) -> None:
-    before = await metrics_of(world)
-    expected = world.alone(greedy())
-    guess = guess_from(expected, len(PROMPT), 0)
-
-    async with scripted_server(world.address) as draft_server:
-        await draft_server.hello(world.digest)
-        await draft_server.open("r", PROMPT, NUM_TOKENS, greedy())
-        waited = 0.0
-        while not draft_server.all_finished():
-            assign = draft_server.take(await draft_server.receive())
-            if assign is not None:
-                await asyncio.sleep(0.02)
-                waited += 0.02
-                token_ids = guess(draft_server.texts["r"].token_ids, assign.num_draft_tokens)
-                await draft_server.send(draft=draft_server.draft(assign, token_ids))
-    after = await metrics_of(world)
-    spent = {name: after[name] - before[name] for name in before}
-    assert spent["penstock:verdicts_sent_total"] >= 5
-    assert spent["penstock:verdict_send_seconds_total"] > 0
-    assert spent["penstock:target_steps_total"] >= 5
-    phases = await phases_of(world)
-    assert phases["verify"] > 0
-    assert phases["receive"] >= waited
 
 
 async def test_an_expected_length_reaches_the_scheduler() -> None:

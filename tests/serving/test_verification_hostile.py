@@ -1,7 +1,5 @@
 """Draft servers that lie, flood, stall or are not who they should be; and what others notice."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib
@@ -78,9 +76,6 @@ async def undisturbed(world: World) -> AsyncIterator[None]:
         assert not draft_server.refused
 
 
-# --- who may connect ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("token", [None, "", "wrong", "good ", "x" * 5000])
 async def test_no_identity(guarded: World, token: str | None) -> None:
     async with scripted_server(guarded.address, token=token) as draft_server:
@@ -90,9 +85,6 @@ async def test_no_identity(guarded: World, token: str | None) -> None:
         code, reason = await ended(draft_server)
     assert code is grpc.StatusCode.UNAUTHENTICATED
     assert "authorization: Bearer TOKEN" in reason
-
-
-# --- messages that end the stream ---------------------------------------------------------------
 
 
 def hello(**changes: Any) -> bytes:
@@ -249,9 +241,7 @@ async def test_a_flood(guarded: World, caplog: pytest.LogCaptureFixture) -> None
     assert "flood: too many messages: at most 300" in caplog.text
 
 
-async def test_a_reader_that_does_not_read(
-    guarded: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_reader_that_does_not_read(guarded, monkeypatch, caplog) -> None:
     """What waits for it is bounded; then its stream is ended."""
     caplog.set_level(logging.INFO, "penstock.serving.verification")
     monkeypatch.setattr(draft_streams, "_MAX_QUEUED_MESSAGES", 50)
@@ -269,9 +259,6 @@ async def test_a_reader_that_does_not_read(
         await until(guarded, "draft_servers", 1)
         writing.cancel()
     assert "bad: the draft server reads too slowly" in caplog.text
-
-
-# --- messages that are refused, or ignored ------------------------------------------------------
 
 
 def opened(**changes: Any) -> pb.Open:
@@ -400,8 +387,7 @@ async def test_a_draft_for_another_round(guarded: World, changes: dict[str, Any]
 
 
 async def test_cherry_picked_tokens_change_nothing(guarded: World) -> None:
-    """Its own requests at a temperature: an untrusted server that only proposes what it likes gets
-    no more of it."""
+    """Its own requests at a temperature."""
     sampling = pb.Sampling(temperature=1.5, top_p=1, seed=3, ratio=True)
     expected = guarded.alone(pb.Sampling(temperature=1.5, top_p=1, seed=3))
     async with undisturbed(guarded), connected(guarded, "bad") as draft_server:
@@ -412,14 +398,9 @@ async def test_cherry_picked_tokens_change_nothing(guarded: World) -> None:
     assert draft_server.texts["r"].output == expected
 
 
-# --- errors of our own --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("is_central", [False, True], ids=["edge", "central"])
 @pytest.mark.parametrize("method", ["order", "send_verdict"])
-async def test_an_error_ends_one_stream_alone(
-    guarded: World, monkeypatch: pytest.MonkeyPatch, method: str, is_central: bool
-) -> None:
+async def test_an_error_ends_one_stream_alone(guarded, monkeypatch, method, is_central) -> None:
     """It happens on the engine's messages; whatever it is, the engine goes on, and so do others."""
     works = getattr(DraftStream, method)
 
@@ -443,9 +424,6 @@ async def test_an_error_ends_one_stream_alone(
     assert (await metrics_of(guarded))["penstock:engine_restarts_total"] == 0
 
 
-# --- whose prompts go where ---------------------------------------------------------------------
-
-
 async def test_prompts_of_others_stay_here(guarded: World) -> None:
     """`bad` offers to draft for the tenant `default`, whose prompts are not its own."""
     async with connected(guarded, "bad") as draft_server:
@@ -467,9 +445,6 @@ async def test_a_server_of_the_tenant_sees_them(guarded: World) -> None:
         )
         await draft_server.run(guess, lambda: len(draft_server.released) > 0)
         await working
-
-
-# --- ends ---------------------------------------------------------------------------------------
 
 
 async def test_nothing_is_left_behind(guarded: World) -> None:

@@ -1,7 +1,5 @@
 """Links of draft servers: TLS and certificates, trust, and what happens when something dies."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import os
@@ -16,20 +14,11 @@ import grpc
 import pytest
 from tests.serving.certificates import write_certificates
 from tests.serving.scripted import ScriptedServer, ended, greedy, scripted_server, seeded
-from tests.serving.verified import (
-    NUM_TOKENS,
-    PROMPT,
-    World,
-    guess_from,
-    until,
-    verified_world,
-)
+from tests.serving.verified import NUM_TOKENS, PROMPT, World, guess_from, until, verified_world
 
 from penstock.transport.service import channel_credentials
 from penstock.transport.v1 import drafting_pb2 as pb
 from penstock.transport.wire import WEIGHT_SUM
-
-# --- TLS ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +59,7 @@ async def test_a_certificate_is_an_identity(secured: World, certificates: Path) 
 
 
 @pytest.mark.parametrize("name", ["stranger", "edge.forged", None])
-async def test_other_certificates_are_none(
-    secured: World, certificates: Path, name: str | None
-) -> None:
+async def test_other_certificates_are_none(secured, certificates, name) -> None:
     """Signed, but not known; of the right name, but signed by another; absent."""
     other = credentials(certificates, name)
     async with scripted_server(secured.address, credentials=other, token="edge") as draft_server:
@@ -90,21 +77,13 @@ async def test_no_tls_where_it_is_needed(secured: World) -> None:
     assert code is grpc.StatusCode.UNAVAILABLE
 
 
-# --- ends of text -------------------------------------------------------------------------------
-
-
-async def test_a_welcome_tells_the_targets_ends_of_text(
-    family: dict[str, Path], tmp_path: Path
-) -> None:
+async def test_a_welcome_tells_the_targets_ends_of_text(family, tmp_path) -> None:
     shutil.copytree(family["target"], tmp_path / "target")
     (tmp_path / "target" / "generation_config.json").write_text('{"eos_token_id": [9, 7]}')
     with verified_world({**family, "target": tmp_path / "target"}) as world:
         async with scripted_server(world.address) as draft_server:
             welcome = await draft_server.hello(world.digest)
     assert list(welcome.eos_token_ids) == [7, 9]
-
-
-# --- trust --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -179,9 +158,6 @@ async def _lie(liar: ScriptedServer) -> None:
             await liar.send(draft=liar.draft(assign, tokens, weights=weights))
 
 
-# --- deaths -------------------------------------------------------------------------------------
-
-
 async def test_the_engine_dies(world: World) -> None:
     """Streams end, so that draft servers open their requests again; nothing is lost."""
     # Asked for first: on a busy machine the answer may take longer than the request.
@@ -212,8 +188,7 @@ async def test_the_engine_dies(world: World) -> None:
 
 
 async def test_a_frozen_server_delays_others_once(world: World) -> None:
-    """It gets orders and never answers; its requests go on without it, and so do the others'. When
-    it answers at last, late, it is asked again."""
+    """It gets orders and never answers."""
     expected = world.alone(greedy())
     async with scripted_server(world.address) as frozen, scripted_server(world.address) as alive:
         await frozen.hello(world.digest)

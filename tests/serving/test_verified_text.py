@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import random
 
 from hypothesis import given
@@ -25,13 +23,9 @@ def pieces_of(sizes: list[int]) -> list[Piece]:
 
 
 @given(
-    st.lists(st.integers(1, 5), min_size=1, max_size=12),
-    st.integers(1, 3),
-    st.integers(0, 2**32),
+    st.lists(st.integers(1, 5), min_size=1, max_size=12), st.integers(1, 3), st.integers(0, 2**32)
 )
-def test_any_order_and_any_repetition_gives_the_text(
-    sizes: list[int], copies: int, seed: int
-) -> None:
+def test_any_order_and_any_repetition_gives_the_text(sizes, copies, seed) -> None:
     pieces = pieces_of(sizes)
     sent = pieces * copies
     random.Random(seed).shuffle(sent)
@@ -51,36 +45,6 @@ def test_logprobs_stay_with_their_tokens() -> None:
     told = tuple(TokenLogprob(-float(n), ()) for n in range(3))
     text.take(Piece(3, (10, 11), logprobs=told[:2]))
     assert text.take(Piece(3, (10, 11, 12), logprobs=told)) == [Piece(5, (12,), logprobs=told[2:])]
-
-
-def test_pieces_that_overlap() -> None:
-    text = VerifiedText(PROMPT)
-    assert text.take(Piece(3, (10, 11, 12), 2)) == [Piece(3, (10, 11, 12), 2)]
-    assert text.take(Piece(4, (11, 12, 13, 14), 3)) == [Piece(6, (13, 14), 1)]
-    assert text.take(Piece(0, (1, 2, 3, 10))) == []
-    assert text.token_ids == [1, 2, 3, 10, 11, 12, 13, 14]
-
-
-def test_an_end_waits_for_what_is_before_it() -> None:
-    text = VerifiedText(PROMPT)
-    end = Piece(5, (), 0, "cancelled", "why")
-    assert text.take(end) == []
-    assert text.take(Piece(3, (7, 8))) == [Piece(3, (7, 8)), end]
-
-
-def test_nothing_comes_after_the_end() -> None:
-    text = VerifiedText(PROMPT)
-    text.take(Piece(4, (9,)))
-    assert text.take(Piece(3, (8,), 0, "stop")) == [Piece(3, (8,), 0, "stop")]
-    assert text.token_ids == [*PROMPT, 8]
-
-
-def test_of_two_pieces_from_one_place_the_longer_counts() -> None:
-    text = VerifiedText(PROMPT)
-    text.take(Piece(5, (1, 2, 3)))
-    text.take(Piece(5, (1,)))
-    text.take(Piece(3, (8, 9)))
-    assert text.token_ids == [*PROMPT, 8, 9, 1, 2, 3]
 
 
 def test_what_waits_can_be_forgotten() -> None:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import threading
@@ -24,7 +22,6 @@ from penstock.serving.worker import (
     Disconnected,
     EngineServer,
     HeartbeatSender,
-    describe,
     idle_seconds,
 )
 
@@ -96,7 +93,7 @@ class SlowGrammars:
         return self.compiled[grammar]
 
 
-def test_nobody_waits_for_another_ones_grammar(engine: ToyEngine) -> None:
+def test_no_request_waits_for_the_grammar_of_another(engine: ToyEngine) -> None:
     grammars = SlowGrammars()
     engine.executor.grammars = grammars  # type: ignore[assignment]
     slow, cancelled = (
@@ -184,9 +181,7 @@ class ForgetfulGrammars:
         return self.alive.setdefault(grammar, done)
 
 
-def test_a_grammar_is_kept_until_its_request_has_begun_or_is_gone(
-    engine: ToyEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_grammar_is_kept_until_its_request_has_begun_or_is_gone(engine, monkeypatch) -> None:
     grammars = ForgetfulGrammars()
     engine.executor.grammars = grammars  # type: ignore[assignment]
     waiting, gone = (
@@ -223,10 +218,3 @@ def test_the_loop_ends_with_its_peer(engine: ToyEngine) -> None:
         ours.close()
         with pytest.raises(Disconnected):
             EngineServer(engine, Channel(theirs), HeartbeatSender(20.0, [].append)).serve()
-
-
-def test_what_the_other_process_is_told(engine: ToyEngine) -> None:
-    ready = describe(engine)
-    assert ready.max_request_tokens == 512
-    assert ready.drafters == ("toy-drafter",)
-    assert ready.eos_token_ids == {2}

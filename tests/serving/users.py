@@ -1,7 +1,5 @@
 """The requests of fault_rig.py, made by a program that may run elsewhere: texts as JSON."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

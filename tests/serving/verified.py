@@ -1,7 +1,5 @@
 """A verification server with the real engine over a tiny random family, and what it should say."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import gzip
 import json
 import os
@@ -85,14 +83,6 @@ def test_records_are_replayed_position_by_position() -> None:
     assert model.num_accepted(item(length=0), 2) == 0
 
 
-def test_tokens_per_step_walks_the_record() -> None:
-    model = RecordedAcceptance({"a": [[3, 1, 1, 2, 1]]})
-    # 0 -> 3 -> 5 with long drafts; 0 -> 2 -> 3 -> 5 with one token.
-    assert model.tokens_per_step("a", 4) == pytest.approx(5 / 2)
-    assert model.tokens_per_step("a", 1) == pytest.approx(5 / 3)
-    assert model.tokens_per_step("a", 0) == 1
-
-
 def test_drafters_of_one_file_share_a_row_and_seeds_choose_it() -> None:
     rows = [[i + 1] for i in range(40)]
     model = RecordedAcceptance({"a": rows, "b": rows}, seed=1)
@@ -141,9 +131,7 @@ def test_read_records(tmp_path: Path) -> None:
         ("a=zero.jsonl", "line 1: a is not an array of 1 or more"),
     ],
 )
-def test_bad_drafters(
-    text: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_drafters(text, complaint, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("bad.jsonl").write_text("{")
     write(Path("list.jsonl"), [1])
@@ -179,8 +167,7 @@ def make_array(*values: int) -> Any:
 
 
 def test_a_run_walks_the_record_exactly() -> None:
-    """Output position 0 is the prefill's; from 1 on the record says how far each step goes, and
-    past its end it begins again."""
+    """Output position 0 is the prefill's."""
     row = [9, 3, 1, 1, 2, 4, 1]
     model = AcceptanceByDrafter({"a": RecordedAcceptance({"a": [row]})})
     for k in (0, 1, 2, 5):
@@ -210,19 +197,3 @@ def test_acceptance_does_not_depend_on_the_batch() -> None:
         return record.num_proposed, record.num_accepted
 
     assert proposals(1) == proposals(12)
-
-
-@pytest.mark.parametrize("name", ["accept_gsm8k.jsonl.gz", "accept_sharegpt.jsonl.gz"])
-def test_measured_records(name: str) -> None:
-    if not (DATA / name).exists():
-        pytest.skip(f"{name} is not in the data folder (set PENSTOCK_DATA)")
-    records = read_records(DATA / name, ["ngram", "eagle"])
-    assert (
-        len(records["ngram"])
-        == len(records["eagle"])
-        == {"gsm8k": 174, "sharegpt": 69}[name.split("_")[1].split(".")[0]]
-    )
-    model = RecordedAcceptance(read_records(DATA / name, ["eagle"]))
-    rising = [model.tokens_per_step("eagle", k) for k in (1, 2, 4, 8, 20)]
-    assert rising == sorted(rising)
-    assert 1.2 < rising[0] < 2

@@ -1,8 +1,6 @@
 """Counting requests that only lengths are known of, and planning runs of equal steps at once,
 changes no result: every policy does the same request by request, step by step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

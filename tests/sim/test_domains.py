@@ -1,7 +1,5 @@
 """Acceptance by domain."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -35,7 +33,7 @@ def test_requests_are_drawn_from_their_domain(domain: str) -> None:
     assert np.cov(drawn.T) == pytest.approx(np.array(fit.covariance), abs=0.05)
 
 
-def test_a_request_is_the_same_whoever_asks() -> None:
+def test_a_request_is_the_same_for_every_caller() -> None:
     first, second = DomainAcceptance(FIT, seed=1), DomainAcceptance(FIT, seed=1)
     second.rates("99")
     assert first.rates("7") == second.rates("7")

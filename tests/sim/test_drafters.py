@@ -1,20 +1,11 @@
 """Drafters of a simulated machine: times of their own, capacities, instances, lanes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 
 from penstock.config import PolicyConfig
-from penstock.core.types import (
-    TARGET,
-    DraftOrder,
-    DraftSource,
-    Request,
-    StepPlan,
-    VerifyItem,
-)
+from penstock.core.types import TARGET, DraftOrder, DraftSource, Request, StepPlan, VerifyItem
 from penstock.fluid.step_profile import DrafterProfile, StepProfile
 from penstock.sim.acceptance import GeometricAcceptance
 from penstock.sim.clock import VirtualClock
@@ -36,7 +27,7 @@ def order(request: str, read: int = 1, length: int = 4, drafter: str = "small") 
     return DraftOrder(request, 0, 0, drafter, 0, read, length)
 
 
-def test_a_step_is_taken_by_those_who_want_that_many() -> None:
+def test_a_drafting_step_counts_the_requests_that_want_it() -> None:
     times = ProfiledStepTimes(PROFILE)
     assert times.draft("small", [order("a")]) == pytest.approx(4e-3)
     four = [order(name) for name in "abcd"]

@@ -1,7 +1,5 @@
 """Draft servers that send ahead, on the virtual clock."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

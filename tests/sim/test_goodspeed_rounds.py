@@ -1,7 +1,5 @@
 """What GoodSpeed learns of acceptance while requests come and end."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -37,7 +35,7 @@ class Acceptance:
 
 
 @pytest.mark.parametrize("output_len", first_fast([16, 50, 150]))
-def test_acceptance_is_learned_whatever_the_length_of_outputs(output_len: int) -> None:
+def test_acceptance_is_learned_with_outputs_of_any_length(output_len: int) -> None:
     """The steps of a prompt and of a last token, without a draft, are no rounds."""
     lengths = Workload("equal", np.full(100, 60), np.full(100, output_len))
     setup = Setup(

@@ -1,8 +1,6 @@
 """Every option of every policy, with values that it may never have been meant for: the factory
 refuses each in one line, or the policy serves a few requests to their end."""
 
-from __future__ import annotations
-
 import math
 import typing
 from collections.abc import Iterator
@@ -82,11 +80,7 @@ def serve_a_few(pipeline: str = "off", **policies: PolicyConfig) -> None:
     """Everybody is served to the end, or the policy says why it stopped."""
     acceptance = GeometricAcceptance({"a": 0.7, "b": 0.8})
     setup = Setup(
-        PROFILE,
-        acceptance=acceptance,
-        drafters=("a", "b"),
-        pipeline=pipeline,
-        **policies,
+        PROFILE, acceptance=acceptance, drafters=("a", "b"), pipeline=pipeline, **policies
     )
     report = run(setup, LOAD, instruments=(Hurry(),))
     assert report.completed.all() or report.result.stalled

@@ -1,7 +1,5 @@
 """Jobs in this process, in several, and on a Ray cluster: the same results in the same order."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -177,16 +175,6 @@ def test_a_cluster_that_cannot_be_reached(cli: Cli) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seeds", [1, 3])
-def test_capacity_is_the_same_however_many_work(cli: Cli, seeds: int) -> None:
-    run = partial(cli, "capacity", *LOW, "--requests", 1000, "--seeds", seeds, "--json")
-    code, alone, err = run("--workers", 1)
-    assert code == 0, err
-    assert run("--workers", 2)[1] == alone
-    assert len(json.loads(alone)["by_seed"]) == seeds
-
-
-@pytest.mark.slow
 def test_a_worker_s_complaint_is_one_line(cli: Cli) -> None:
     run = partial(cli, "capacity", *LOW, "--requests", 300, "--seeds", 2)
     code, _, err = run("--workers", 1)
@@ -210,14 +198,3 @@ def test_runs_over_seeds(cli: Cli, tmp_path: Path) -> None:
     assert "time to first token, p99, s" in run("--seeds", 2, "--workers", 1)[1]
     code, _, err = run("--seeds", 2, "--plot", tmp_path / "run.png")
     assert (code, err) == (2, "penstock: --plot draws one run: take it without --seeds\n")
-
-
-@pytest.mark.slow
-def test_a_plan_is_the_same_however_many_work(cli: Cli) -> None:
-    load = ("--workload", "low", "--profile", "a100-llama2-7b", "--rate", 60, "--requests", 200)
-    found = [json.loads(cli("plan", *load, "--workers", n, "--json")[1]) for n in (1, 2)]
-    for planned in found:
-        for figures in planned["expected_by_configuration"].values():
-            figures.pop("wall_s", None)
-        planned["expected"].pop("wall_s", None)
-    assert found[0] == found[1]

@@ -17,7 +17,6 @@ from penstock.sim.profiles import (
     ProfileError,
     fit_profile,
     load_profile,
-    profile_names,
     save_profile,
 )
 
@@ -53,15 +52,6 @@ def write_rows(path: Path, header: tuple[str, ...], rows: list[tuple[object, ...
 # By name
 
 
-def test_the_names_are_those_of_the_profiles() -> None:
-    assert profile_names()[0] == "paper-linear"
-    assert "a100-llama2-7b" in profile_names()
-    for name in profile_names():
-        assert load_profile(name).name == name
-        assert load_profile(name).origin
-    assert load_profile("paper-linear") is PAPER_LINEAR
-
-
 @pytest.mark.parametrize(
     ("tokens", "milliseconds"),
     [(1, 9.0), (64, 9.7), (128, 12.2), (256, 17.8), (384, 23.6), (512, 33.4)],
@@ -70,25 +60,6 @@ def test_the_a100_has_the_designs_figures(tokens: int, milliseconds: float) -> N
     assert load_profile("a100-llama2-7b").linear(tokens) * 1e3 == pytest.approx(
         milliseconds, abs=0.06
     )
-
-
-def test_the_a100_goes_on_with_the_same_slope() -> None:
-    a100 = load_profile("a100-llama2-7b")
-    assert a100.kv_tokens == 111_580
-    for tokens in (2048, 4096, 8192):
-        slope = (a100.linear(tokens) - a100.linear(512)) / (tokens - 512)
-        assert slope * 1e3 == pytest.approx(0.065, abs=0.003)
-    assert a100.linear(65) == a100.linear(72) > 1.1 * a100.linear(64)
-
-
-def test_the_a100_computes_attention() -> None:
-    a100 = load_profile("a100-llama2-7b")
-    decode = StepWork(num_decodes=10, num_kv_tokens=4000)
-    assert (a100.seconds(decode) - a100.linear(10)) * 1e3 == pytest.approx(
-        0.246 + 0.34 + 4000 * 2.553e-4
-    )
-    prefill = StepWork(num_prefill_tokens=100, prefill_context=50_000)
-    assert (a100.seconds(prefill) - a100.linear(100)) * 1e3 == pytest.approx(0.582 + 0.2415)
 
 
 @pytest.mark.parametrize("gpu", ["a100", "h100", "a40"])
@@ -109,27 +80,6 @@ def test_what_is_shipped_agrees_with_the_measurements(gpu: str) -> None:
     shipped = load_profile(f"{gpu}-llama2-7b")
     ratios = [fitted.profile.linear(n) / shipped.linear(n) for n in range(1, 4097)]
     assert min(ratios) == max(ratios) == 1
-
-
-def test_attention_fitted_anew_is_near_the_designs() -> None:
-    fitted = fit_profile(
-        data_file("vidur_a100_llama2_7b_mlp.csv.gz"),
-        name="again",
-        kv_tokens=1,
-        attention=data_file("attention_a100_llama2_7b_tp1_sample.csv"),
-        num_layers=32,
-    )
-    _, decode, prefill = fitted.quality
-    assert (decode.num_measurements, prefill.num_measurements) == (57, 48)
-    assert decode.r_squared > 0.99
-    assert prefill.r_squared > 0.97
-    shipped = load_profile("a100-llama2-7b")
-    again = fitted.profile
-    assert again.decode_fixed == pytest.approx(shipped.decode_fixed, rel=0.05)
-    assert again.per_decode == pytest.approx(shipped.per_decode, rel=0.05)
-    assert again.per_kv_token == pytest.approx(shipped.per_kv_token, rel=0.03)
-    assert again.per_prefill_token == pytest.approx(shipped.per_prefill_token, rel=0.15)
-    assert again.per_prefill_context == pytest.approx(shipped.per_prefill_context, rel=0.06)
 
 
 # Files
@@ -221,13 +171,6 @@ def test_steps_without_noise_give_the_truth_back(tmp_path: Path) -> None:
     assert found.kv_tokens == 5000
 
 
-def test_noise_averages_out(tmp_path: Path) -> None:
-    fitted = fit_steps(write_rows(tmp_path / "s.csv", STEP_HEADER, steps(3000, 1, noise=0.05)))
-    assert 0.1 < fitted.quality[0].max_relative_error < 0.4
-    errors = [fitted.profile.seconds(StepWork(*row[:5])) / row[5] - 1 for row in steps(500, seed=2)]
-    assert np.sqrt(np.mean(np.square(errors))) < 0.02
-
-
 @pytest.mark.parametrize("num", [500, 3000])
 def test_noise_draws_no_stairs(tmp_path: Path, num: int) -> None:
     """At which prompts would be cut, where the machine has none; a clear one stays."""
@@ -245,13 +188,6 @@ def test_noise_draws_no_stairs(tmp_path: Path, num: int) -> None:
     stair = fitted(lambda n: 0.004 + 0.008 * -(-n // 256))
     assert stair.linear(300) > 1.4 * stair.linear(230)
     assert stair.linear(230) < 1.15 * stair.linear(120)
-
-
-def test_the_table_never_falls(tmp_path: Path) -> None:
-    rows = [(1, 0, 0, 0, 0, 0.02), (2, 0, 0, 0, 0, 0.01), (3, 0, 0, 0, 0, 0.03)]
-    found = fit_steps(write_rows(tmp_path / "s.csv", STEP_HEADER, rows)).profile
-    assert found.linear(1) == found.linear(2) == pytest.approx(0.015, rel=1e-4)
-    assert found.linear(3) == pytest.approx(0.03)
 
 
 def test_granularity_rounds_up(tmp_path: Path) -> None:
@@ -348,16 +284,6 @@ def test_drafters_are_kept_in_the_file(tmp_path: Path) -> None:
         path.write_text(json.dumps(broken))
         with pytest.raises(ProfileError, match=message):
             load_profile(path)
-
-
-@pytest.mark.parametrize("profile", [TRUTH, PAPER_LINEAR, load_profile("a100-llama2-7b")])
-def test_steps_of_nothing_but_decodes_take_what_they_take_one_by_one(profile: StepProfile) -> None:
-    """To the last bit: runs of such steps must end when the same steps end one after the other."""
-    for num in (1, 7, 64, 300):
-        alone, per_kv_token = profile.decoding(num)
-        for context in (num, 1009, 54_321):
-            work = StepWork(num_decodes=num, num_kv_tokens=context)
-            assert alone + per_kv_token * context == profile.seconds(work)
 
 
 def test_what_a_request_adds_to_well_filled_steps() -> None:

@@ -1,7 +1,5 @@
 """The learning policy on recorded acceptance, from several beginnings of the record."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """While memory is short `fluid_guided` gives it out as fast as it empties: with drafts that is
 faster, for a request makes several tokens in a step."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

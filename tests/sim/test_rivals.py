@@ -1,7 +1,5 @@
 """The policies that fluid_guided is compared with, where prompts are long."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -44,8 +42,7 @@ def test_every_rival_takes_the_size_aware_order(admission: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("admission", ["fluid_guided", "sarathi"])
 def test_the_size_aware_order_leaves_the_tail_where_it_was(admission: str) -> None:
-    """It halves the mean wait of a long queue; the longest tenth and the last requests pay no more
-    than a quarter."""
+    """It halves the mean wait of a long queue."""
     ratios = []
     for seed in range(5):
         workload = long_prompts(120, 0.7, seed)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -10,13 +8,10 @@ from penstock.sim.acceptance import GeometricAcceptance
 from penstock.sim.planner import (
     PlanError,
     check_thresholds_fit,
-    fitting,
     load_bound,
-    mean_rate,
     plan_deployment,
     static_budget,
     threshold_options,
-    traffic_of,
 )
 from penstock.sim.plots import Sampler
 from penstock.sim.profiles import load_profile
@@ -31,9 +26,6 @@ def tenants(*names: str) -> Workload:
     ones = np.full(len(names), 20, dtype=np.int64)
     times = 0.1 * np.arange(len(names))
     return Workload("t", ones, ones, times, np.array(names))
-
-
-# --- figures --------------------------------------------------------------------------------------
 
 
 def test_figures_by_hand() -> None:
@@ -119,33 +111,12 @@ def test_what_memory_cannot_hold_is_refused_and_counted() -> None:
     assert none["by_prompt_len"] == []
 
 
-# --- planner --------------------------------------------------------------------------------------
-
-
 def test_the_bound_holds_with_and_without_drafts() -> None:
     alone = load_bound(PROFILE, HIGH, PROFILE.kv_tokens)
     acceptance = GeometricAcceptance({"a": 0.8})
     drafted = load_bound(PROFILE, HIGH, PROFILE.kv_tokens, acceptance, ["a"])
     useless = load_bound(PROFILE, HIGH, PROFILE.kv_tokens, GeometricAcceptance({"a": 0.0}), ["a"])
     assert drafted >= alone == pytest.approx(useless)
-
-
-def test_the_bound_counts_refused_requests_as_load() -> None:
-    ones = np.array([50] * 9 + [500], dtype=np.int64)
-    workload = Workload("w", ones, np.full(10, 50))
-    all_fit = load_bound(PROFILE, workload.take(slice(9)), 300)
-    assert load_bound(PROFILE, workload, 300) == pytest.approx(all_fit * 10 / 9)
-    with pytest.raises(PlanError, match="no request of 'w' fits into 60 KV tokens"):
-        fitting(workload, 60)
-
-
-def test_traffic_of_a_mix_is_exact() -> None:
-    traffic = traffic_of(HIGH, 12.0)
-    assert [t.rate for t in traffic] == pytest.approx([6.0, 4.0, 2.0])
-    assert [t.decode_len for t in traffic] == [100, 200, 300]
-    assert mean_rate(make_workload("high", num_requests=20_000, rate=7)) == pytest.approx(
-        7, rel=0.03
-    )
 
 
 @pytest.mark.parametrize("name", ["low", "high", "nested", "ten_bins"])
@@ -214,24 +185,6 @@ def test_a_plan_for_recorded_lengths_has_segments_and_a_chance() -> None:
         plan_deployment(PROFILE, lengths, 1e6, PROFILE.kv_tokens)
 
 
-@pytest.mark.slow
-def test_the_bound_of_a_plan_holds_in_simulation() -> None:
-    rng = np.random.default_rng(1)
-    lengths = Workload("trace", rng.integers(20, 400, 1500), rng.integers(1, 400, 1500))
-    rate = 0.8 * load_bound(PROFILE, lengths, PROFILE.kv_tokens)
-    plan = plan_deployment(PROFILE, lengths, rate, PROFILE.kv_tokens)
-    policy = plan.serve_flags["penstock_config"]["engine"]["admission"]
-    report = run(
-        Setup(PROFILE, PolicyConfig.of(policy["name"], **policy["options"])),
-        make_workload(lengths, rate=rate),
-    )
-    assert report.completed.all()
-    assert report.result.kv_peak_tokens <= plan.memory.bound
-
-
-# --- sampling and plots ---------------------------------------------------------------------------
-
-
 def sampled(every: float) -> tuple[Sampler, Report]:
     made: list[Sampler] = []
 
@@ -241,18 +194,3 @@ def sampled(every: float) -> tuple[Sampler, Report]:
 
     report = run(Setup(PROFILE, PolicyConfig.of("sarathi")), HIGH, watch=watch)
     return made[0], report
-
-
-def test_samples_agree_with_the_run() -> None:
-    samples, report = sampled(0.0)
-    assert max(samples.kv_tokens) <= report.result.kv_peak_tokens
-    assert max(samples.kv_tokens) > 0.9 * report.result.kv_peak_tokens
-    assert samples.kv_tokens[-1] == 0
-    for time, waiting, running in zip(
-        samples.times[::50], samples.waiting[::50], samples.running[::50], strict=True
-    ):
-        in_system = (report.arrived_at <= time) & (report.finished_at > time)
-        assert waiting + sum(running) <= in_system.sum()
-        assert waiting + sum(running) >= in_system.sum() - 3, "arrivals wait for the step's end"
-    assert max(sum(r[2:]) for r in samples.running) > 0
-    assert len(sampled(1.0)[0].times) <= report.result.finished_at + 1

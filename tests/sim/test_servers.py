@@ -1,7 +1,5 @@
 """Draft servers from a file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

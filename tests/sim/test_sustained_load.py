@@ -1,7 +1,5 @@
 """Which loads are sustained: queues whose limit is known, and policies on runs of any length."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,8 +1,6 @@
 """Targets for TTFT and TPOT: told of them, fluid_guided keeps more requests within both than not
 told, and than Sarathi tuned in hindsight. The benchmark has recorded arrivals, and five seeds."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -66,8 +64,7 @@ def test_told_a_target_it_meets_more_than_not_told_and_than_the_best_of_a_grid(
 
 
 def test_no_prompt_costs_the_running_requests_their_target() -> None:
-    """Prompts of 40,000 tokens come while twenty decode that have just begun: their tokens come in
-    time, however late the prompts are."""
+    """Prompts of 40,000 tokens come while twenty decode that have just begun."""
     prompts = np.array([200] * 20 + [40_000] * 4)
     arrivals = np.array([0.0] * 20 + [0.5] * 4)
     workload = Workload("four", prompts, np.full(24, 60), arrivals)

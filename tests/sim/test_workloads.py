@@ -80,16 +80,6 @@ def test_a_request_has_the_papers_stages(name: str, closed_form: float) -> None:
     assert steps in [length + 1 for length in mix.decode_lens]
 
 
-def test_another_rate_only_scales_the_arrivals() -> None:
-    unit = make_workload("nested", num_requests=200, rate=1.0, arrivals="gamma:2", seed=1)
-    fast = make_workload("nested", num_requests=200, rate=8.0, arrivals="gamma:2", seed=1)
-    assert (unit.output_len == fast.output_len).all()
-    assert (unit.arrival_time / 8 == fast.arrival_time).all()
-    other = make_workload("nested", num_requests=200, rate=1.0, arrivals="gamma:2", seed=2)
-    assert (unit.output_len != other.output_len).any()
-    assert (unit.arrival_time[1:] != other.arrival_time[1:]).all()
-
-
 # Arrivals
 
 
@@ -233,8 +223,7 @@ MOONCAKE = """{"timestamp": 3000, "input_length": 472, "output_length": 18, "has
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
-    [("b.csv", BURSTGPT), ("m.jsonl", MOONCAKE), ("m.jsonl.gz", MOONCAKE)],
+    ("name", "text"), [("b.csv", BURSTGPT), ("m.jsonl", MOONCAKE), ("m.jsonl.gz", MOONCAKE)]
 )
 def test_other_public_traces(tmp_path: Path, name: str, text: str) -> None:
     """Times in seconds, and in milliseconds."""
@@ -386,21 +375,3 @@ def test_a_workload_checks_its_columns() -> None:
 
 
 # The real traces
-
-
-@pytest.mark.parametrize(
-    ("name", "rows", "seconds"),
-    [("azure2023_conv.csv.gz", 19_366, 3501.721937), ("azure2023_code.csv.gz", 8_819, 3435.948056)],
-)
-def test_production_traces(name: str, rows: int, seconds: float) -> None:
-    made = make_workload(data_file(name))
-    assert len(made) == rows
-    assert made.arrival_time[-1] == pytest.approx(seconds)
-
-
-def test_sharegpt_lengths() -> None:
-    path = data_file("etalon_sharegpt_8k_stats.csv.gz")
-    made = make_workload(path, num_requests=40_000, rate=4.0)
-    assert made.prompt_len[:2].tolist() == made.prompt_len[30_731:30_733].tolist() == [74, 290]
-    with pytest.raises(WorkloadError, match="give a rate"):
-        make_workload(path)

@@ -1,7 +1,5 @@
 """A drafter is not given up for good because the machine was busy when it was measured."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import random
 from typing import Any
 
@@ -57,10 +55,7 @@ def test_a_good_weighted_draft() -> None:
         ({"token_ids": [4]}, "2 distributions for 1 draft tokens"),
         ({"weights": [row([], []), row([5], [WEIGHT_SUM])]}, "of 0 tokens and 0 weights"),
         ({"weights": [row([4, 7], [WEIGHT_SUM]), row([5], [WEIGHT_SUM])]}, "2 tokens and 1"),
-        (
-            {"weights": [row(list(range(4, 69)), [1] * 65), row([5], [WEIGHT_SUM])]},
-            "of 65 tokens",
-        ),
+        ({"weights": [row(list(range(4, 69)), [1] * 65), row([5], [WEIGHT_SUM])]}, "of 65 tokens"),
         ({"weights": [row([4, 100], [HALF, HALF]), row([5], [WEIGHT_SUM])]}, "token 100"),
         ({"weights": [row([4, 4], [HALF, HALF]), row([5], [WEIGHT_SUM])]}, "occurs twice"),
         ({"weights": [row([4, 7], [WEIGHT_SUM, 0]), row([5], [WEIGHT_SUM])]}, "weight of 0"),
@@ -103,7 +98,7 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
 
 @settings(max_examples=15 * settings.default.max_examples, deadline=None)
 @given(st.randoms(use_true_random=False))
-def test_whatever_comes_is_refused_or_valid(rng: random.Random) -> None:
+def test_every_message_is_refused_or_valid(rng: random.Random) -> None:
     """No other exception, and nothing gets through that the engine could choke on."""
     messages = [
         pb.Up(

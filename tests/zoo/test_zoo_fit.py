@@ -1,7 +1,5 @@
 """Fitting acceptance by domain: known distributions are found again, and noise is taken off."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +9,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from lab.zoo.evidence import NGRAM, AcceptanceTrace, run_lengths
-from lab.zoo.fit import (
-    DRAFT_TOKENS,
-    decisions,
-    fit_acceptance,
-    fit_domain,
-    write_acceptance,
-)
+from lab.zoo.fit import DRAFT_TOKENS, decisions, fit_acceptance, fit_domain, write_acceptance
 from penstock.sim.acceptance import DomainAcceptance
 from penstock.sim.domains import load_acceptance
 

@@ -28,13 +28,6 @@ def test_size_and_special_tokens(tokenizer, auto):
     assert auto.eos_token_id == EOS_ID
 
 
-@pytest.mark.parametrize("domain", DOMAINS)
-def test_round_trip_of_domains(tokenizer, domain):
-    for example in islice(examples(domain, "held_back", 2), 6):
-        ids = tokenizer.encode(example.text).ids
-        assert tokenizer.decode(ids, skip_special_tokens=False) == example.text
-
-
 @pytest.mark.parametrize(
     "text", ["", " a  b\n\n\tc ", "naïve café 北京 🚀", "0123456789", "\x00\x7f"]
 )

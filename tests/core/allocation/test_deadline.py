@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -71,7 +69,7 @@ def test_it_is_the_best_of_all_lengths() -> None:
         assert worth(asked, estimators, tuple(found)) == pytest.approx(best, abs=1e-9)
 
 
-def test_nobody_waits_for_a_hopeless_straggler() -> None:
+def test_a_hopeless_straggler_is_not_waited_for() -> None:
     estimators = measured([0.005, 0.005, 2.0], [0.005, 0.005, 0.005], {3: 0.03, 30: 0.03})
     found = lengths(make().allocate(candidates(3), work(estimators, 3)))
     assert found[2] == 0
@@ -86,7 +84,7 @@ def test_a_slow_target_is_worth_longer_drafts() -> None:
     assert totals[0] < totals[1]
 
 
-def test_it_learns_who_is_accepted_and_how_fast_time_goes() -> None:
+def test_it_learns_acceptance_and_the_pace() -> None:
     estimators = measured([0.005] * 2, [0.01] * 2, {2: 0.03, 30: 0.09})
     policy, asked = make(), candidates(2)
     now = 0.0

@@ -1,8 +1,6 @@
 """What a step takes without drafts is found out though every step drafts, and what it takes with
 them is not mistaken for it."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -64,8 +62,7 @@ class Machine:
 
 @pytest.mark.parametrize("first_s", [0.0, 5e-4])
 def test_drafts_that_only_seem_to_pay_end(first_s: float) -> None:
-    """The host's work on drafts takes as long as all else together. While every step drafts it
-    cannot be told from its other work, and rows are only known of larger steps."""
+    """The host's work on drafts takes as long as all else together."""
     machine = Machine(rate=0.7, on_drafts_s=1e-3, first_s=first_s)
     machine.run(400)
     assert machine.run(600) < 0.1

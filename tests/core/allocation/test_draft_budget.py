@@ -1,7 +1,5 @@
 """The budget that a profile of step times gives."""
 
-from __future__ import annotations
-
 import pytest
 
 from penstock.core.learn import Estimators

@@ -1,8 +1,6 @@
 """Drafters with lanes of their own work at the same time: a step waits for the slowest, not for the
 sum."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from tests.core.test_allocation import candidates, lengths_of, work

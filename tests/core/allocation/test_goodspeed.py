@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.products import first_fast
+from tests.products import slow
 
 from lab.common.rounds import GeometricClients, play
 from penstock.core.learn import Estimators
@@ -70,9 +68,7 @@ def make(name: str, **options: Any) -> AllocationPolicy:
     total=st.none() | st.integers(0, 20),
     k_max=st.integers(0, 6),
 )
-def test_every_cap_is_kept(
-    name: str, limits: list[int], budget: int, total: int | None, k_max: int
-) -> None:
+def test_every_cap_is_kept(name, limits, budget, total, k_max) -> None:
     policy = make(name, total=total, k_max=k_max)
     asked = [
         c._replace(limit=n)
@@ -111,8 +107,7 @@ def test_goodspeed_follows_equations_3_to_5() -> None:
     assert lengths(policy.allocate(asked, work(5))) == [3, 2]
 
 
-@pytest.mark.parametrize("overlaps", [False, True], ids=["outcomes", "overlaps"])
-@pytest.mark.parametrize("rate", first_fast([0.4, 0.6, 0.8]))
+@pytest.mark.parametrize(("rate", "overlaps"), [(0.4, False), *slow([0.6, 0.8], [True])])
 def test_equation_3_over_all_positions_is_right_in_the_mean(rate: float, overlaps: bool) -> None:
     """Over the decided ones it is not: a draft that fails early has few of them, all the worse."""
     found = {}
@@ -130,8 +125,8 @@ def test_equation_3_over_all_positions_is_right_in_the_mean(rate: float, overlap
     assert found["decided"] < rate - 0.05
 
 
-@pytest.mark.parametrize(("clients", "budget"), [(8, 20), (8, 6), (16, 8), (32, 8)])
-def test_nobody_is_starved_who_was_useless_for_a_while(clients: int, budget: int) -> None:
+@pytest.mark.parametrize(("clients", "budget"), [(8, 20), (8, 6), *slow([16, 32], [8])])
+def test_a_client_that_was_useless_for_a_while_is_not_starved(clients: int, budget: int) -> None:
     rates = np.full((1000, clients), 0.7)
     rates[:300, :2], rates[300:, :2] = 0.02, 0.85
     longest = {}
@@ -271,26 +266,7 @@ def test_adaptive_sends_the_price_with_every_grant_if_told_to() -> None:
     assert [g.min_survival for g in plenty] == [0.0, 0.0]
 
 
-def test_a_returning_tenant_neither_starves_nor_rules() -> None:
-    policy = make("goodspeed_adaptive")
-    both = candidates("a", "b")
-    rounds(policy, both, [3, 3], 300)
-    rounds(policy, both[:1], [3], 200)
-    found = lengths(policy.allocate(both, work(8)))
-    assert abs(found[0] - found[1]) <= 1
-
-
-def test_a_short_pause_changes_nothing() -> None:
-    policy = make("goodspeed_adaptive", fairness=2.0)
-    both = candidates("a", "b")
-    rounds(policy, both, [6, 1], 200)
-    before = lengths(policy.allocate(both, work(8)))
-    rounds(policy, both[1:], [1], 3)
-    after = lengths(policy.allocate(both, work(8)))
-    assert abs(before[0] - after[0]) <= 1
-
-
-def test_adaptive_tries_again_whom_luck_left() -> None:
+def test_adaptive_tries_a_client_again_after_bad_luck() -> None:
     policy = make("goodspeed_adaptive")
     asked = candidates(*"abcd")
     rounds(policy, asked, [3, 3, 3, 0], 60, budget=6)
@@ -301,8 +277,3 @@ def test_adaptive_tries_again_whom_luck_left() -> None:
         pairs = zip(asked, found, strict=True)
         policy.observe([outcome(c, n, min(n, 3)) for c, n in pairs], float(t))
     assert tried > 10
-
-
-def test_bad_adaptive_options_are_refused() -> None:
-    with pytest.raises(PolicyError, match="fairness must be"):
-        make("goodspeed_adaptive", fairness=17.0)

@@ -1,7 +1,5 @@
 """Where drafting is not worth its time it is not looked at in every step."""
 
-from __future__ import annotations
-
 import pytest
 from tests.core.test_allocation import candidates, work
 
@@ -62,12 +60,3 @@ def test_estimates_age_by_every_step_whether_looked_at_or_not() -> None:
     once.fade("r0", "d", num_steps)
     once.fade_drafter("d", num_steps)
     assert often.mean("r0", "d") == pytest.approx(once.mean("r0", "d"), rel=0.02)
-
-
-def test_a_few_others_in_a_large_batch_are_not_looked_at_at_once() -> None:
-    policy = Throughput(Throughput.Options())
-    assert not any(g.num_draft_tokens for g in policy.allocate(candidates(*[4] * 32), work(dear())))
-    everybody, now = candidates(*[4] * 36), work(cheap())
-    assert not any(g.num_draft_tokens for g in policy.allocate(everybody[4:], now)), "4 of 32"
-    many = candidates(*[4] * 48)[16:]
-    assert all(g.num_draft_tokens for g in policy.allocate(many, now)), "half of them"

@@ -1,7 +1,5 @@
 """Draft lengths that keep requests within their targets."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any

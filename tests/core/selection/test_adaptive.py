@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -7,11 +5,8 @@ from typing import Any
 import pytest
 from tests.core.selection.rounds import Machine, Rounds, mixed_rates
 
-from penstock.core.kv import BlockPool
-from penstock.core.learn import Estimators
-from penstock.core.policies.base import View
 from penstock.core.policies.registry import make_policy
-from penstock.core.state import Drafter, RequestState
+from penstock.core.state import RequestState
 from penstock.core.types import (
     TARGET,
     DraftTime,
@@ -27,7 +22,7 @@ SECONDS = {"small": 0.5e-3, "large": 2e-3}
 
 def play(
     rates: Mapping[str, float],
-    rounds: int = 400,
+    rounds: int = 250,
     options: dict[str, Any] | None = None,
     **changes: Any,
 ) -> Rounds:
@@ -45,7 +40,7 @@ def test_it_finds_the_drafter_that_is_worth_its_time() -> None:
     assert used(play({"small": 0.1, "large": 0.9})).most_common(1)[0][0] == "large"
 
 
-def test_it_drafts_with_nobody_where_no_drafter_pays() -> None:
+def test_it_drafts_nothing_where_no_drafter_pays() -> None:
     dear = Machine({"small": 20e-3, "large": 40e-3})
     world = play({"small": 0.6, "large": 0.7}, machine=dear)
     chosen = used(world)
@@ -81,7 +76,7 @@ def test_what_is_learned_within_a_request_moves_it() -> None:
     machine = Machine(dict.fromkeys(names, 1e-3), beside=True)
     rates = mixed_rates(names, spread=1.5)
     policy = make_policy("selection", "adaptive")
-    world = Rounds(policy, machine, rates, max_tokens=300, live=8).run(600)
+    world = Rounds(policy, machine, rates, max_tokens=300, live=4).run(400)
     right = wrong = 0
     for number, name in [(int(i), n) for c in world.played[-200:] for i, n in c.items()]:
         best = max(rates(number), key=rates(number).__getitem__)
@@ -90,23 +85,12 @@ def test_what_is_learned_within_a_request_moves_it() -> None:
     assert world.num_switches / len(world.finished) < 4
 
 
-@pytest.mark.slow
-def test_inside_the_step_replays_take_a_share_of_the_time_that_falls() -> None:
-    machine = Machine(SECONDS, per_catch_up_token=0.2e-3)
-    early = play({"small": 0.7, "large": 0.7}, rounds=200, machine=machine)
-    late = play({"small": 0.7, "large": 0.7}, rounds=2000, machine=machine)
-    assert early.num_replayed > 0
-    assert late.num_replayed / len(late.finished) < 0.5 * early.num_replayed / len(early.finished)
-    never = play({"small": 0.7, "large": 0.7}, rounds=200, options={"explore": 0.0})
-    assert not never.num_replayed
-
-
 def test_where_replays_say_nothing_it_tries_instead() -> None:
     """`ratio` requests: without draws it would stay with what looks best at first."""
     rates = {"small": 0.3, "large": 0.9}
     sampling = SamplingParams(verification="ratio")
     machine = Machine({"small": 0.5e-3, "large": 0.8e-3})
-    tried = play(rates, machine=machine, sampling=sampling, rounds=800)
+    tried = play(rates, machine=machine, sampling=sampling, rounds=400)
     assert used(tried).most_common(1)[0][0] == "large"
 
 
@@ -117,57 +101,15 @@ def test_places_are_kept_to_and_lent_by_worth() -> None:
     assert chosen["large"] == pytest.approx(0.5 * chosen.total(), rel=0.1)
 
 
-def test_the_same_seed_decides_the_same() -> None:
-    rates = {"small": 0.5, "large": 0.6}
-    assert play(rates).played == play(rates).played
-
-
-def test_words_tell_topics_apart_before_a_request_has_drafted() -> None:
-    """Two kinds of prompts, each with a drafter of its own."""
-    policy = make_policy("selection", "adaptive")
-    drafters = {n: Drafter(n, BlockPool(4, 16)) for n in ("code", "prose")}
-    estimators = Estimators()
-    for name in drafters:
-        estimators.times.curve_of(name).observe(1, 1e-3)
-    estimators.times.target.observe(1, 10e-3)
-    view = View(drafters, estimators)
-    hits = 0
-    for i in range(120):
-        topic = i % 2
-        prompt = (*range(100 * topic, 100 * topic + 30), 500 + i, 700 + i)
-        state = RequestState(Request(str(i), 32, 100, prompt_token_ids=prompt), i)
-        chosen = policy.select([state], view)[str(i)]
-        best = ("code", "prose")[topic]
-        hits += i >= 60 and chosen == best
-        for name, column in policy._columns.items():
-            good = 40.0 if name == best else 8.0
-            policy._known[str(i)].note(column, good, 48.0 - good)
-        policy.forget(str(i))
-    assert hits > 55
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"k_max": 0}, "k_max must be a whole number from 1 to 1024, not 0"),
-        ({"explore": 1.0}, "explore must be a finite number from 0 to below 1, not 1.0"),
-    ],
-)
-def test_bad_options(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        make_policy("selection", "adaptive", options)
-
-
 def test_a_replay_is_worth_its_time_where_it_may_change_the_choice() -> None:
-    """Requests differ, and prompts do not say how: reading pays long after the first requests, but
-    not where it takes as long as the request."""
+    """Requests differ, and prompts do not say how."""
 
     def num_read(per_catch_up_token: float) -> float:
         names = ("d0", "d1", "d2")
         machine = Machine(dict.fromkeys(names, 1e-3), per_catch_up_token=per_catch_up_token)
         policy = make_policy("selection", "adaptive", {"explore": 0.001})
         rates = mixed_rates(names, spread=1.5)
-        world = Rounds(policy, machine, rates, max_tokens=200, live=1).run(4000)
+        world = Rounds(policy, machine, rates, max_tokens=200, live=1).run(1500)
         return world.num_replayed / len(world.finished)
 
     assert num_read(0.02e-3) > 0.5

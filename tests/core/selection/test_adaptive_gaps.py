@@ -1,7 +1,5 @@
 """`adaptive` keeps looking at a request that is very long."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """`adaptive` where to choose a drafter takes as long as several rounds."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +10,7 @@ from tests.core.selection.rounds import Machine, Rounds
 from penstock.core.learn import prior
 from penstock.core.learn.times import Times
 from penstock.core.policies.selection.adaptive import Adaptive
-from penstock.core.policies.selection.parts.pace import Favourite, ReviewTime
+from penstock.core.policies.selection.parts.pace import ReviewTime
 
 SMALL = Machine(
     {"good": 0.1e-3, "poor": 0.1e-3}, verify=0.3e-3, per_row=0.01e-3, per_catch_up_token=1e-6
@@ -52,9 +50,7 @@ def served(
     return host.num_decided / (len(world.finished) - before), world
 
 
-def test_it_is_chosen_rarely_where_a_choice_takes_longer_than_it_saves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_it_is_chosen_rarely_where_a_choice_takes_longer_than_it_saves(monkeypatch) -> None:
     rates = {"good": 0.8, "poor": 0.5}
     free, _ = served(0.0, monkeypatch, rates)
     dear, world = served(0.5e-3, monkeypatch, rates)
@@ -64,9 +60,7 @@ def test_it_is_chosen_rarely_where_a_choice_takes_longer_than_it_saves(
     assert used["good"] > 0.95 * used.total()
 
 
-def test_what_changes_is_noticed_by_the_few_that_are_chosen_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_changes_is_noticed_by_the_few_that_are_chosen_for(monkeypatch) -> None:
     monkeypatch.setattr(prior, "_MEMORY", 16)
     rates = {"good": 0.8, "poor": 0.3}
     _, world = served(0.5e-3, monkeypatch, rates)
@@ -89,30 +83,3 @@ def test_the_time_of_a_review_is_what_pauses_with_one_are_longer_by() -> None:
     for _ in range(2000):
         time.observe(1e-4)
     assert time.seconds < 1e-4, "it is tried again in the end"
-
-
-def test_after_an_end_the_next_pause_says_nothing() -> None:
-    time = ReviewTime()
-    for _ in range(20):
-        time.observe(1e-4)
-        time.reviewed(1)
-        time.ended()
-        time.observe(2e-4)
-        time.observe(5e-2)
-    assert time.seconds == pytest.approx(1e-4, rel=0.1)
-
-
-def test_a_favourite_holds_at_the_load_that_it_was_found_at() -> None:
-    favourite = Favourite()
-    assert favourite.gain(4) is None
-    for i in range(40):
-        favourite.observe({"a": 3.0 if i % 2 else 1.0, "b": 1.8}, 4)
-    assert favourite.name == "a"
-    gains = [favourite.gain(4) for _ in range(8)]
-    assert gains.count(None) == 1
-    assert max(g for g in gains if g is not None) == pytest.approx(0.4, abs=0.1)
-    assert favourite.gain(12) is None
-    for _ in range(16):
-        favourite.observe({}, 12)
-    assert favourite.name is None
-    assert favourite.gain(12) == 0.0

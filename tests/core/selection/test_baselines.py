@@ -1,7 +1,5 @@
 """`greedy` and `epsilon_greedy`: what the paper compares with."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -103,7 +101,7 @@ def test_what_was_never_seen_is_tried_first() -> None:
     assert {n for chosen in played[:5] for n in chosen.values()} == set(NAMES)
 
 
-def test_whoever_finds_the_best_full_takes_the_next() -> None:
+def test_a_request_that_finds_the_best_full_takes_the_next() -> None:
     late = [chosen for chosen in play(0.0, capacity=3).played[100:]]
     for chosen in late:
         names = list(chosen.values())

@@ -1,12 +1,10 @@
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
 from tests.core.selection.rounds import Machine
 
 from penstock.core.policies.base import View
-from penstock.core.policies.selection.parts.goodput import ObservedGoodput, RoundTimes, model_of
+from penstock.core.policies.selection.parts.goodput import ObservedGoodput, RoundTimes
 from penstock.core.state import Drafter, Outcome, RequestState
 from penstock.core.types import TARGET, Request, Status, Verdict
 
@@ -33,19 +31,13 @@ def drafter(name: str, beside: bool = False) -> Drafter:
     return dataclasses.replace(MACHINE, beside=beside).make_drafters()[name]
 
 
-def test_a_lone_request_is_charged_with_its_own_round() -> None:
-    assert times(1).seconds(drafter("large"), 1, 4) == pytest.approx(10.5e-3 + 12e-3)
-    assert times(1).seconds(None, 0, 0) == pytest.approx(10.1e-3)
-    assert times(1).alone == pytest.approx(1 / 10.1e-3)
-
-
 def test_charges_add_up_to_the_step_when_all_do_the_same() -> None:
     """Eight requests with five rows each, one drafter for all of them."""
     step = 10e-3 + 40 * 0.1e-3 + 4 * 3e-3
     assert times(8).seconds(drafter("large"), 8, 4) == pytest.approx(step)
 
 
-def test_inside_a_step_everybody_waits_for_a_lone_drafter() -> None:
+def test_inside_a_step_all_wait_for_a_lone_drafter() -> None:
     """Whoever shares a drafter shares its time; a lane of its own delays nobody else."""
     verify = 10e-3 + 40 * 0.1e-3
     assert times(8).seconds(drafter("small"), 2, 4) == pytest.approx(verify + 4 * 4e-3)
@@ -127,23 +119,3 @@ def test_a_finished_request_counts_for_its_drafter_and_leaves_nothing_behind() -
     observed.observe([outcome(state, 1)], make_work())
     assert observed.by_model["small"].count == 1
     assert observed.estimate("r", "large") == 0
-
-
-def test_instances_of_a_model_share_what_is_seen() -> None:
-    drafters = {n: Drafter(n, model="big") for n in ("a", "b")}
-    assert model_of(drafters["a"]) == model_of(drafters["b"]) == "big"
-    observed = ObservedGoodput()
-    view = View(drafters, MACHINE.estimators())
-    observed.observe([outcome(make_state("r", "a"), 1), outcome(make_state("s", "b"), 3)], view)
-    assert observed.by_model["big"].count == pytest.approx(2, rel=1e-3)
-    assert observed.estimate("r", "big") < observed.by_model["big"].value
-
-
-def test_before_anything_is_measured_nothing_is_learned() -> None:
-    from penstock.core.learn import Estimators
-
-    observed = ObservedGoodput()
-    view = View(MACHINE.make_drafters(), Estimators())
-    observed.observe([outcome(make_state("r", "small"), 2)], view)
-    assert not observed.by_model
-    assert RoundTimes(View({}, Estimators()), 1).alone == 0

@@ -1,7 +1,5 @@
 """Replays may take a share of the time, in which steps without any draft count for little."""
 
-from __future__ import annotations
-
 import itertools
 
 from tests.core.selection.rounds import Machine
@@ -38,6 +36,6 @@ def num_replays_after_steps(drafter: str | None) -> int:
     raise AssertionError
 
 
-def test_little_is_read_where_nobody_drafts() -> None:
+def test_little_is_read_where_nothing_is_drafted() -> None:
     drafting, idle = num_replays_after_steps("a"), num_replays_after_steps(None)
     assert 0 < idle < drafting / 4

@@ -3,8 +3,6 @@
 python -m tests.engine.vllm_target.contract
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import json
@@ -22,18 +20,20 @@ def _find(path: str) -> Any:
     return found
 
 
-def _fields(path: str, *names: str) -> bool:
-    return set(names) <= {f.name for f in dataclasses.fields(_find(path))}
+def _fields(path: str, names: str) -> bool:
+    """Names have a space between them."""
+    return set(names.split()) <= {f.name for f in dataclasses.fields(_find(path))}
 
 
-def _parameters(path: str, *names: str) -> bool:
+def _parameters(path: str, names: str) -> bool:
     """The first ones after `self`, if it has that."""
     known = [n for n in inspect.signature(_find(path)).parameters if n != "self"]
-    return known[: len(names)] == list(names)
+    wanted = names.split()
+    return known[: len(wanted)] == wanted
 
 
-def _callables(path: str, *names: str) -> bool:
-    return all(callable(getattr(_find(path), name)) for name in names)
+def _callables(path: str, names: str) -> bool:
+    return all(callable(getattr(_find(path), name)) for name in names.split())
 
 
 def _says(path: str, *texts: str) -> bool:
@@ -41,8 +41,8 @@ def _says(path: str, *texts: str) -> bool:
     return all(text in source for text in texts)
 
 
-def _sets(path: str, *names: str) -> bool:
-    return _says(f"{path}.__init__", *(f"self.{name}" for name in names))
+def _sets(path: str, names: str) -> bool:
+    return _says(f"{path}.__init__", *(f"self.{name}" for name in names.split()))
 
 
 _SCHEDULER = "v1.core.sched.scheduler:Scheduler"
@@ -52,69 +52,34 @@ _OUTPUT = "v1.core.sched.output"
 BOTH: dict[str, Callable[[], bool]] = {
     "NewRequestData": lambda: _fields(
         f"{_OUTPUT}:NewRequestData",
-        "req_id",
-        "prompt_token_ids",
-        "mm_features",
-        "sampling_params",
-        "pooling_params",
-        "block_ids",
-        "num_computed_tokens",
-        "lora_request",
+        "req_id prompt_token_ids mm_features sampling_params pooling_params block_ids "
+        "num_computed_tokens lora_request",
     ),
     "CachedRequestData": lambda: _fields(
         f"{_OUTPUT}:CachedRequestData",
-        "req_ids",
-        "resumed_req_ids",
-        "new_token_ids",
-        "new_block_ids",
-        "num_computed_tokens",
-        "num_output_tokens",
+        "req_ids resumed_req_ids new_token_ids new_block_ids num_computed_tokens num_output_tokens",
     ),
     "SchedulerOutput": lambda: _fields(
         f"{_OUTPUT}:SchedulerOutput",
-        "scheduled_new_reqs",
-        "scheduled_cached_reqs",
-        "num_scheduled_tokens",
-        "total_num_scheduled_tokens",
-        "scheduled_spec_decode_tokens",
-        "finished_req_ids",
+        "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens "
+        "total_num_scheduled_tokens scheduled_spec_decode_tokens finished_req_ids "
         "num_spec_tokens_to_schedule",
     ),
     "EngineArgs": lambda: _fields(
         "engine.arg_utils:EngineArgs",
-        "model",
-        "dtype",
-        "max_model_len",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "tensor_parallel_size",
-        "quantization",
-        "enable_prefix_caching",
-        "async_scheduling",
-        "skip_tokenizer_init",
-        "worker_cls",
-        "speculative_config",
-        "block_size",
-        "kv_cache_memory_bytes",
-        "scheduler_cls",
-        "additional_config",
+        "model dtype max_model_len max_num_seqs max_num_batched_tokens "
+        "tensor_parallel_size quantization enable_prefix_caching async_scheduling "
+        "skip_tokenizer_init worker_cls speculative_config block_size "
+        "kv_cache_memory_bytes scheduler_cls additional_config",
     ),
 }
 
 ENGINE: dict[str, Callable[[], bool]] = {
     "Executor": lambda: _callables(
         "v1.executor.abstract:Executor",
-        "get_class",
-        "get_kv_cache_specs",
-        "get_supported_kv_cache_layouts",
-        "set_kv_cache_layout",
-        "determine_available_memory",
-        "initialize_from_config",
-        "compile_or_warm_up_model",
-        "collective_rpc",
-        "execute_model",
-        "sample_tokens",
-        "shutdown",
+        "get_class get_kv_cache_specs get_supported_kv_cache_layouts "
+        "set_kv_cache_layout determine_available_memory initialize_from_config "
+        "compile_or_warm_up_model collective_rpc execute_model sample_tokens shutdown",
     ),
     "Worker.execute_model": lambda: _parameters(
         "v1.worker.gpu_worker:Worker.execute_model", "scheduler_output"
@@ -123,7 +88,7 @@ ENGINE: dict[str, Callable[[], bool]] = {
         "v1.worker.gpu_worker:Worker.sample_tokens", "grammar_output"
     ),
     "SamplerOutput": lambda: _fields(
-        "v1.outputs:SamplerOutput", "sampled_token_ids", "logprobs_tensors"
+        "v1.outputs:SamplerOutput", "sampled_token_ids logprobs_tensors"
     ),
     "GPUModelRunner._sample": lambda: _says(
         f"{_RUNNER}._sample", "self.rejection_sampler(", "self.sampler("
@@ -133,53 +98,33 @@ ENGINE: dict[str, Callable[[], bool]] = {
         and _says(f"{_RUNNER}.sample_tokens", "spec_config = self.speculative_config")
     ),
     "get_kv_cache_configs": lambda: _parameters(
-        "v1.core.kv_cache_utils:get_kv_cache_configs",
-        "vllm_config",
-        "kv_cache_specs",
-        "available_memory",
+        "v1.core.kv_cache_utils:get_kv_cache_configs", "vllm_config kv_cache_specs available_memory"
     ),
     "EngineArgs of several workers": lambda: _fields(
         "engine.arg_utils:EngineArgs",
-        "pipeline_parallel_size",
-        "distributed_executor_backend",
-        "nnodes",
-        "node_rank",
-        "master_addr",
-        "master_port",
+        "pipeline_parallel_size distributed_executor_backend nnodes node_rank "
+        "master_addr master_port",
     ),
     "pipeline stages": lambda: (
         _callables("distributed.parallel_state", "get_pp_group")
-        and _sets(
-            _RUNNER,
-            "requests",
-            "input_batch",
-            "intermediate_tensors",
-            "max_num_tokens",
-        )
+        and _sets(_RUNNER, "requests input_batch intermediate_tensors max_num_tokens")
         and _sets(
             "v1.worker.gpu_input_batch:InputBatch",
-            "token_ids_cpu",
-            "is_token_ids",
-            "num_tokens_no_spec",
-            "req_id_to_index",
+            "token_ids_cpu is_token_ids num_tokens_no_spec req_id_to_index",
         )
         and _fields("v1.worker.gpu_input_batch:CachedRequestState", "output_token_ids")
     ),
     "MultiprocExecutor": lambda: _parameters(
-        "v1.executor.multiproc_executor:MultiprocExecutor", "vllm_config", "monitor_workers"
+        "v1.executor.multiproc_executor:MultiprocExecutor", "vllm_config monitor_workers"
     ),
     "engine core": lambda: _callables(
-        "v1.engine.core", "register_all_kvcache_specs", "resolve_kv_cache_layout"
+        "v1.engine.core", "register_all_kvcache_specs resolve_kv_cache_layout"
     ),
 }
 
 PLUGIN: dict[str, Callable[[], bool]] = {
     "SchedulerConfig": lambda: _fields(
-        "config:SchedulerConfig",
-        "scheduler_cls",
-        "async_scheduling",
-        "policy",
-        "enable_chunked_prefill",
+        "config:SchedulerConfig", "scheduler_cls async_scheduling policy enable_chunked_prefill"
     ),
     "VllmConfig.additional_config": lambda: _fields("config:VllmConfig", "additional_config"),
     "a function as scheduler_cls": lambda: _says(
@@ -193,24 +138,21 @@ PLUGIN: dict[str, Callable[[], bool]] = {
     ),
     "Scheduler.add_request": lambda: _parameters(f"{_SCHEDULER}.add_request", "request"),
     "Scheduler.finish_requests": lambda: (
-        _parameters(f"{_SCHEDULER}.finish_requests", "request_ids", "finished_status")
+        _parameters(f"{_SCHEDULER}.finish_requests", "request_ids finished_status")
         and _says(f"{_SCHEDULER}.finish_requests", "-> list[Request]:")
     ),
     "Scheduler.update_from_output": lambda: _parameters(
-        f"{_SCHEDULER}.update_from_output", "scheduler_output", "model_runner_output"
+        f"{_SCHEDULER}.update_from_output", "scheduler_output model_runner_output"
     ),
     "Scheduler._reserve_prefill_lookahead": lambda: _parameters(
-        f"{_SCHEDULER}._reserve_prefill_lookahead",
-        "request",
-        "num_computed_tokens",
-        "num_new_tokens",
+        f"{_SCHEDULER}._reserve_prefill_lookahead", "request num_computed_tokens num_new_tokens"
     ),
     "schedule asks it for running and for waiting requests": lambda: (
         inspect.getsource(_find(f"{_SCHEDULER}.schedule")).count("self._reserve_prefill_lookahead(")
         == 2
     ),
     "Scheduler._preempt_request": lambda: _parameters(
-        f"{_SCHEDULER}._preempt_request", "request", "timestamp", "drop_stale_output"
+        f"{_SCHEDULER}._preempt_request", "request timestamp drop_stale_output"
     ),
     "Scheduler._handle_blocked_waiting_request": lambda: _parameters(
         f"{_SCHEDULER}._handle_blocked_waiting_request", "request"
@@ -221,41 +163,21 @@ PLUGIN: dict[str, Callable[[], bool]] = {
     ),
     "Scheduler's attributes": lambda: _sets(
         _SCHEDULER,
-        "requests",
-        "running",
-        "waiting",
-        "deferred_waiting",
-        "kv_holding_waiting",
-        "num_waiting_for_streaming_input",
-        "kv_cache_manager",
-        "block_size",
-        "max_model_len",
-        "finished_req_ids",
-        "max_num_active_reqs",
-        "max_num_scheduled_tokens",
-        "num_spec_tokens",
-        "requires_kv_delivery",
-        "scheduler_reserve_full_isl",
-        "scheduler_config",
-        "vllm_config",
+        "requests running waiting deferred_waiting kv_holding_waiting "
+        "num_waiting_for_streaming_input kv_cache_manager block_size max_model_len "
+        "finished_req_ids max_num_active_reqs max_num_scheduled_tokens "
+        "num_spec_tokens requires_kv_delivery scheduler_reserve_full_isl "
+        "scheduler_config vllm_config",
     ),
     "queue of waiting requests": lambda: _callables(
-        "v1.core.sched.request_queue:FCFSRequestQueue", "remove_requests", "prepend_requests"
+        "v1.core.sched.request_queue:FCFSRequestQueue", "remove_requests prepend_requests"
     ),
     "Request's attributes": lambda: (
         _sets(
             "v1.request:Request",
-            "request_id",
-            "num_prompt_tokens",
-            "max_tokens",
-            "num_computed_tokens",
-            "num_output_placeholders",
-            "block_hashes",
-            "skip_reading_prefix_cache",
-            "sampling_params",
-            "spec_token_ids",
-            "status",
-            "resumable",
+            "request_id num_prompt_tokens max_tokens num_computed_tokens "
+            "num_output_placeholders block_hashes skip_reading_prefix_cache "
+            "sampling_params spec_token_ids status resumable",
         )
         and {"num_tokens", "num_output_tokens"} <= set(dir(_find("v1.request:Request")))
     ),
@@ -263,21 +185,20 @@ PLUGIN: dict[str, Callable[[], bool]] = {
         {"WAITING", "RUNNING"} <= {s.name for s in _find("v1.request:RequestStatus")}
     ),
     "KVCacheManager": lambda: (
-        _sets("v1.core.kv_cache_manager:KVCacheManager", "coordinator", "block_pool")
+        _sets("v1.core.kv_cache_manager:KVCacheManager", "coordinator block_pool")
         and _parameters("v1.core.kv_cache_manager:KVCacheManager.get_blocks", "request_id")
     ),
     "find_longest_cache_hit": lambda: _parameters(
         "v1.core.kv_cache_coordinator:KVCacheCoordinator.find_longest_cache_hit",
-        "block_hashes",
-        "max_cache_hit_length",
+        "block_hashes max_cache_hit_length",
     ),
     "BlockPool": lambda: (
-        _sets("v1.core.block_pool:BlockPool", "blocks", "num_gpu_blocks")
+        _sets("v1.core.block_pool:BlockPool", "blocks num_gpu_blocks")
         and _callables("v1.core.block_pool:BlockPool", "get_num_free_blocks")
     ),
     "FullAttentionSpec": lambda: _callables("v1.kv_cache_interface", "FullAttentionSpec"),
     "ModelRunnerOutput": lambda: _fields(
-        "v1.outputs:ModelRunnerOutput", "req_id_to_index", "sampled_token_ids"
+        "v1.outputs:ModelRunnerOutput", "req_id_to_index sampled_token_ids"
     ),
     "vllm_xargs": lambda: (
         "vllm_xargs"

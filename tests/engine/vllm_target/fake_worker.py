@@ -1,8 +1,6 @@
 """Workers of vLLM's that compute nothing but the next token, and remember what their KV holds: a
 wrong block table, or a chunk that leaves out a position, is found at once."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 from typing import Any

@@ -4,8 +4,6 @@ policy, in tight memory, synchronous and not, with drafts and without.
     python -m tests.engine.vllm_target.plugin_runs TARGET
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -3,8 +3,6 @@
 python -m tests.engine.vllm_target.plugin_scenes TARGET NUM_REQUESTS [--drafts]
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Programs with vLLM in them, in processes of their own: it changes much of one that loads it."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -3,8 +3,6 @@
 python -m tests.engine.vllm_target.reference TARGET NUM_REQUESTS
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

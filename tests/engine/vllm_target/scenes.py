@@ -6,8 +6,6 @@ of its own: vLLM changes much of one that loads it.
 VLLM: settings of `engine.vllm`, in JSON.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

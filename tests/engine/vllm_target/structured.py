@@ -3,8 +3,6 @@
 python -m tests.engine.vllm_target.structured TENSOR_PARALLEL
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 """What Penstock relies on inside vLLM, whose interfaces below its server are not public ones. For a
 version that moves one of them, this says which."""
 
-from __future__ import annotations
-
 from importlib.metadata import PackageNotFoundError, version
 
 import pytest

@@ -1,7 +1,5 @@
 """An engine over vLLM makes the tokens that vLLM makes by itself, whatever happens on the way."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass
@@ -64,7 +62,7 @@ def test_the_circumstances_have_come_about(played: Played) -> None:
     assert facts["cancels: cancelled"] == 2
 
 
-def test_cancelled_requests_disturb_nobody(played: Played) -> None:
+def test_cancelled_requests_disturb_no_other(played: Played) -> None:
     """One id came again with the last request's prompt, the other never."""
     outputs, reference = played.outputs["cancels"], played.reference
     expected = [reference[-1] if i == 1 else text for i, text in enumerate(reference)]
@@ -76,8 +74,7 @@ def test_cancelled_requests_disturb_nobody(played: Played) -> None:
 
 @pytest.mark.parametrize("mode", [name for name in SAMPLINGS if name != "greedy"])
 def test_a_seed_gives_the_text_that_it_gives_natively(played: Played, mode: str) -> None:
-    """In float32, of other kernels, and though others drafted, in memory that preempts; with
-    penalties and biases, too, which go by the text before each row."""
+    """In float32, of other kernels, and though others drafted, in memory that preempts."""
     native = played.outputs[f"{mode}, native"]
     assert len(native) >= 8
     assert played.outputs[mode][: len(native)] == native

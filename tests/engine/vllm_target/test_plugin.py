@@ -1,7 +1,5 @@
 """vLLM's scheduler does what Penstock's policies plan, and every request gets its own tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -39,8 +37,7 @@ def test_every_request_gets_its_tokens_under_every_policy(runs: Any) -> None:
 
 
 def test_steps_come_out_as_planned(runs: Any) -> None:
-    """Synchronous ones without a prefix cache to the token: nothing else is there that the policies
-    do not know."""
+    """Synchronous ones without a prefix cache to the token."""
     cases = [f"{p}, Guided{c}" for p in POLICIES for c in ("", ", drafts", ", roomy")]
     for case in (*cases, "small steps"):
         fact = runs["facts"][case]
@@ -50,8 +47,7 @@ def test_steps_come_out_as_planned(runs: Any) -> None:
 
 
 def test_decoding_requests_are_planned_together(runs: Any) -> None:
-    """Where no step is scheduled while another is computed, and nobody drafts; several steps at a
-    time, but for a policy that looks at its gates in every one."""
+    """Where no step is scheduled while another is computed, and nobody drafts."""
     facts = runs["facts"]
     for policy in POLICIES:
         for case in ("", ", prefixes", ", roomy"):
@@ -92,9 +88,7 @@ def test_its_own_rule_takes_the_steps_that_vllm_takes(runs: Any, kind: str, stoc
 @pytest.mark.parametrize(
     ("case", "longest"), [("short drafts", 1), ("no drafts", 0), ("two each", 2), ("throughput", 3)]
 )
-def test_drafts_are_as_long_as_requests_and_the_policy_say(
-    runs: Any, case: str, longest: int
-) -> None:
+def test_drafts_are_as_long_as_requests_and_the_policy_say(runs, case, longest) -> None:
     fact = runs["facts"][case]
     assert fact["longest_draft"] == longest
     assert (fact["accepted"] > 0) == (longest > 0)

@@ -1,7 +1,5 @@
 """`vllm serve` with the plug-in, as its users start it."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Grammars hold in vLLM's workers as they do natively, whoever drafts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """GoodSpeed's picture: a verification server on vLLM's workers, draft servers at the far ends of
 cables, users at either; every process as people start it, and everything breaks in turn."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Plans become steps of vLLM's workers. No vLLM is needed for it."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A server whose target is computed by several of vLLM's workers, as people start it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -74,8 +72,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_worker_is_killed_under_load(target: Path, tmp_path: Path) -> None:
-    """Requests end with an error in OpenAI's form; the engine comes back, with the same text; and
-    nothing is left of it in the end."""
+    """Requests end with an error in OpenAI's form."""
     begun = threading.Semaphore(0)
     with served(target, tmp_path / "log", "--set", "vllm.tensor_parallel=2") as server:
         engine = engine_pid(server.url)
@@ -111,8 +108,7 @@ def test_a_server_takes_its_workers_with_it(target: Path, tmp_path: Path, split:
 
 
 def test_two_nodes(target: Path, tmp_path: Path) -> None:
-    """On one machine, each with a worker. They make the text that one process makes; the second
-    joins again when the engine on the first has died; and either ends when it is told to."""
+    """On one machine, each with a worker."""
     place = ["nodes=2", f"master=127.0.0.1:{free_port()}", "tensor_parallel=2"]
     options = [*VLLM, *(part for text in place for part in ("--set", f"vllm.{text}"))]
     cores = sorted(os.sched_getaffinity(0))
