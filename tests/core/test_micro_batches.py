@@ -257,7 +257,7 @@ def test_a_newcomer_goes_where_there_are_fewest() -> None:
     assert pipeline.group_of(state(9, "a", is_free=True)) is None
 
 
-def test_there_are_1_to_64_micro_batches() -> None:
-    for num in ("0", "65"):
-        with pytest.raises(ValueError, match="a number of micro-batches from 1 to 64"):
+def test_one_micro_batch_is_no_pipeline() -> None:
+    for num in ("0", "1", "65"):
+        with pytest.raises(ValueError, match="a number of micro-batches from 2 to 64"):
             make_pipeline(num)

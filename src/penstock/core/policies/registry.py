@@ -12,19 +12,13 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from penstock.core.policies.base import (
-    AdmissionPolicy,
-    AllocationPolicy,
-    Pipeline,
-    SelectionPolicy,
-)
 from penstock.core.policies.options import checked, described
 
-_BASES: dict[str, type[Any]] = {
-    "admission": AdmissionPolicy,
-    "selection": SelectionPolicy,
-    "allocation": AllocationPolicy,
-    "pipeline": Pipeline,
+_BASES = {
+    "admission": "AdmissionPolicy",
+    "selection": "SelectionPolicy",
+    "allocation": "AllocationPolicy",
+    "pipeline": "Pipeline",
 }
 _NAME = re.compile(r'^    name: ClassVar\[str\] = "(\w+)"$', re.MULTILINE)
 
@@ -61,7 +55,8 @@ def register(kind: str, policy: type[Any], name: str | None = None) -> None:
 
 def _complete(kind: str, policy: Any) -> type[Any]:
     """Return the policy, or raise PolicyError if it lacks what its kind needs."""
-    base = _BASES[kind]
+    # Imported here: the names of policies are needed without NumPy.
+    base = getattr(importlib.import_module("penstock.core.policies.base"), _BASES[kind])
     label = f"{kind} policy {getattr(policy, 'name', policy)!r}"
     if not (inspect.isclass(policy) and issubclass(policy, base)):
         raise PolicyError(f"{label} is no {base.__name__}")
@@ -126,13 +121,14 @@ def make_policy(kind: str, name: str, options: dict[str, Any] | None = None) -> 
 def make_pipeline(text: str) -> Any:
     """Build a pipeline from its name, file, or number of micro-batches, or raise PolicyError."""
     counts = typing.get_args(option_types("pipeline", "micro_batches")["num"])[1]
-    num = "1" if text == "off" else text
-    if num.isascii() and num.isdecimal() and int(num) in counts:
-        return make_policy("pipeline", "micro_batches", {"num": int(num)})
+    if text == "off":
+        return make_policy("pipeline", "micro_batches", {"num": 1})
+    if text.isascii() and text.isdecimal() and int(text) > 1 and int(text) in counts:
+        return make_policy("pipeline", "micro_batches", {"num": int(text)})
     if text in policies("pipeline") or text.endswith(".py"):
         return make_policy("pipeline", text)
     choices = ", ".join((*policies("pipeline"), "off"))
     raise PolicyError(
-        f"unknown pipeline {text!r}; choose from {choices}, a number of micro-batches {counts}, or "
-        "name a .py file"
+        f"unknown pipeline {text!r}; choose from {choices}, a number of micro-batches from 2 to "
+        f"{counts.at_most}, or name a .py file"
     )
