@@ -1,4 +1,4 @@
-"""The one place where JSON is written that others read: answers, log lines, reports."""
+"""JSON output for answers, log lines and reports."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 
 
 def dumps(value: Any, **options: Any) -> str:
-    """`value` as JSON, which has no NaN and no infinity: such a number becomes null. options: as
-    `json.dumps` has them."""
+    """Return `value` as JSON; NaN and infinity become null. options: of `json.dumps`."""
     try:
         return json.dumps(value, allow_nan=False, **options)
     except ValueError:

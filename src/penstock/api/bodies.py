@@ -327,7 +327,7 @@ class ChatBody(GenerationBody):
 
     @property
     def uses_tools(self) -> bool:
-        """Whether anything in it is about tools."""
+        """Return whether anything in it is about tools."""
         is_asked = self.tools or self.tool_choice not in ("none", "auto")
         return bool(is_asked) or any(message.is_about_tools for message in self.messages)
 

@@ -65,7 +65,7 @@ class Settings:
 
 
 def read_settings(path: Path | None, environ: Mapping[str, str]) -> Settings:
-    """What a file (None: no file) and the environment say. Raises: ConfigError."""
+    """Read a file (None: no file) and the environment. Raises: ConfigError."""
     settings = Settings()
     if path is not None:
         lines = {where: f"{path}:{line}" for where, line in lines_of(path).items()}

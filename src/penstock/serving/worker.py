@@ -147,7 +147,7 @@ class EngineServer:
         self._grammars: dict[str, Future[Any]] = {}
         """By requests without output yet: keeps their grammars in the compiler's cache."""
         self._audits = False
-        """Whether a draft was given to the auditor."""
+        """True once a draft was given to the auditor."""
         engine.executor.remote.connect(self._send_orders)
 
     def serve(self) -> None:
