@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.core.draft import limit
+from penstock.core.allocate import limit
 from penstock.core.learn import Estimators
 from penstock.core.policies.base import AllocationPolicy, DraftCandidate, Room, View
 from penstock.core.policies.registry import PolicyError, make_policy

@@ -10,7 +10,7 @@ from tests.core.fakes import Corruption, ToyDrafter, ToyExecutor
 from tests.core.world import Chaos, World, make_request, make_scheduler
 from tests.products import covering
 
-from penstock.core import observe, target
+from penstock.core import admit, observe
 from penstock.core.context import Context
 from penstock.core.kv import BlockPool, hash_blocks
 from penstock.core.policies.base import SelectionPolicy, View
@@ -170,7 +170,7 @@ def test_notices_prefixes_shared_between_tenants(monkeypatch: pytest.MonkeyPatch
     def unsalted(token_ids: Sequence[int], block_size: int, salt: str) -> tuple[bytes, ...]:
         return hash_blocks(token_ids, block_size, "")
 
-    monkeypatch.setattr(target, "hash_blocks", unsalted)
+    monkeypatch.setattr(admit, "hash_blocks", unsalted)
     assert_noticed()
 
 

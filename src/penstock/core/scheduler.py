@@ -1,14 +1,15 @@
 """The scheduler: synchronous, deterministic methods over one table.
 
-`apply` takes in events, `schedule` composes a lane's next step (`target`, `draft`), `update` takes
-in its result (`observe`). `sync` is for hosts that keep requests by themselves."""
+`apply` takes in events, `schedule` composes a lane's next step (`admit`, `select`, `allocate`,
+`draft`, `verify`), `update` takes in its result (`observe`). `sync` is for
+hosts that keep requests by themselves."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable
 
-from penstock.core import draft, observe, target
+from penstock.core import admit, draft, observe, verify
 from penstock.core.context import Context
 from penstock.core.groups import DecodeGroup
 from penstock.core.kv import BlockPool
@@ -132,7 +133,7 @@ class Scheduler:
         table.counters.version += 1
         match event:
             case Arrive(request):
-                return target.arrive(ctx, request, now)
+                return admit.arrive(ctx, request, now)
             case Cancel(request_id):
                 state = table.requests.get(request_id)
                 if state is not None:
@@ -156,13 +157,13 @@ class Scheduler:
         orders: tuple[DraftOrder, ...] = ()
         decodes, wake_at, stalled = None, None, None
         if lane == TARGET:
-            step = target.compose(ctx, now)
+            step = admit.compose(ctx, now)
             if step.scheduled:
-                items = target.items(ctx, step, plan_id)
+                items = verify.items(ctx, step, plan_id)
                 if table.drafters:
                     orders = draft.replays(ctx, lane, step.scheduled_states, plan_id, now)
             if step.decoding:
-                decodes = target.decodes(ctx, step, plan_id)
+                decodes = verify.decodes(ctx, step, plan_id)
             wake_at, stalled = step.wake_at, step.stalled
         else:
             orders = draft.orders_of_lane(ctx, lane, plan_id, now)
