@@ -17,12 +17,10 @@ from penstock.core.policies.allocation.parts.gradient import (
     tokens_by_tenant,
 )
 from penstock.core.policies.base import AllocationPolicy, DraftCandidate, View
-from penstock.core.policies.options import MaxDraftTokens, NonNegativeInt, Range
+from penstock.core.policies.options import MaxDraftTokens, NonNegativeInt, Probability, Range
 from penstock.core.state import Grant, Outcome
 from penstock.fluid.fair import geometric_lengths
 
-INITIAL_ACCEPTANCE, _INITIAL_GOODPUT = 0.5, 1.0
-"""α̂(0) and X(0), which the paper leaves open."""
 _ON_EMPTY = {"hold": None, "zero": 0.0, "full": 1.0}
 
 
@@ -46,6 +44,8 @@ class GoodSpeed(AllocationPolicy):
         # Acceptance of a round without a grant in eq. 3: `full`, so that α̂ rises until the client
         # is tried again, `zero`, or `hold` α̂, which may never try it again.
         on_empty: Literal["hold", "zero", "full"] = "full"
+        initial_acceptance: Probability = 0.5  # α̂(0), which the paper leaves open
+        initial_goodput: Annotated[float, Range(at_least=1e-6, at_most=1e6)] = 1.0  # X(0), likewise
         fairness: Fairness = 1.0  # exponent a of the utility
         total: NonNegativeInt | None = None  # draft tokens a round (C); None: by step times
         k_max: MaxDraftTokens = 16  # most draft tokens for one request
@@ -129,12 +129,12 @@ class _Client:
     def __init__(self, options: GoodSpeed.Options) -> None:
         self._options = options
         self.acceptance = Smoothed(
-            INITIAL_ACCEPTANCE,
+            options.initial_acceptance,
             options.eta,
             _ON_EMPTY[options.on_empty],
             decided_only=options.evidence == "decided",
         )
-        self.goodput = _INITIAL_GOODPUT
+        self.goodput = options.initial_goodput
         self._rounds = 0
 
     def observe(self, evidence: Evidence, realised: float) -> None:
