@@ -95,6 +95,7 @@ def test_a_wheel_works_outside_the_checkout(sdist: Path, tmp_path: Path) -> None
     assert [name for name in names if name.endswith(".so")]
     assert "penstock/api/dashboard/index.html" in names
     assert not [name for name in names if name.endswith((".cpp", ".h"))]
+    assert not [name for name in names if name.startswith(("lab/", "tests/", "penstock/lab/"))]
     code = (
         "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'Scikit' not in str(f)];"
         f"sys.path.insert(0, {str(tmp_path / 'installed')!r});"
