@@ -50,7 +50,7 @@ $(VENV)/.ready: $(VENV)/.serve
 serve: $(VENV)/.serve native
 	$(BIN)/penstock serve --port $(PORT)
 
-# Every behaviour at least once, exactness with its negative controls: six and a half minutes on two
+# Every behaviour at least once, exactness with its negative controls: five minutes on two
 # cores of Zen 3. Of products of parameters a covering array (tests/products.py).
 # One worker more than cores: there is always one that waits for a process.
 test: WORKERS := 3
