@@ -142,7 +142,7 @@ class Metrics:
         self._ignored_names: set[str] = set()
         self.recent = RecentRequests()
         self.accepted: dict[str, list[int]] = {}
-        """By drafter: number of drafts by accepted tokens."""
+        """Number of drafts by accepted tokens, for each drafter."""
         self.registry.register(PositionCollector(model_name, self.accepted))
         # Cached: looking up labels takes longer than counting.
         self.tenant = cache(lambda name: self._children(self._of_tenant, tenant=name))
@@ -320,7 +320,7 @@ class RequestRecord:
         self._began_at = time.perf_counter()
         self._num_tokens = 0
         self._drafts: dict[str, list[int]] = {}
-        """By drafter: drafts, draft tokens, accepted tokens."""
+        """Drafts, draft tokens and accepted tokens of each drafter."""
 
     @property
     def tenant(self) -> str:

@@ -94,7 +94,7 @@ class SizeAwareQueue(ArrivalQueue):
         self._delay = delay
         self._by_size: list[_Entry] = []
         self._entries: dict[str, _Entry] = {}
-        """By request id, without the preempted ones."""
+        """Entries by request id, without the preempted ones."""
         self._balance = 0.0
         """Work to deduct from what may pass the next requests: 0, or negative."""
 

@@ -145,7 +145,7 @@ class EngineServer:
         self._preparing: dict[str, tuple[Arrive, list[Future[Any]]]] = {}
         """Requests that wait for a compiled grammar, or for the tokenizer of stop strings."""
         self._grammars: dict[str, Future[Any]] = {}
-        """By requests without output yet: keeps their grammars in the compiler's cache."""
+        """Grammars of requests without output yet, which keeps them in the compiler's cache."""
         self._audits = False
         """True once a draft was given to the auditor."""
         engine.executor.remote.connect(self._send_orders)

@@ -260,7 +260,7 @@ class DomainAcceptance:
 
     @cached_property
     def _factors(self) -> dict[str, tuple[_Array, _Array]]:
-        """By domain: the mean, and the Cholesky factor of its covariance."""
+        """Mean and Cholesky factor of the covariance of each domain."""
         factors: dict[str, tuple[_Array, _Array]] = {}
         for name, fit in self.fit.domains.items():
             jitter = _JITTER * np.eye(len(fit.mean))

@@ -109,7 +109,7 @@ class _Server:
     """Length of each request's last draft, and when it was sent."""
     sent_until: float = 0.0
     confirmed: dict[str, int] = field(default_factory=dict)
-    """By request: a round whose draft was all right, the guess of the next token included."""
+    """Round whose draft was all right, the guess of the next token included, by request."""
 
 
 class RemoteDrafting:

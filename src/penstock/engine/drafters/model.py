@@ -52,7 +52,7 @@ class ModelDrafter(LocalDrafter):
         self._sampling = SamplingTable()
         self._calibrations = Calibrations()
         self._foreseen: dict[str, tuple[int, int]] = {}
-        """By request: the first position not evaluated, and the prediction for it."""
+        """First position not evaluated, and the prediction for it, by request."""
 
     @property
     def num_readable(self) -> int:
