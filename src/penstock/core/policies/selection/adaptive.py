@@ -60,7 +60,7 @@ _IDLE_GAP = 16  # rounds until drafters are reconsidered if none pays
 
 @dataclass(slots=True)
 class _Known:
-    """State of one running request."""
+    """Belief about each drafter's acceptance on one running request, and its next decision."""
 
     words: IntArray
     prior: Belief  # before any evidence
