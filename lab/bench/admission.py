@@ -32,14 +32,16 @@ from penstock.sim.profiles import load_profile
 from penstock.sim.run import Setup, run
 from penstock.sim.workloads import Workload, make_workload
 
-OURS = PolicyConfig.of("fluid_guided")
+OURS = PolicyConfig.from_name("fluid_guided")
 SHIPPED = {
-    "vllm_v0": PolicyConfig.of("vllm_v0"),
-    "vllm_v1": PolicyConfig.of("vllm_v1"),
-    "vllm_v1 8192/1024": PolicyConfig.of("vllm_v1", max_num_batched_tokens=8192, max_num_seqs=1024),
-    "sarathi": PolicyConfig.of("sarathi"),
+    "vllm_v0": PolicyConfig.from_name("vllm_v0"),
+    "vllm_v1": PolicyConfig.from_name("vllm_v1"),
+    "vllm_v1 8192/1024": PolicyConfig.from_name(
+        "vllm_v1", max_num_batched_tokens=8192, max_num_seqs=1024
+    ),
+    "sarathi": PolicyConfig.from_name("sarathi"),
 }
-TUNED_A100 = PolicyConfig.of("sarathi", token_budget=376, max_num_seqs=320)
+TUNED_A100 = PolicyConfig.from_name("sarathi", token_budget=376, max_num_seqs=320)
 BUDGETS = (256, 376, 384, 512, 768, 1024, 2048)
 CAPS = (128, 256, 320, 512)
 # Where to begin the search, in requests/s, and how many arrivals one run has.
@@ -156,7 +158,7 @@ def tuned(loads: WorkloadSource, name: str, rate: float) -> Figures:
         (float(run(setup_of(policy), workload).latency.mean()), policy.options)
         for budget, cap in itertools.product(BUDGETS, CAPS)
         if cap <= budget
-        for policy in [PolicyConfig.of("sarathi", token_budget=budget, max_num_seqs=cap)]
+        for policy in [PolicyConfig.from_name("sarathi", token_budget=budget, max_num_seqs=cap)]
     ]
     mean, options = min(means, key=lambda pair: pair[0])
     return {"options": options, "latency": mean}
@@ -192,7 +194,8 @@ def part_capacity(bench: Bench) -> None:
         }
         grid = bench.measure({f"tuned/{n}": partial(tuned, loads, n, found[n]) for n in names})
         best = {
-            n: PolicyConfig.of("sarathi", **g["options"]) for n, g in zip(names, grid, strict=True)
+            n: PolicyConfig.from_name("sarathi", **g["options"])
+            for n, g in zip(names, grid, strict=True)
         }
         theirs: Batch = {}
         for seed, name in where:
@@ -228,7 +231,9 @@ def part_order(bench: Bench) -> None:
     rivals = {n: SHIPPED[n] for n in ("sarathi", "vllm_v1", "vllm_v0")}
     policies = {"fluid_guided": OURS, "sarathi 376/320": TUNED_A100, **rivals}
     in_order = {
-        f"{label}, {order}": PolicyConfig.of(policy.name, **{**policy.options, "order": order})
+        f"{label}, {order}": PolicyConfig.from_name(
+            policy.name, **{**policy.options, "order": order}
+        )
         for order in ("arrival", "size_aware")
         for label, policy in policies.items()
     }

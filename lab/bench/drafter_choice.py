@@ -121,7 +121,9 @@ def measure_cell(
     learned before: the passes serve the same texts."""
     costs = measured_costs(engine)
     single = best_single(costs, texts, batch)
-    named = make_loop(engine, PolicyConfig.of("single"), PolicyConfig.of("fixed", k=LONGEST))
+    named = make_loop(
+        engine, PolicyConfig.from_name("single"), PolicyConfig.from_name("fixed", k=LONGEST)
+    )
     everybody = [
         Contender("none", named, [NONE] * len(texts)),
         Contender("best single", named, [single] * len(texts)),
@@ -160,7 +162,7 @@ def measure_target(
     for batch in args.batches:
         learners = {}
         for name in args.policies:
-            learners[name] = make_loop(engine, PolicyConfig.of(name))
+            learners[name] = make_loop(engine, PolicyConfig.from_name(name))
             if warm and name in POLICIES:
                 Contender(name, learners[name]).play(warm, batch, args.temperature)
         for cell in args.cells:

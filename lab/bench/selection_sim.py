@@ -46,7 +46,12 @@ def seconds_of(
     lengths = np.array([len(row) for row in rows["eagle"]], dtype=np.int64)
     profile = replace(load_profile("a100-llama2-7b"), drafters=PRICES)
     setup = always_live(
-        profile, OwnRow(rows), tuple(rows), 1, PolicyConfig.of(policy, **options), beside=False
+        profile,
+        OwnRow(rows),
+        tuple(rows),
+        1,
+        PolicyConfig.from_name(policy, **options),
+        beside=False,
     )
     prompts = np.full(len(lengths), PROMPT, dtype=np.int64)
     load = Workload("one by one", prompts, lengths, np.zeros(len(lengths)))

@@ -107,7 +107,7 @@ class Watch:
     def memory_between(self, begin: float, end: float) -> list[float]:
         return [mib for at, mib in self.memory if begin <= at < end]
 
-    def of(self, kind: str) -> list[Stretch]:
+    def stretches_of(self, kind: str) -> list[Stretch]:
         return [s for s in self.stretches if s.kind == kind]
 
 
@@ -193,7 +193,7 @@ def log_verdict(path: Path) -> ClaimVerdict:
 
 
 def bad_verdicts(watch: Watch) -> list[ClaimVerdict]:
-    pairs = list(zip(watch.of(BAD), watch.of(ALONE), strict=True))
+    pairs = list(zip(watch.stretches_of(BAD), watch.stretches_of(ALONE), strict=True))
     ratios = {
         name: statistics.median(b.rates[name] / a.rates[name] for b, a in pairs if a.rates[name])
         for name in SHARES
@@ -204,7 +204,7 @@ def bad_verdicts(watch: Watch) -> list[ClaimVerdict]:
         f"beside as many of that tenant that are not bad {_slower(watch, GOOD, ALONE)}; bad over "
         f"those {_slower(watch, BAD, GOOD)}"
     )
-    most = {kind: max(s.most_mib for s in watch.of(kind)) for kind in (ALONE, BAD)}
+    most = {kind: max(s.most_mib for s in watch.stretches_of(kind)) for kind in (ALONE, BAD)}
     memory = f"at most {most[BAD]:.0f} MiB with them, {most[ALONE]:.0f} without"
     return [
         bar("nobody else slower by 10%", rates, ratios[slowest] >= 1 - MOST_SLOWER),
@@ -214,7 +214,7 @@ def bad_verdicts(watch: Watch) -> list[ClaimVerdict]:
 
 def _slower(watch: Watch, one: str, other: str) -> str:
     """How much more the good tenants get in stretches of one kind, as it is told."""
-    pairs = list(zip(watch.of(one), watch.of(other), strict=True))
+    pairs = list(zip(watch.stretches_of(one), watch.stretches_of(other), strict=True))
     changes = sorted(100 * (a.good / b.good - 1) for a, b in pairs)
     walls = statistics.median(100 * (a.wall / b.wall - 1) for a, b in pairs)
     return (
@@ -228,9 +228,9 @@ def others_table(watch: Watch) -> ResultTable:
     rows = [
         {
             "kind": kind,
-            "good": statistics.median(s.good for s in watch.of(kind)),
-            "others": statistics.median(s.rates["strangers"] for s in watch.of(kind)),
-            "wall": statistics.median(s.wall for s in watch.of(kind)),
+            "good": statistics.median(s.good for s in watch.stretches_of(kind)),
+            "others": statistics.median(s.rates["strangers"] for s in watch.stretches_of(kind)),
+            "wall": statistics.median(s.wall for s in watch.stretches_of(kind)),
         }
         for kind in (ALONE, BAD, GOOD)
     ]

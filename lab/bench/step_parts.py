@@ -105,7 +105,7 @@ def measure(
         bandwidth, rate = bandwidth_and_rate(2 * weights)
         watch = Watch()
         scheduler = make_loop(
-            engine, PolicyConfig.of("single"), PolicyConfig.of("fixed", k=LENGTH)
+            engine, PolicyConfig.from_name("single"), PolicyConfig.from_name("fixed", k=LENGTH)
         ).scheduler
         loop = Loop(scheduler, engine.executor, engine.clock, [watch])
         length = 0 if drafter == NO_DRAFTER else LENGTH

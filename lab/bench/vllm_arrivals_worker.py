@@ -135,7 +135,7 @@ class PenstockServer(Server):
             prefix_caching=False,
             max_model_len=2048,
             vllm=VllmConfig(),
-            admission=PolicyConfig.of("fluid_guided"),
+            admission=PolicyConfig.from_name("fluid_guided"),
         )
         self._engine = load_engine(config)
         gc.collect()

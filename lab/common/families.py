@@ -61,11 +61,11 @@ def always_live(
 ) -> Setup:
     """A server with so many requests live. draft_tokens: of every draft; None: by `throughput`.
     capacity: requests of a drafter. beside: whether drafters work beside the target."""
-    fixed = PolicyConfig.of("fixed", k=draft_tokens)
+    fixed = PolicyConfig.from_name("fixed", k=draft_tokens)
     return Setup(
         profile,
-        admission=PolicyConfig.of("vllm_v1", max_num_seqs=live),
-        allocation=PolicyConfig.of("throughput") if draft_tokens is None else fixed,
+        admission=PolicyConfig.from_name("vllm_v1", max_num_seqs=live),
+        allocation=PolicyConfig.from_name("throughput") if draft_tokens is None else fixed,
         selection=selection,
         block_size=16,
         acceptance=acceptance,

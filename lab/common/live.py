@@ -41,8 +41,8 @@ from penstock.zoo.registry import (
 )
 
 Prompt = tuple[int, ...]
-THROUGHPUT = PolicyConfig.of("throughput")
-VLLM_V1 = PolicyConfig.of("vllm_v1")
+THROUGHPUT = PolicyConfig.from_name("throughput")
+VLLM_V1 = PolicyConfig.from_name("vllm_v1")
 _TOKENS = (8, 64)
 _TURNS = (2, 5)
 _ids = itertools.count()
@@ -167,7 +167,7 @@ class LiveScene:
     new_tokens: int
 
     @classmethod
-    def of(cls, job: Trial) -> LiveScene:
+    def from_trial(cls, job: Trial) -> LiveScene:
         """Raises: LabError where there is no such family."""
         family = job.family or WEIGHTS
         try:

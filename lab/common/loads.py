@@ -110,7 +110,7 @@ class Point:
 
 def setup_of(admission: str, profile: StepProfile = PAPER_LINEAR, **options: Any) -> Setup:
     """A server of the paper: its memory, blocks of one token."""
-    return Setup(profile, PolicyConfig.of(admission, **options))
+    return Setup(profile, PolicyConfig.from_name(admission, **options))
 
 
 def options_of(setup: Setup) -> str:

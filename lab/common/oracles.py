@@ -70,8 +70,8 @@ class BestFilter(GoodSpeedAdaptive):
         mixed: list[float] = (self._low + self._is_high * (self._high - self._low)).tolist()
         return mixed
 
-    def observe(self, outcomes: Sequence[Outcome], now: float) -> None:
-        super().observe(outcomes, now)
+    def on_step(self, outcomes: Sequence[Outcome], now: float) -> None:
+        super().on_step(outcomes, now)
         accepted = np.array([o.verdict.num_accepted for o in outcomes])
         rejected = np.array([o.verdict.num_decided for o in outcomes]) - accepted
         high = self._is_high * self._high**accepted * (1 - self._high) ** rejected
@@ -93,7 +93,7 @@ class Misled(AllocationPolicy):
     def reserve(self, state: RequestState) -> int:
         return self._policy.reserve(state)
 
-    def observe(self, outcomes: Sequence[Outcome], now: float) -> None:
+    def on_step(self, outcomes: Sequence[Outcome], now: float) -> None:
         verdicts = [o.verdict for o in outcomes]
         turned = zip(outcomes, verdicts[1:] + verdicts[:1], strict=True)
-        self._policy.observe([Outcome(o.state, verdict) for o, verdict in turned], now)
+        self._policy.on_step([Outcome(o.state, verdict) for o, verdict in turned], now)

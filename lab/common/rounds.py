@@ -159,7 +159,7 @@ def play(
         if times is not None:
             seconds[t] = _measure(times, lengths[t], estimators, names)
         now += seconds[t]
-        policy.observe(outcomes, now)
+        policy.on_step(outcomes, now)
         for state in states:
             state.next_round()
         watch()
@@ -173,9 +173,9 @@ def _measure(
     drafts = times.drafts(lengths)
     for name, length, seconds in zip(names, lengths.tolist(), drafts.tolist(), strict=True):
         if length:
-            estimators.links.observe(name, length, seconds)
+            estimators.links.add_transfer(name, length, seconds)
     rows = len(names) + int(lengths.sum())
-    estimators.times.target.observe(rows, times.verify(rows))
+    estimators.times.target.add_measurement(rows, times.verify(rows))
     return float(drafts.max()) + times.verify(rows)
 
 

@@ -109,7 +109,7 @@ class Slots:
             state.append(verdict.token_ids)
             if state.drafter is not None:
                 state.kv_of(state.drafter).num_computed_tokens = state.num_known_tokens - 1
-        self._policy.observe(outcomes, self._view())
+        self._policy.on_step(outcomes, self._view())
 
     def _view(self) -> View:
         loads = Counter(s.drafter for s in self._states if s.drafter is not None)

@@ -57,7 +57,7 @@ def plus_minus(found: Interval) -> str:
 
 def interval(values: Sequence[float] | FloatArray) -> Interval:
     """Of a mean."""
-    found = Estimate.of(values)
+    found = Estimate.from_values(values)
     half = math.inf if math.isnan(found.half) else found.half
     return Interval(found.mean, found.mean - half, found.mean + half)
 

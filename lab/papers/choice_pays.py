@@ -78,7 +78,7 @@ class MapGrid:
     counted: int
 
     @classmethod
-    def of(cls, effort: Effort) -> MapGrid:
+    def from_effort(cls, effort: Effort) -> MapGrid:
         inside = tuple(Machine(False, batch) for batch in (1, 8, 32))
         beside = tuple(Machine(True, batch) for batch in (8, 32))
         if effort.curve_arrivals >= 10_000:
@@ -114,7 +114,7 @@ Map = dict[Spot, Gains]
 
 
 def run(job: Trial) -> list[ClaimVerdict]:
-    grid = MapGrid.of(job.effort)
+    grid = MapGrid.from_effort(job.effort)
     without = {m: Requests(Spot(m, grid.ratios[0], 0.0), grid) for m in grid.machines}
     none = {m: requests.tokens_per_s(None) for m, requests in without.items()}
 
@@ -195,7 +195,7 @@ class Requests:
             DomainAcceptance(fit, 0, self._tenants.tolist()),
             SPECIALISTS if selection else (),
             machine.batch,
-            PolicyConfig.of(selection or "single", **(options or {})),
+            PolicyConfig.from_name(selection or "single", **(options or {})),
             draft_tokens=_FIXED if machine.own_devices else None,
             beside=machine.own_devices,
         )

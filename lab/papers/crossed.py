@@ -126,12 +126,12 @@ SYSTEMS = (BASE, *METHODS, *METHODS.values(), PLACEBO)
 def parts(system: str, where: Scene, seed: int) -> dict[str, Any]:
     """What a system changes of the base."""
     changed: Mapping[str, dict[str, PolicyConfig]] = {
-        WAIT: {"admission": PolicyConfig.of("wait", **where.wait)},
-        GOODSPEED: {"allocation": PolicyConfig.of("goodspeed", total=where.budget)},
-        LBSS: {"selection": PolicyConfig.of("lbss", seed=seed)},
-        "fluid_guided": {"admission": PolicyConfig.of("fluid_guided")},
-        "throughput": {"allocation": PolicyConfig.of("throughput")},
-        "adaptive": {"selection": PolicyConfig.of("adaptive")},
+        WAIT: {"admission": PolicyConfig.from_name("wait", **where.wait)},
+        GOODSPEED: {"allocation": PolicyConfig.from_name("goodspeed", total=where.budget)},
+        LBSS: {"selection": PolicyConfig.from_name("lbss", seed=seed)},
+        "fluid_guided": {"admission": PolicyConfig.from_name("fluid_guided")},
+        "throughput": {"allocation": PolicyConfig.from_name("throughput")},
+        "adaptive": {"selection": PolicyConfig.from_name("adaptive")},
     }
     drafterless: dict[str, Any] = {"drafters": (), "pipeline": "off"}
     if system in (NO_DRAFTS, WAIT_ALONE):
@@ -165,9 +165,9 @@ def speed(setting: str, system: str, share: float, seed: int) -> float:
     load = where.lengths(math.ceil(_MOST_PER_S[setting] * seconds), seed)
     luck = seed + _OTHER_LUCK * (system == PLACEBO)
     base: dict[str, Any] = {
-        "admission": PolicyConfig.of("vllm_v1"),
-        "allocation": PolicyConfig.of("fixed", k=4),
-        "selection": PolicyConfig.of("single", drafter=where.single),
+        "admission": PolicyConfig.from_name("vllm_v1"),
+        "allocation": PolicyConfig.from_name("fixed", k=4),
+        "selection": PolicyConfig.from_name("single", drafter=where.single),
         "drafters": tuple(d.name for d in where.profile.drafters),
         "pipeline": where.pipeline,
     }

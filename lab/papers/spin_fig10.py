@@ -39,11 +39,11 @@ NAME = "spin_fig10"
 
 _BATCHES = (1, 8)
 _DRAFTED = 4
-_FIXED = PolicyConfig.of("fixed", k=_DRAFTED)
-_SINGLE = PolicyConfig.of("single")
-_LBSS = PolicyConfig.of("lbss")
-_RANDOM = PolicyConfig.of("epsilon_greedy", explore=1.0)
-_ADAPTIVE = PolicyConfig.of("adaptive")
+_FIXED = PolicyConfig.from_name("fixed", k=_DRAFTED)
+_SINGLE = PolicyConfig.from_name("single")
+_LBSS = PolicyConfig.from_name("lbss")
+_RANDOM = PolicyConfig.from_name("epsilon_greedy", explore=1.0)
+_ADAPTIVE = PolicyConfig.from_name("adaptive")
 _PAPER_GAIN = 2.28
 CHOICE, PACKED, WHOLE = "choice", "choice, packed", "choice, packed, pipeline"
 RANDOM = "random choice, packed, pipeline"
@@ -71,9 +71,9 @@ class Batch:
 def run(job: Trial) -> list[ClaimVerdict]:
     from lab.common.live import LiveScene
 
-    scene = LiveScene.of(job)
+    scene = LiveScene.from_trial(job)
     job.tell(f"{NAME}: loading")
-    engines = Engines.of(scene)
+    engines = Engines.from_scene(scene)
     found = {}
     for batch in _BATCHES:
         systems = systems_of(engines)
@@ -97,7 +97,7 @@ class Engines(NamedTuple):
     native: Engine
 
     @classmethod
-    def of(cls, scene: LiveScene) -> Engines:
+    def from_scene(cls, scene: LiveScene) -> Engines:
         from lab.common.padded_attention import load_padded
 
         most = max(_BATCHES)

@@ -45,12 +45,12 @@ DATASETS = {**{name: (name,) for name in SPIN_TEXTS}, "mix": tuple(SPIN_TEXTS)}
 _LIVE = 8
 _DRAFT_TOKENS = 4
 POLICIES = {
-    "LBSS": PolicyConfig.of("lbss"),
-    "greedy": PolicyConfig.of("greedy"),
-    "ε-greedy, printed": PolicyConfig.of("epsilon_greedy", explore=0.8),
-    "ε-greedy, meant": PolicyConfig.of("epsilon_greedy", explore=0.2),
-    "adaptive": PolicyConfig.of("adaptive", k_max=4),
-    **{f"Vanilla {name}": PolicyConfig.of("single", drafter=name) for name in SPIN_DRAFTERS},
+    "LBSS": PolicyConfig.from_name("lbss"),
+    "greedy": PolicyConfig.from_name("greedy"),
+    "ε-greedy, printed": PolicyConfig.from_name("epsilon_greedy", explore=0.8),
+    "ε-greedy, meant": PolicyConfig.from_name("epsilon_greedy", explore=0.2),
+    "adaptive": PolicyConfig.from_name("adaptive", k_max=4),
+    **{f"Vanilla {name}": PolicyConfig.from_name("single", drafter=name) for name in SPIN_DRAFTERS},
 }
 _SECONDS = 10.0
 _LEAST_SECONDS = 0.8
@@ -93,7 +93,7 @@ def goodput(target: str, dataset: str, policy: str, seconds: float, seed: int) -
         DomainAcceptance(spin_acceptances(DATASETS[dataset]), seed),
         tuple(SPIN_DRAFTERS),
         _LIVE,
-        PolicyConfig.of(chosen.name, **chosen.options, **seeded),
+        PolicyConfig.from_name(chosen.name, **chosen.options, **seeded),
         draft_tokens=_DRAFT_TOKENS,
         capacity=_LIVE,
         seed=seed,

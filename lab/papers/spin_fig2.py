@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 NAME = "spin_fig2"
 
-_SINGLE = PolicyConfig.of("single")
-_FOUR = PolicyConfig.of("fixed", k=4)
+_SINGLE = PolicyConfig.from_name("single")
+_FOUR = PolicyConfig.from_name("fixed", k=4)
 _PASSES = 2
 _SHOWN = 3
 """Requests of figure 3."""
@@ -75,7 +75,7 @@ class ServedRequests:
 def run(job: Trial) -> list[ClaimVerdict]:
     from lab.common.live import LiveScene
 
-    scene = LiveScene.of(job)
+    scene = LiveScene.from_trial(job)
     job.tell(f"{NAME}: loading")
     found = served(scene, scene.load(1), job)
     write_table(

@@ -38,9 +38,9 @@ _CLOSE = 0.1
 _PAPER_LOSS, _SERVED_AT = 0.3, 8
 PADDED, PLAIN = "padded, four drafted", "padded, no drafter"
 FIXED, SERVED, NATIVE = "native, four drafted", "native, throughput", "native, no drafter"
-_SINGLE = PolicyConfig.of("single")
-_FOUR = PolicyConfig.of("fixed", k=4)
-_PAYS = PolicyConfig.of("throughput")
+_SINGLE = PolicyConfig.from_name("single")
+_FOUR = PolicyConfig.from_name("fixed", k=4)
+_PAYS = PolicyConfig.from_name("throughput")
 
 Rates = Mapping[int, Mapping[str, FloatArray]]
 """Tokens per second by batch and system: [turns]."""
@@ -50,7 +50,7 @@ def run(job: Trial) -> list[ClaimVerdict]:
     from lab.common.live import LiveScene
     from lab.common.padded_attention import load_padded
 
-    scene = LiveScene.of(job)
+    scene = LiveScene.from_trial(job)
     batches: tuple[int, ...] = _BATCHES
     if job.effort.seeds <= QUICK.seeds:
         scene, batches = replace(scene, new_tokens=scene.new_tokens // 2), _JUDGED

@@ -64,7 +64,7 @@ def _averaging(**options: object) -> Callable[[int], SelectionPolicy]:
 
 
 def _named(name: str, **options: object) -> Callable[[int], SelectionPolicy]:
-    return lambda seed: PolicyConfig.of(name, seed=seed, **options).make("selection")
+    return lambda seed: PolicyConfig.from_name(name, seed=seed, **options).make("selection")
 
 
 PRINTED, SLOW, SINGLE, LONG = "LBSS", "no fast switch", "chunks of 1", "long exploration"

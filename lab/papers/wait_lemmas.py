@@ -50,7 +50,7 @@ class Dominance:
     most: float
 
     @classmethod
-    def of(cls, queue: IntArray, dominating: FloatArray) -> Dominance:
+    def from_queue(cls, queue: IntArray, dominating: FloatArray) -> Dominance:
         """Both [paths, times]."""
         above = (queue - dominating).max(axis=1)
         return cls(len(above), int((above > 0).sum()), float(max(above.max(), 0)))
@@ -100,7 +100,7 @@ def _lemma_c2(paths: int, floor: int) -> Dominance:
     for rate in _LAMBDAS:
         come = np.random.default_rng((1, rate)).poisson(rate, (paths, _STEPS))
         queue = gathered(come, rate)
-        total += Dominance.of(queue + rate, lindley(come - rate, floor * rate))
+        total += Dominance.from_queue(queue + rate, lindley(come - rate, floor * rate))
     return total
 
 
@@ -109,7 +109,7 @@ def _lemma_d1(paths: int, floor: int) -> Dominance:
     total = _NONE
     for before, here, p in _TRANSITIONS:
         come = np.random.default_rng((2, before)).binomial(before, p, (paths, _STEPS))
-        total += Dominance.of(gathered(come, here), lindley(come - here, floor * here))
+        total += Dominance.from_queue(gathered(come, here), lindley(come - here, floor * here))
     return total
 
 
@@ -141,7 +141,7 @@ def _lemma_c6(policy: WaitThresholds, runs: int, seed: int) -> dict[str, ByFloor
         for until, floor in itertools.product(_COUNTED, _FLOORS):
             queue = found.waiting(one, kind, times, number, until)
             dominating = lindley(steps, floor * number)[:, 1:]
-            total[until][floor] += Dominance.of(queue[None], dominating)
+            total[until][floor] += Dominance.from_queue(queue[None], dominating)
     return total
 
 

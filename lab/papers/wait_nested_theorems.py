@@ -76,7 +76,7 @@ class Growth:
     latencies: FloatArray
 
     @classmethod
-    def of(cls, found: NestedRuns, groups: int = 5) -> Growth:
+    def from_runs(cls, found: NestedRuns, groups: int = 5) -> Growth:
         parts = [
             np.stack([part.mean(axis=0) for part in np.array_split(values, groups)])
             for values in (found.gap, found.latency_s)
@@ -100,7 +100,7 @@ def run(job: Trial) -> list[ClaimVerdict]:
         found = nested_runs(policy, traffic, MACHINE, horizons, paths, seed=0)
         low = nested_runs(starved(policy), traffic, MACHINE, horizons, paths // 5, seed=1)
         exceeded[name] = exceedances(policy, found, horizons[-1])
-        growths[name] = Growth.of(found), Growth.of(low)
+        growths[name] = Growth.from_runs(found), Growth.from_runs(low)
         rows += _rows(name, exceeded[name][0], growths[name][0])
     varying = [*job.each(_varying, _varying_jobs(job), lambda *_: f"{NAME}: theorem B.1")]
     half = len(varying) // 2
@@ -249,7 +249,7 @@ def _varying(horizon_s: float, worst: bool, seed: int) -> Varying:
         "segment_ends": tuple(end + 1 for end in planned.ends),
         "thresholds": served.thresholds,
     }
-    setup = Setup(MACHINE, PolicyConfig.of("nested_wait", **options), counted=False)
+    setup = Setup(MACHINE, PolicyConfig.from_name("nested_wait", **options), counted=False)
     report = simulate(setup, workload, until=horizon_s)
     assert workload.arrival_time is not None
     offered = workload.output_len[workload.arrival_time <= horizon_s].sum()

@@ -236,7 +236,7 @@ def _in_zeta(job: Trial, setup: Setup, name: str, full: float) -> list[AtHorizon
 def _with(setup: Setup, thresholds: tuple[int, ...]) -> Setup:
     """The same server with other thresholds."""
     options = {**setup.admission.options, "thresholds": thresholds}
-    return replace(setup, admission=PolicyConfig.of("wait", **options))
+    return replace(setup, admission=PolicyConfig.from_name("wait", **options))
 
 
 def slopes(

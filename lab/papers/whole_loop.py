@@ -44,9 +44,9 @@ from penstock.sim.workloads import Workload, concatenate, make_workload
 NAME = "whole_loop"
 
 _ADMISSION, _ALLOCATION, _SELECTION = (
-    {"admission": PolicyConfig.of("fluid_guided")},
-    {"allocation": PolicyConfig.of("throughput")},
-    {"selection": PolicyConfig.of("adaptive")},
+    {"admission": PolicyConfig.from_name("fluid_guided")},
+    {"allocation": PolicyConfig.from_name("throughput")},
+    {"selection": PolicyConfig.from_name("adaptive")},
 )
 BASE, ALL, PLACEBO = "base", "all", "placebo"
 PARTS: Mapping[str, Mapping[str, PolicyConfig]] = {
@@ -93,7 +93,7 @@ class Machine:
         """So many requests of both phases, one after the other."""
         bound = load_bound(self.profile, self.lengths(500, 0), self.profile.kv_tokens)
         lengths, calm = self.lengths(num, seed), round(_SHARES[0] * num)
-        phases = (lengths.take(slice(calm)), lengths.take(slice(calm, None)))
+        phases = (lengths.select(slice(calm)), lengths.select(slice(calm, None)))
         return concatenate(
             *(
                 make_workload(phase, rate=share * bound, seed=2 * seed + i)
@@ -136,9 +136,9 @@ def latency(name: str, system: str, num: int, seed: int) -> list[float]:
     load = scene.day(num, seed)
     luck = seed + _OTHER_LUCK * (system == PLACEBO)
     base: dict[str, Any] = {
-        "admission": PolicyConfig.of("vllm_v1"),
-        "allocation": PolicyConfig.of("fixed", k=4),
-        "selection": PolicyConfig.of("single"),
+        "admission": PolicyConfig.from_name("vllm_v1"),
+        "allocation": PolicyConfig.from_name("fixed", k=4),
+        "selection": PolicyConfig.from_name("single"),
     }
     setup = Setup(
         scene.profile,

@@ -38,7 +38,7 @@ _MACHINE = "live"
 def run(job: Trial) -> list[ClaimVerdict]:
     from lab.common.live import LiveScene
 
-    scene = LiveScene.of(job)
+    scene = LiveScene.from_trial(job)
     job.tell(f"{NAME}: loading")
     engine = scene.load(max(_BATCHES.values()))
     systems = systems_of(engine)
@@ -71,8 +71,8 @@ def systems_of(engine: Engine) -> list[LiveSystem]:
     for name, parts in SYSTEMS.items():
         loop = make_loop(
             engine,
-            parts.get("selection", PolicyConfig.of("single")),
-            parts.get("allocation", PolicyConfig.of("fixed", k=4)),
+            parts.get("selection", PolicyConfig.from_name("single")),
+            parts.get("allocation", PolicyConfig.from_name("fixed", k=4)),
             admission=parts.get("admission", VLLM_V1),
         )
         drafter = AUTO_DRAFTER if "selection" in parts else DEFAULT_DRAFTER

@@ -22,7 +22,7 @@ def values(
 def feed(metrics: Metrics, *rounds: tuple[str | None, int, int]) -> None:
     meter = RequestMeter(metrics, Request("r", 3, 100))
     for drafter, proposed, accepted in rounds:
-        meter.observe(
+        meter.on_output(
             Output("r", (1,), 1, drafter=drafter, num_proposed=proposed, num_accepted=accepted)
         )
 
@@ -62,7 +62,7 @@ def test_targets_that_were_met(latency, reason, counted, met) -> None:
     metrics = Metrics("toy")
     meter = RequestMeter(metrics, Request("r", 3, 100, tenant="a", latency=latency))
     for token in (1, 2, 3):
-        meter.observe(Output("r", (token,), 1))
+        meter.on_output(Output("r", (token,), 1))
     meter.finish(reason)
     assert values(metrics, "latency_target_requests_total", "tenant") == {"a": counted}
     assert values(metrics, "latency_target_met_total", "tenant") == {"a": met}
@@ -72,7 +72,9 @@ def test_a_response_counts_its_choices_and_preemptions_once_it_is_complete() -> 
     metrics = Metrics("toy")
     ended = [RequestMeter(metrics, Request(name, 3, 100)) for name in "ab"]
     for meter, num, preempted in zip(ended, (4, 9), (0, 2), strict=True):
-        meter.observe(Output("r", (1,) * num, num, num_cached_tokens=2, num_preemptions=preempted))
+        meter.on_output(
+            Output("r", (1,) * num, num, num_cached_tokens=2, num_preemptions=preempted)
+        )
         meter.finish(FinishReason.LENGTH)
     broken = RequestMeter(metrics, Request("c", 3, 100))
     broken.finish(FinishReason.CANCELLED)

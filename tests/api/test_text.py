@@ -21,11 +21,11 @@ SOMEONE = Caller("someone", "someone")
 def test_only_what_could_be_a_stop_string_is_held_back(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer, ["END"])
     stream.add(tokenizer.encode("the E"), ())
-    assert stream.take()[0] == "the "
+    assert stream.pop_text()[0] == "the "
     stream.add(tokenizer.encode("N"), ())
-    assert stream.take()[0] == ""
+    assert stream.pop_text()[0] == ""
     stream.add(tokenizer.encode("X"), ())
-    assert stream.take()[0] == "ENX"
+    assert stream.pop_text()[0] == "ENX"
 
 
 def test_a_text_may_go_on_from_another(tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_a_text_may_go_on_from_another(tmp_path: Path) -> None:
         stream = TextStream(spelled, (), previous)
         stream.add(added, [LOGPROB] * len(added))
         stream.finish()
-        text, tokens = stream.take()
+        text, tokens = stream.pop_text()
         assert text == b"".join(t.raw for t in tokens).decode() == expected
 
 
@@ -49,7 +49,7 @@ async def test_completions_go_on_from_their_prompt_and_assistants_begin(tmp_path
     body = {"messages": [{"role": "user", "content": "The quick"}]}
     (answer,) = await prepare.chat(ChatBody.model_validate(body), SOMEONE, "job")
     for choice, expected in ((completion, " brown fox"), (answer, "brown fox")):
-        delta = choice.take(Output("job", tuple(spelled.encode("brown fox"))))
+        delta = choice.on_output(Output("job", tuple(spelled.encode("brown fox"))))
         assert delta is not None
         assert delta.text == expected
 
@@ -58,7 +58,7 @@ def test_an_unfinished_character_is_shown_at_the_end(tokenizer: Tokenizer) -> No
     stream = TextStream(tokenizer, ())
     stream.add(tokenizer.encode("€")[:1], ())
     stream.finish()
-    assert stream.take()[0] == "\ufffd"
+    assert stream.pop_text()[0] == "\ufffd"
 
 
 @pytest.mark.parametrize("stops", [[], ["zzz"]])
@@ -68,7 +68,7 @@ def test_tokens_are_reported_with_the_text_they_complete(tokenizer, stops) -> No
     text, tokens = "", []
     for token_id in token_ids:
         stream.add([token_id], [LOGPROB])
-        piece, reported = stream.take()
+        piece, reported = stream.pop_text()
         text += piece
         tokens += reported
         assert all(t.end <= len(text) for t in reported)

@@ -38,8 +38,8 @@ def test_queue_prefill_and_rounds(metrics: Metrics, spans: InMemorySpanExporter)
     request_id.set("mine")
     trace_parent.set(PARENT)
     meter = RequestMeter(metrics, Request("r", 3, 100, tenant="us"))
-    meter.observe(Output("r", (7,), 1, queued_s=0.0))
-    meter.observe(Output("r", (8, 9), 2, drafter="small", num_proposed=4, num_accepted=1))
+    meter.on_output(Output("r", (7,), 1, queued_s=0.0))
+    meter.on_output(Output("r", (8, 9), 2, drafter="small", num_proposed=4, num_accepted=1))
     meter.finish(FinishReason.STOP)
     meter.finish(FinishReason.STOP)
     by_name = {span.name: span for span in spans.get_finished_spans()}
@@ -70,7 +70,7 @@ def test_rounds_of_one_drafter_share_an_event(metrics, spans) -> None:
     meter = RequestMeter(metrics, Request("r", 3, 100))
     for drafter, num_rounds in ((None, 3), ("small", 20)):
         for _ in range(num_rounds):
-            meter.observe(Output("r", (7,), 1, drafter=drafter, num_proposed=2, num_accepted=0))
+            meter.on_output(Output("r", (7,), 1, drafter=drafter, num_proposed=2, num_accepted=0))
     meter.finish(FinishReason.LENGTH)
     decode = next(span for span in spans.get_finished_spans() if span.name == "decode")
     found = [dict(e.attributes or {}) for e in decode.events]

@@ -26,7 +26,7 @@ def feed(model: StreamModel, rate: float, rounds: int, length: int, rng: random.
         accepted = 0
         while accepted < length and rng.random() < rate:
             accepted += 1
-        model.observe(drafted(length, accepted))
+        model.add_evidence(drafted(length, accepted))
 
 
 def models() -> dict[str, StreamModel]:
@@ -37,24 +37,24 @@ def models() -> dict[str, StreamModel]:
 
 def test_evidence_is_what_the_verdict_decided() -> None:
     verdict = Verdict("r", 0, 0, (1, 2, 3), "d", 5, 2, 3, 2.4)
-    assert Evidence.of(verdict) == Evidence(5, 3, 2.4)
-    over_all = Evidence.of(verdict._replace(evidence_all=3.1))
+    assert Evidence.from_verdict(verdict) == Evidence(5, 3, 2.4)
+    over_all = Evidence.from_verdict(verdict._replace(evidence_all=3.1))
     assert over_all == Evidence(5, 3, 2.4, successes_all=3.1)
 
 
 def test_smoothing_is_equation_3() -> None:
     shown = drafted(4, 2)._replace(successes_all=2.7)
     decided = Smoothed(0.5, 0.1, decided_only=True)
-    decided.observe(shown)
+    decided.add_evidence(shown)
     assert decided.rate() == pytest.approx(0.9 * 0.5 + 0.1 * 2 / 3)
     model = Smoothed(0.5, 0.1)
-    model.observe(shown)
+    model.add_evidence(shown)
     assert model.rate() == pytest.approx(0.9 * 0.5 + 0.1 * 2.7 / 4)
     held = model.rate()
-    model.observe(NOTHING)
+    model.add_evidence(NOTHING)
     assert model.rate() == held
     counted = Smoothed(0.5, 0.1, on_empty=0.0)
-    counted.observe(NOTHING)
+    counted.add_evidence(NOTHING)
     assert counted.rate() == pytest.approx(0.45)
 
 
@@ -62,8 +62,8 @@ def test_a_steady_stream_is_counted_by_tokens_from_the_population_on() -> None:
     prior = Population()
     model = Steady(prior)
     assert model.rate() == 0.5
-    model.observe(drafted(10, 10))
-    model.observe(drafted(1, 0))
+    model.add_evidence(drafted(10, 10))
+    model.add_evidence(drafted(1, 0))
     assert model.rate() == pytest.approx((10 + 3) / (10 + 1 + 6))
 
 
@@ -100,6 +100,6 @@ def test_switching_finds_the_way_back_to_a_level_it_had() -> None:
     feed(fresh, 0.9, 720, 3, rng)
     for model in (back, fresh):
         for accepted in (0, 1, 0, 0, 1):
-            model.observe(drafted(3, accepted))
+            model.add_evidence(drafted(3, accepted))
     assert back.rate() == pytest.approx(0.3, abs=0.06)
     assert abs(fresh.rate() - 0.3) > abs(back.rate() - 0.3)

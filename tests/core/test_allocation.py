@@ -50,10 +50,10 @@ def learned(
             evidence = Verdict(
                 f"r{i}", 0, 0, (), drafter, 1, accepted, num_decided=1, evidence=rate
             )
-            estimators.acceptance.observe(evidence)
+            estimators.acceptance.on_verdict(evidence)
     for rows, seconds in verify.items():
-        estimators.times.target.observe(rows, seconds)
-    estimators.times.curve_of(drafter).observe(1, draft)
+        estimators.times.target.add_measurement(rows, seconds)
+    estimators.times.curve_of(drafter).add_measurement(1, draft)
     return estimators
 
 
@@ -263,7 +263,7 @@ def served(
             for c, grant, accepted in zip(offered, grants, accepted_of, strict=True)
         ]
         outcomes = [Outcome(c.state, v) for c, v in zip(offered, verdicts, strict=True)]
-        policy.observe(outcomes, now)
+        policy.on_step(outcomes, now)
     return found, drafting / (now - start)
 
 
@@ -369,7 +369,7 @@ def test_confident_forgets_a_request_that_is_over() -> None:
 
     play(0.0)
     before = play(100.0)
-    policy.forget("r3")
+    policy.release_request("r3")
     assert play(200.0) > before
 
 

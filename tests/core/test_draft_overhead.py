@@ -24,7 +24,7 @@ class Steps:
             self._now += PAUSE_S + OVERHEAD_S * has_drafts
             begun, self._now = self._now, self._now + 0.014
             step = StepResult(i, TARGET, begun, self._now, phases=phases, draft_times=drafts)
-            self.times.observe(step, may_wait=False)
+            self.times.on_result(step, may_wait=False)
             self.times.observe_drafting(step)
         return self.times.draft_overhead
 
@@ -53,7 +53,7 @@ def test_what_the_beginning_of_a_request_takes_the_host_is_not_the_price_of_its_
         now += 0.0016 if begins else PAUSE_S
         work = first if begins else StepWork(0, 0.0, 1, 64, 3)
         step = StepResult(i, TARGET, now, now + 0.014, phases=phases, draft_times=drafts, work=work)
-        times.observe(step, may_wait=False)
+        times.on_result(step, may_wait=False)
         times.observe_drafting(step)
         now += 0.014
     expected = PAUSE_S if num_prefill_tokens else 0.0016

@@ -43,7 +43,7 @@ class Watching(AllocationPolicy):
     def reserve(self, state: RequestState) -> int:
         return 4
 
-    def observe(self, outcomes: list[Outcome], now: float) -> None:  # type: ignore[override]
+    def on_step(self, outcomes: list[Outcome], now: float) -> None:  # type: ignore[override]
         self.outcomes.append([(o.state.request.id, o.verdict.num_proposed) for o in outcomes])
 
 
@@ -239,7 +239,7 @@ def test_round_trips_are_told_from_drafting() -> None:
     links = Desk("off").scheduler.learn.links
     first_patience = links.patience("s", 4)
     for n in [1, 5, 3, 2, 8, 4] * 10:
-        links.observe("s", n, 0.03 + 0.012 * n)
+        links.add_transfer("s", n, 0.03 + 0.012 * n)
     assert links.seconds("s", 0) == pytest.approx(0.03, rel=0.1)
     assert links.seconds("s", 11) - links.seconds("s", 1) == pytest.approx(0.12, rel=0.05)
     assert links.seconds("s", 10) < links.patience("s", 10) < first_patience
@@ -290,7 +290,7 @@ def test_less_than_is_granted_is_verified_where_the_rest_is_far_away() -> None:
     for seconds, num_at_hand in ((0.0, 0), (5.0, 2)):
         desk = prefilled("async")
         for n in [1, 2, 4, 8] * 5:
-            desk.scheduler.learn.links.observe("s1", n, seconds)
+            desk.scheduler.learn.links.add_transfer("s1", n, seconds)
         ahead(desk, 0, 1)
         assert len(desk.send("s1").drafts) == (not num_at_hand)
         draft = desk.scheduler.table.requests["r1"].draft

@@ -29,14 +29,14 @@ def test_acceptance_is_learned_from_positions_up_to_the_first_rejection(rate: fl
     estimator = AcceptanceEstimator()
     accepted = [s for s in range(5) for _ in range(round(200 * rate**s * (1 - rate * (s < 4))))]
     for i in range(len(accepted)):
-        estimator.observe(verdict(accepted[i * 7919 % len(accepted)], 4))
+        estimator.on_verdict(verdict(accepted[i * 7919 % len(accepted)], 4))
     assert estimator.mean("r", "d") == pytest.approx(rate, abs=0.12)
 
 
 def test_overlaps_are_finer_evidence() -> None:
     estimator = AcceptanceEstimator()
     for _ in range(200):
-        estimator.observe(Verdict("r", 0, 0, drafter="d", num_decided=2, evidence=1.2))
+        estimator.on_verdict(Verdict("r", 0, 0, drafter="d", num_decided=2, evidence=1.2))
     assert estimator.mean("r", "d") == pytest.approx(0.6, abs=0.02)
 
 
@@ -44,7 +44,7 @@ def test_a_new_request_starts_from_what_the_drafter_has_shown() -> None:
     estimator = AcceptanceEstimator()
     before = estimator.mean("new", "d")
     for _ in range(100):
-        estimator.observe(verdict(0, 4, "old"))
+        estimator.on_verdict(verdict(0, 4, "old"))
     assert estimator.mean("new", "d") < 0.1 < before
     assert estimator.mean("new", "another drafter") == before
 
@@ -52,8 +52,8 @@ def test_a_new_request_starts_from_what_the_drafter_has_shown() -> None:
 def test_what_was_not_drafted_says_nothing() -> None:
     estimator = AcceptanceEstimator()
     before = estimator.mean("r", "d")
-    estimator.observe(Verdict("r", 0, 0))
-    estimator.observe(verdict(0, 0))
+    estimator.on_verdict(Verdict("r", 0, 0))
+    estimator.on_verdict(verdict(0, 0))
     assert estimator.mean("r", "d") == before
 
 
@@ -66,7 +66,7 @@ def test_a_draft_that_is_not_there_is_no_rejection() -> None:
     assert estimator.mean("r", "d") == before
     assert estimator.found("r", "d") < 0.1
     assert estimator.found("another", "d") < 0.2
-    estimator.forget("r")
+    estimator.release_request("r")
     assert estimator.found("r", "d") == estimator.found("another", "d")
     estimator.fade_drafter("d", 2000)
     assert estimator.found("another", "d") > 0.9
@@ -76,7 +76,7 @@ def test_the_more_a_trial_takes_the_more_slowly_estimates_fade() -> None:
     def faded(trial: float) -> float:
         estimator = AcceptanceEstimator()
         for _ in range(100):
-            estimator.observe(verdict(0, 4))
+            estimator.on_verdict(verdict(0, 4))
         estimator.fade("r", "d", 100, trial)
         estimator.fade_drafter("d", 100, trial)
         return estimator.mean("r", "d")
@@ -87,7 +87,7 @@ def test_the_more_a_trial_takes_the_more_slowly_estimates_fade() -> None:
 def test_unused_estimates_fade_back() -> None:
     estimator = AcceptanceEstimator()
     for _ in range(100):
-        estimator.observe(verdict(0, 4))
+        estimator.on_verdict(verdict(0, 4))
     own, everybody = estimator.mean("r", "d"), estimator.mean("another", "d")
     for _ in range(2000):
         estimator.fade("r", "d")
@@ -152,7 +152,7 @@ def steps_of(times: Times, rows: list[int], seconds: Callable[[int], float]) -> 
     for num in rows:
         work = StepWork(num_prefill_tokens=num)
         step = StepResult(0, TARGET, 0.0, 0.0, work=work, work_seconds=seconds(num))
-        times.observe(step, may_wait=False)
+        times.on_result(step, may_wait=False)
 
 
 def test_a_profile_is_drawn_anew_from_the_steps_where_it_is_to_be_learned() -> None:
@@ -183,7 +183,7 @@ def test_a_measured_profile_follows_the_steps_without_drafters_too() -> None:
     """It was measured while all took three times as long."""
     times = Estimators().times
     for rows in (1, 8, 64):
-        times.target.observe(rows, 0.003 * (9 + rows))
+        times.target.add_measurement(rows, 0.003 * (9 + rows))
     times.use_measured_profile(4096)
     times.doubt_all()
     assert times.profile.kv_tokens == 4096
@@ -195,6 +195,6 @@ def test_a_measured_profile_follows_the_steps_without_drafters_too() -> None:
         result = StepResult(
             i, TARGET, i, i + seconds, phases=PhaseTimes(verify=seconds), num_rows=rows, work=work
         )
-        times.observe(result, may_wait=False)
+        times.on_result(result, may_wait=False)
     assert times.profile.linear(8) == pytest.approx(before / 3, rel=0.15)
     assert times.profile.linear(64) == pytest.approx(0.073, rel=0.1)

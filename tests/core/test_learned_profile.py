@@ -22,7 +22,7 @@ def learned(seconds: Callable[[StepWork], float], noise: float, seed: int = 0) -
         decodes = int(rng.integers(1, 31))
         prompt = int(rng.integers(16, 600)) if i % 3 == 0 else 0
         work = StepWork(prompt, prompt**2 / 2, decodes, decodes * int(rng.integers(80, 240)))
-        found.observe(work, seconds(work) * float(np.exp(rng.normal(0, noise))))
+        found.add_step(work, seconds(work) * float(np.exp(rng.normal(0, noise))))
         if i % 250 == 0:
             profile = found.drawn(profile)
     return found.drawn(profile)
@@ -57,17 +57,17 @@ def test_one_stall_changes_little() -> None:
     found = LearnedProfile()
     for _ in range(50):
         for size in (4, 40, 400):
-            found.observe(StepWork(size), 0.002 + 6e-5 * size)
+            found.add_step(StepWork(size), 0.002 + 6e-5 * size)
     found.drawn(BEFORE)
-    found.observe(StepWork(40), 5.0)
+    found.add_step(StepWork(40), 5.0)
     assert found.drawn(BEFORE).linear(40) < 1.15 * (0.002 + 6e-5 * 40)
 
 
 def test_what_fits_no_step_is_left_out() -> None:
     found = LearnedProfile()
-    found.observe(StepWork(8), 0.004)
+    found.add_step(StepWork(8), 0.004)
     before = found.drawn(BEFORE)
-    found.observe(StepWork(), 0.004)
-    found.observe(StepWork(8), 0.0)
+    found.add_step(StepWork(), 0.004)
+    found.add_step(StepWork(8), 0.0)
     assert found.drawn(BEFORE) == before
     assert before.kv_tokens == BEFORE.kv_tokens

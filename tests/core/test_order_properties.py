@@ -106,7 +106,7 @@ def test_deadlines_by_lengths_that_are_not_foretold(monkeypatch, admission) -> N
         return [replace(r, expected_output_tokens=None) for r in requests_of(workload, setup)]
 
     monkeypatch.setattr(penstock.sim.run, "requests_of", unforetold)
-    policy = PolicyConfig.of(admission, order="slack")
+    policy = PolicyConfig.from_name(admission, order="slack")
     setup = Setup(load_profile("a100-llama2-7b"), policy)
     report = run(setup, make_workload(lengths, rate=60.0, seed=0))
     assert report.completed.all()

@@ -18,7 +18,7 @@ def estimators(step_s: float, draft_s: float) -> Estimators:
     found = Estimators(StepProfile("p", 1000, (0,), (step_s,)))
     for name in "abcdefgh":
         for _ in range(50):
-            found.links.observe(name, 4, draft_s)
+            found.links.add_transfer(name, 4, draft_s)
     return found
 
 

@@ -27,7 +27,7 @@ def make_world(*drafters: ToyDrafter, tenants: tuple[Tenant, ...]) -> World:
 def test_service_counts_at_the_weight_of_its_time() -> None:
     tenants = {"a": Tenant("a")}
     accounts = Accounts(tenants, Estimators(), {}, is_fair=True)
-    account = accounts.of(RequestState(Request("r", 1, 1, tenant="a"), 0))
+    account = accounts.account_of(RequestState(Request("r", 1, 1, tenant="a"), 0))
     account.charge(100)
     tenants["a"] = replace(tenants["a"], weight=4.0)
     accounts.tenants_changed()

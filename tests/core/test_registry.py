@@ -116,13 +116,13 @@ def own(kind: str) -> str:
 def test_a_policy_is_one_file_anywhere(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(own(kind))
-    named = str(path) if kind == "pipeline" else PolicyConfig.of(str(path))
+    named = str(path) if kind == "pipeline" else PolicyConfig.from_name(str(path))
     chosen: dict[str, Any] = {kind: named}
     setup = Setup(
         load_profile("zoo-large"),
         drafters=("a", "b"),
         acceptance=GeometricAcceptance({"a": 0.8, "b": 0.6}),
-        **{"allocation": PolicyConfig.of("fixed"), "pipeline": "async", **chosen},
+        **{"allocation": PolicyConfig.from_name("fixed"), "pipeline": "async", **chosen},
     )
     report = run(setup, make_workload("low", num_requests=30, rate=20.0))
     assert report.completed.all()

@@ -28,7 +28,7 @@ def text(*tokens: int) -> Text:
 
 def kept(*pieces: LinePiece, after: Text | None = None) -> LinesAhead:
     lines = LinesAhead("far")
-    lines.take(pieces, after or text())
+    lines.add_pieces(pieces, after or text())
     return lines
 
 
@@ -52,21 +52,21 @@ def test_pieces_that_hang_in_the_air_are_left_out() -> None:
         LinePiece(5, FIRST, (), 5),
     )
     assert lines.num_tokens == 0
-    lines.take([TRUNK, LinePiece(2, FIRST + 4, (7,), 1)], text())
-    lines.take([LinePiece(1, FIRST + 1, (99,)), LinePiece(1, FIRST + 4, (99,))], text())
+    lines.add_pieces([TRUNK, LinePiece(2, FIRST + 4, (7,), 1)], text())
+    lines.add_pieces([LinePiece(1, FIRST + 1, (99,)), LinePiece(1, FIRST + 4, (99,))], text())
     assert lines.path(FIRST) == TRUNK.token_ids, "repeated, and behind a gap"
 
 
 def test_memory_is_bounded() -> None:
     lines = LinesAhead("far")
     for line in range(1, 200):
-        lines.take([LinePiece(line, FIRST, (line, 1, 2, 3), line)], text())
+        lines.add_pieces([LinePiece(line, FIRST, (line, 1, 2, 3), line)], text())
     assert lines.num_tokens == MAX_AHEAD_TOKENS
     lines = LinesAhead("far")
     output: list[int] = []
     for line in range(1, 3 * MAX_LINES):
         # Lines that end where the text goes on: all right, and of no more use.
-        lines.take([LinePiece(line, FIRST + len(output), (1,), line)], Text(FIRST, output))
+        lines.add_pieces([LinePiece(line, FIRST + len(output), (1,), line)], Text(FIRST, output))
         assert lines.path(FIRST + len(output)) == (1,)
         output += [1, 2]
         lines.follow(Text(FIRST, output))
@@ -120,7 +120,7 @@ def test_against_the_definition(seed: int) -> None:
                 piece = LinePiece(name, at, tokens, name)
                 ends[name] = at, at + len(tokens)
             if piece.parent in (None, piece.line) or piece.parent in lines._lines:
-                lines.take([piece], Text(FIRST, output))
+                lines.add_pieces([piece], Text(FIRST, output))
                 if piece.parent is not None or piece.line in plain.whole:
                     plain.take(piece)
             elif piece.line in ends:

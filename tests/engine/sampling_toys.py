@@ -113,7 +113,7 @@ class Loop:
     ) -> VerifyResult:
         """One round of the requests ``active``, whose last two tokens are ``text`` [n, 2]."""
         positions = emitted + len(PROMPT)
-        drafts = self.draft(text, positions, self.draft_params.take(active))
+        drafts = self.draft(text, positions, self.draft_params.select(active))
         lengths = self.shorten(drafts, granted)
         steps = np.arange(MAX_DRAFT + 1)
         rows = steps <= lengths[:, None]
@@ -124,7 +124,7 @@ class Loop:
             logits=self.target[history[:, :-1][rows], history[:, 1:][rows]],
             row_start=np.concatenate(([0], np.cumsum(lengths + 1))),
             positions=positions,
-            params=self.params.take(active),
+            params=self.params.select(active),
             ratio=np.full(active.shape, self.ratio),
             draft_tokens=drafts.tokens[drafted],
             draft_probs=None if drafts.probs is None else drafts.probs[torch.from_numpy(drafted)],
@@ -172,7 +172,7 @@ def joint_p_value(samples: IntArray, target: torch.Tensor, params: SamplingRows)
     """
     vocab_size = target.shape[0]
     every_context = target.reshape(-1, vocab_size)
-    one = params.take(np.zeros(every_context.shape[0], dtype=np.int64))
+    one = params.select(np.zeros(every_context.shape[0], dtype=np.int64))
     probs = filtered_probs(every_context, one).double().numpy().reshape(target.shape)
     first = probs[PROMPT]
     joint = first[:, None, None] * probs[PROMPT[1]][:, :, None] * probs

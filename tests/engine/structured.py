@@ -35,7 +35,7 @@ def count_texts(target: Path, drafter: Path, num: int) -> Counter[str]:
         dtype="float32",
         kv_tokens=16384,
         num_threads=None,
-        allocation=PolicyConfig.of("fixed", k=4),
+        allocation=PolicyConfig.from_name("fixed", k=4),
     )
     engine, tokenizer = load_engine(config, calibrated=False), load_tokenizer(target)
     counts: Counter[str] = Counter()

@@ -257,7 +257,7 @@ def teach(evidence: SourceEvidence, match: Match, model_is_right: bool, rounds: 
         guessed = [50, 51]
         evidence.drafted(text, Parts(match, len(match.token_ids), 2), guessed)
         text.append([*match.token_ids, *(guessed if model_is_right else [60]), 70])
-        evidence.observe(text)
+        evidence.on_text(text)
 
 
 def test_the_model_is_asked_where_it_pays() -> None:
@@ -277,7 +277,7 @@ def test_a_match_that_was_never_right_is_not_drafted() -> None:
     for _ in range(40):
         evidence.drafted(text, Parts(match, 0, 0), [])
         text.append([60])
-        evidence.observe(text)
+        evidence.on_text(text)
     text = text_of("r", [1, 2, 3])
     parts = parts_of(evidence, order_of(text, 6, costs_of(6, row=0.05, step=9.0)), match, 200)
     assert (parts.num_kept, parts.num_guessed) == (0, 0)
@@ -378,7 +378,7 @@ def generate(
         drafts = drafter.draft(orders, mine)
         if falsify:
             drafts = falsified(drafts)
-        decide(target, mine, drafts, rows.take(np.array(active)))
+        decide(target, mine, drafts, rows.select(np.array(active)))
     return np.array([t.tokens(begin, begin + 3) for t in texts])
 
 

@@ -118,7 +118,7 @@ def test_masks_of_some_rows_of_a_batch(vocab_size: int) -> None:
 
 def test_min_p_drops_what_is_less_likely_than_its_share_of_the_likeliest() -> None:
     logits = torch.tensor([[0.0, -1.0, -2.0, -3.0]]).repeat(3, 1)
-    rows = SamplingRows.of(
+    rows = SamplingRows.from_params(
         [
             SamplingParams(min_p=0.2),
             SamplingParams(temperature=2.0, min_p=0.2),
@@ -187,7 +187,7 @@ class Toy(NamedTuple):
 
     def round(self, texts: list[TokenBuffer]) -> None:
         """Draft two tokens for each, and append what verification makes of them."""
-        rows = SamplingRows.of([t.request.sampling for t in texts])
+        rows = SamplingRows.from_params([t.request.sampling for t in texts])
         starts = np.array([t.length for t in texts])
         tails = np.array([t.tokens(t.length - 2, t.length) for t in texts])
         probs = []
@@ -229,7 +229,7 @@ class Toy(NamedTuple):
         for token in cell:
             logits = self.target[text[-2], text[-1]].tolist()
             made = by_hand(logits, self.params, list(self.prompt), text[2:])
-            one = SamplingRows.of([self.params])
+            one = SamplingRows.from_params([self.params])
             found *= float(filtered_probs(torch.tensor([made]), one)[0, token])
             text.append(token)
         return found

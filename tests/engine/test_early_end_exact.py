@@ -85,7 +85,7 @@ def sample(models: Models, first_seed: int) -> tuple[np.ndarray, int]:
                 logits=target_logits(target, whole)[np.concatenate(rows)],
                 row_start=np.concatenate(([0], np.cumsum([len(r) for r in rows]))),
                 positions=np.array([t.length for t in mine]),
-                params=SamplingRows.of([t.request.sampling for t in mine]),
+                params=SamplingRows.from_params([t.request.sampling for t in mine]),
                 ratio=np.ones(len(live), dtype=bool),
                 draft_tokens=np.array([t for d in drafts.drafts for t in d.token_ids], dtype=int),
                 draft_probs=drafts.probs,

@@ -74,10 +74,10 @@ def shown_in_chunks(
         stream.add(kept, ())
         if found is not None:
             stream.finish(found.num_stop_chars)
-            return shown + stream.take()[0], num_tokens, found.reason
-        shown += stream.take()[0]
+            return shown + stream.pop_text()[0], num_tokens, found.reason
+        shown += stream.pop_text()[0]
     stream.finish()
-    return shown + stream.take()[0], num_tokens, None
+    return shown + stream.pop_text()[0], num_tokens, None
 
 
 @given(
@@ -235,7 +235,7 @@ def test_speculation_ends_where_the_target_alone_does(
     charged: list[int] = []
     learn, accounts = loop.scheduler.learn.acceptance, loop.scheduler.table.accounts
     monkeypatch.setattr(accounts, "are_kept", True)
-    monkeypatch.setattr(learn, "observe", verdicts.append)
+    monkeypatch.setattr(learn, "on_verdict", verdicts.append)
     monkeypatch.setattr(
         accounts, "charge_decode", lambda state, known, num_drafts: charged.append(num_drafts)
     )

@@ -27,9 +27,9 @@ def test_changes_wait_for_the_turns_before_them() -> None:
     turns, seen = TicketQueue(), []
     turns.change(lambda: seen.append("idle"))
     assert seen == ["idle"], "at once"
-    first = turns.take()
+    first = turns.next_ticket()
     turns.change(lambda: seen.append("between"))
-    second = turns.take()
+    second = turns.next_ticket()
     turns.change(lambda: seen.append("after"))
     assert seen == ["idle"]
     first.begin()
@@ -58,7 +58,7 @@ def test_lanes_work_at_the_same_time_and_give_a_sign() -> None:
     done: list[str] = []
     while len(done) < 2:
         assert select.select([threads.wakeup], [], [], PATIENCE_S)[0]
-        done += threads.take()
+        done += threads.pop_results()
     assert sorted(done) == ["a", "b"]
     assert threads.num_busy == 0
     assert not select.select([threads.wakeup], [], [], 0)[0], "it has been heard"
@@ -73,14 +73,14 @@ def test_what_a_lane_raises_is_raised_where_it_is_collected() -> None:
     threads.start("a", fail)
     threads.wakeup.wait(PATIENCE_S)
     with pytest.raises(RuntimeError, match="no memory"):
-        threads.take()
+        threads.pop_results()
 
 
 def test_threads_end_with_their_executor() -> None:
     threads: Lanes[str] = Lanes()
     threads.start("ends-with-it", lambda: "done")
     threads.wakeup.wait(PATIENCE_S)
-    threads.take()
+    threads.pop_results()
     (thread,) = (t for t in threading.enumerate() if t.name.startswith("ends-with-it"))
     del threads
     gc.collect()

@@ -69,7 +69,7 @@ class Verifier:
         num = 0
         for key, pieces in sessions.take_lines():
             assert key == "r"
-            self.lines.take(pieces, self.end)
+            self.lines.add_pieces(pieces, self.end)
             for name, start, tokens, parent in pieces:
                 num += len(tokens)
                 if parent is not None:
@@ -180,7 +180,7 @@ def test_memory_and_what_is_sent_are_bounded(make: Make, monkeypatch: pytest.Mon
     each = -(-(len(PROMPT) + MAX_AHEAD_TOKENS) // 16)
     assert pool.num_used_blocks <= each * (1 + len(session.branches))
     assert not sessions.take_lines(), "everything is sent once"
-    sessions.forget("r")
+    sessions.release_session("r")
     assert pool.num_used_blocks == 0
     pool.check()
 
@@ -196,7 +196,7 @@ def test_where_memory_is_short_lines_give_way(make: Make) -> None:
     assert made.token_ids == fresh.draft(list(PROMPT[:3]), SEEDED, 8).token_ids
     grow(sessions)
     for key in "rs":
-        sessions.forget(key)
+        sessions.release_session(key)
     assert pool.num_used_blocks == 0
     pool.check()
 

@@ -176,7 +176,7 @@ def test_a_drafter_learns_how_far_its_confidence_goes(checkpoint: Checkpoints) -
     assert long.token_ids
     for _ in range(100):
         drafter.learn(sampling, long, Verdict("r", 0, 0, num_decided=1, num_accepted=0))
-    drafter.forget("r")
+    drafter.release_request("r")
     short = drafter.draft([order], [text]).drafts[0]
     assert len(short.token_ids) < len(long.token_ids)
 

@@ -128,7 +128,9 @@ def test_samplers_tell_of_every_row(temperature: float, place: int, value: float
     logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(0))
     logits[:, 5] = -torch.inf
     logits[1, place] = value
-    rows = SamplingRows.of([SamplingParams(temperature=temperature, seed=i) for i in range(3)])
+    rows = SamplingRows.from_params(
+        [SamplingParams(temperature=temperature, seed=i) for i in range(3)]
+    )
     positions = np.arange(3, dtype=np.int64)
     for sample in (sample_coupled, sample_natively):
         found = sample(logits.clone(), rows, positions).tolist()

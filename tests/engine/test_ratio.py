@@ -221,7 +221,7 @@ def test_coupled_evidence_over_all_positions_counts_what_equals_the_samples() ->
     batch = one_request(target, [0, 3, 5], None, num_copies=400)
     batch = replace(batch, ratio=np.zeros(400, dtype=np.bool_))
     result = verify(batch)
-    rows = batch.params.take(batch.request_of_row)
+    rows = batch.params.select(batch.request_of_row)
     samples = sample_coupled(batch.logits, rows, batch.row_positions).numpy().reshape(400, 4)
     equal = samples[:, :3] == [0, 3, 5]
     np.testing.assert_array_equal(result.evidence_all.reshape(400, 3), equal)

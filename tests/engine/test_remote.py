@@ -154,17 +154,19 @@ def test_an_older_draft_never_replaces_a_newer_one(engine: Engine) -> None:
     held.hold("a", 2, 1, Draft([1], [-1]))
     held.hold("a", 1, 9, Draft([2], [-1]))
     item = VerifyItem("a", 2, 1, 0, 1, True, DraftSource.HELD)
-    taken = held.take(item, engine.executor.target)
+    taken = held.pop_draft(item, engine.executor.target)
     assert taken is not None
     assert taken[0].token_ids == [1]
-    assert held.take(item, engine.executor.target) is None
+    assert held.pop_draft(item, engine.executor.target) is None
 
 
 def test_weights_become_the_distribution(engine: Engine) -> None:
     held = HeldDrafts()
     weights = [((3, 250), (WEIGHT_SUM // 4, 3 * WEIGHT_SUM // 4)), ((9,), (WEIGHT_SUM,))]
     held.hold("a", 0, 0, Draft([250, 9], [-1, -1]), weights=weights)
-    taken = held.take(VerifyItem("a", 0, 0, 0, 1, True, DraftSource.HELD), engine.executor.target)
+    taken = held.pop_draft(
+        VerifyItem("a", 0, 0, 0, 1, True, DraftSource.HELD), engine.executor.target
+    )
     assert taken is not None
     draft, probs = taken
     assert draft.prob_rows == [0, 1]

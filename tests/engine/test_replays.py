@@ -72,7 +72,7 @@ def really_drafted(drafter: Any, text: TokenBuffer, first: int, end: int) -> lis
             one = order(text, drafter.name, 0, position)._replace(max_draft_tokens=1)
         drafted = drafter.draft([one], [known]).drafts[0].token_ids
         right.append(drafted == text.span(position, position + 1).tolist())
-        drafter.forget(text.request.id)
+        drafter.release_request(text.request.id)
     return right
 
 
@@ -84,7 +84,7 @@ def replay(drafter: Any, text: TokenBuffer, cuts: Sequence[int]) -> list[Replaye
         if isinstance(drafter, LookupDrafter):
             one = one._replace(start=end, num_catch_up_tokens=0)
         replays += drafter.replay([one], [text])
-    drafter.forget(text.request.id)
+    drafter.release_request(text.request.id)
     return replays
 
 
@@ -119,7 +119,7 @@ def test_a_position_that_was_drafted_at_is_left_to_its_verdict(engine: Engine) -
     text = make_text(engine, SAMPLINGS["greedy"])
     drafter.draft([order(text, "near", 0, 20)._replace(max_draft_tokens=2)], [text])
     found = drafter.replay([order(text, "near", 20, 30, evaluate=True)], [text])[0]
-    drafter.forget(text.request.id)
+    drafter.release_request(text.request.id)
     assert found.num_tokens == 9
 
 
@@ -131,7 +131,7 @@ def test_ratio_requests_and_plain_catch_ups_are_not_counted(engine: Engine, name
     text = make_text(engine, SAMPLINGS["greedy"])
     one = order(text, name, 0, text.length)
     assert drafter.replay([one], [text])[0][-2:] == (0, 0)
-    drafter.forget(text.request.id)
+    drafter.release_request(text.request.id)
 
 
 def test_a_batch_of_replays_is_the_same_as_each_alone(engine: Engine) -> None:
@@ -145,11 +145,11 @@ def test_a_batch_of_replays_is_the_same_as_each_alone(engine: Engine) -> None:
     ]
     together = drafter.replay(orders, texts)
     for text in texts:
-        drafter.forget(text.request.id)
+        drafter.release_request(text.request.id)
     alone = []
     for one, text in zip(orders, texts, strict=True):
         alone += drafter.replay([one], [text])
-        drafter.forget(text.request.id)
+        drafter.release_request(text.request.id)
     assert list(together) == alone
     assert [r.num_tokens for r in together] == [30 - PROMPT, 0, 0, 59 - PROMPT]
 

@@ -145,7 +145,7 @@ def mixed_batch(vocab_size: int, num_requests: int = 24) -> VerifyBatch:
     row_of_draft = np.arange(owner.size) + owner
     draft_positions = positions[owner] + np.arange(owner.size) - first[owner]
     draft_logits = logits[row_of_draft] + 0.2 * random_logits(owner.size, vocab_size, seed=5)
-    draft_params = params.take(owner)
+    draft_params = params.select(owner)
     ratio = rng.random(num_requests) < 0.5
     sampled, probs = draft_by_sampling(draft_logits, draft_params, draft_positions, draft_positions)
     foreseen = sample_coupled(draft_logits, draft_params, draft_positions)
@@ -182,24 +182,24 @@ def test_a_result_does_not_depend_on_the_rest_of_the_batch(vocab_size: int) -> N
     together = verify(batch)
     assert len({*together.num_accepted.tolist()}) > 3
     for request in range(batch.num_requests):
-        alone = verify(batch.take(np.array([request])))
+        alone = verify(batch.select(np.array([request])))
         assert_same_request(together, request, alone, 0)
     rng = np.random.default_rng(1)
     for _ in range(5):
         chosen = np.flatnonzero(rng.random(batch.num_requests) < 0.5)
-        part = verify(batch.take(chosen))
+        part = verify(batch.select(chosen))
         for place, request in enumerate(chosen):
             assert_same_request(together, request, part, place)
 
 
 def test_batches_may_be_empty_or_hold_no_drafts() -> None:
     batch = mixed_batch(30)
-    nothing = verify(batch.take(np.array([], dtype=np.int64)))
+    nothing = verify(batch.select(np.array([], dtype=np.int64)))
     assert nothing.token_ids.size == nothing.num_accepted.size == 0
     assert nothing.token_start.tolist() == [0]
     undrafted = np.flatnonzero(batch.num_draft == 0)
     assert undrafted.size > 1
-    result = verify(batch.take(undrafted))
+    result = verify(batch.select(undrafted))
     assert (result.num_accepted == 0).all()
     assert result.token_ids.size == undrafted.size
 
@@ -207,7 +207,7 @@ def test_batches_may_be_empty_or_hold_no_drafts() -> None:
 def test_coupled_emits_accepted_drafts_then_the_targets_own_token() -> None:
     logits = random_logits(4, 50)
     rows = sampling_rows(1)
-    samples = sample_coupled(logits, rows.take(np.zeros(4, dtype=np.int64)), 9 + np.arange(4))
+    samples = sample_coupled(logits, rows.select(np.zeros(4, dtype=np.int64)), 9 + np.arange(4))
     own = samples.tolist()
 
     def outcome(draft: list[int]) -> tuple[list[int], int, int, float]:

@@ -205,7 +205,7 @@ def test_ratio_tokens_are_sampled_from_what_is_sent(make) -> None:
         for made in drafts:
             assert made.sources == (source,)
             counts[made.token_ids[0]] += 1
-            sessions.forget(made.key)
+            sessions.release_session(made.key)
     expected = num * np.array(source.weights) / WEIGHT_SUM
     observed = np.array([counts[t] for t in source.token_ids])
     assert observed.sum() == num
@@ -238,7 +238,7 @@ def test_in_ratio_mode_stopping_ignores_the_sampled_token(make) -> None:
             sessions.begin("r", PROMPT, replace(RATIO, seed=seed))
             sessions.order("r", SessionOrder(0, len(PROMPT), 1, min_survival=least))
             stops.add(len(settle(sessions)[0].token_ids))
-            sessions.forget("r")
+            sessions.release_session("r")
         assert len(stops) == 1
 
 
@@ -267,7 +267,7 @@ def test_a_full_cache_evicts_and_changes_nothing(make) -> None:
     assert small_runner.num_rows > large_runner.num_rows
     assert small.proposer.kv_usage <= 1
     for key in texts:
-        small.forget(key)
+        small.release_session(key)
     assert small.proposer.kv_usage == 0
 
 
@@ -318,7 +318,7 @@ def test_orders_for_another_text_or_request_are_ignored(make) -> None:
     sessions.order("r", SessionOrder(0, len(PROMPT) - 1, 4))
     sessions.order("nobody", SessionOrder(0, 3, 4))
     sessions.extend("nobody", [1], 0)
-    sessions.forget("nobody")
+    sessions.release_session("nobody")
     assert settle(sessions) == []
 
 

@@ -74,7 +74,7 @@ def put_out(drafter: SuffixDrafter, tenant: str, prompt: Sequence[int], out: Seq
     text = buffer(f"{tenant} {prompt} {out}", prompt, tenant)
     text.append(out)
     draft(drafter, text)
-    drafter.forget(text.request.id)
+    drafter.release_request(text.request.id)
 
 
 def test_what_a_request_put_out_is_drafted_for_the_next_of_its_tenant() -> None:

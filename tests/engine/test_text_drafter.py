@@ -198,12 +198,12 @@ def test_a_draft_is_a_function_of_the_text_alone(engine: Engine, alone: Alone, n
             grown = drafted(drafter, text, 5)
             anew = fresh_text(request, output[:done])
             other = drafted(drafter, anew, 5)
-            drafter.forget(anew.request.id)
+            drafter.release_request(anew.request.id)
             assert num_equal(grown, other) == min(len(grown), len(other))
             new = output[done:][: num_equal(grown, output[done:]) + 1]
             text.append(new)
             done += len(new)
-        drafter.forget(request.id)
+        drafter.release_request(request.id)
 
 
 def test_replays_count_what_would_have_been_drafted(engine: Engine, alone: Alone) -> None:
@@ -220,7 +220,7 @@ def test_replays_count_what_would_have_been_drafted(engine: Engine, alone: Alone
                 order = DraftOrder(key, 0, 0, name, start, end - start, 0, evaluate=True)
                 with torch.inference_mode():
                     found += drafter.replay([order], [text])
-            drafter.forget(key)
+            drafter.release_request(key)
         num = sum(r.num_tokens for r in found)
         assert num > 0.8 * sum(map(len, alone["greedy"]))
         shares[name] = sum(r.num_matched for r in found) / num
@@ -294,7 +294,7 @@ def generate(*, falsify: bool) -> np.ndarray[Any, Any]:
             drafts.append(Draft(seen[known], [0 if falsify else -1] * len(seen[known])))
             num_drafted += len(seen[known])
         probs = torch.full((1, len(LETTERS)), 1 / len(LETTERS)) if falsify else None
-        decide(target, mine, Drafts(drafts, probs), rows.take(np.array(active)))
+        decide(target, mine, Drafts(drafts, probs), rows.select(np.array(active)))
     assert num_drafted > NUM_SAMPLES, "else this shows nothing"
     return np.array([t.tokens(begin, begin + 3) for t in texts])
 

@@ -11,7 +11,7 @@ from penstock.fluid.step_profile import StepTimeCurve
 def curve(*points: tuple[float, float]) -> StepTimeCurve:
     made = StepTimeCurve()
     for size, seconds in points:
-        made.observe(size, seconds)
+        made.add_measurement(size, seconds)
     return made
 
 
@@ -56,7 +56,7 @@ def test_it_averages_repeated_measurements() -> None:
     rng = random.Random(0)
     made = StepTimeCurve()
     for _ in range(400):
-        made.observe(4, rng.uniform(0.9, 1.1))
+        made.add_measurement(4, rng.uniform(0.9, 1.1))
     assert made(4) == pytest.approx(1.0, abs=0.05)
 
 

@@ -76,7 +76,7 @@ def of_admission() -> Iterator[tuple[str, Scenario]]:
             options = admission_options(admission, name)
             setup = Setup(
                 PROFILE,
-                PolicyConfig.of(ADMISSIONS[admission][0], **options),
+                PolicyConfig.from_name(ADMISSIONS[admission][0], **options),
                 kv_tokens=kv_tokens,
                 block_size=block_size,
             )
@@ -89,11 +89,13 @@ def of_admission() -> Iterator[tuple[str, Scenario]]:
             yield (f"admission {admission}, tenants", lambda s=fair, w=shared: simulated(s, w))
             yield (f"counted {admission}, tenants", lambda s=fair, w=shared: counted(s, w))
     for admission in ("fluid_guided", "vllm_v1", "vllm_v0", "sarathi"):
-        by_size = Setup(PROFILE, PolicyConfig.of(admission, order="size_aware"), kv_tokens=4256)
+        by_size = Setup(
+            PROFILE, PolicyConfig.from_name(admission, order="size_aware"), kv_tokens=4256
+        )
         yield f"admission {admission}, by size", lambda s=by_size: simulated(s, long_prompts())
-    told = Setup(PROFILE, PolicyConfig.of("fluid_guided", **TARGETS), kv_tokens=9000)
+    told = Setup(PROFILE, PolicyConfig.from_name("fluid_guided", **TARGETS), kv_tokens=9000)
     in_order = Setup(
-        PROFILE, PolicyConfig.of("fluid_guided", **TARGETS, order="arrival"), kv_tokens=9000
+        PROFILE, PolicyConfig.from_name("fluid_guided", **TARGETS, order="arrival"), kv_tokens=9000
     )
     yield "admission fluid_guided, targets", lambda: simulated(told, long_prompts())
     yield "admission fluid_guided, targets in order", lambda: simulated(in_order, long_prompts())
@@ -101,7 +103,10 @@ def of_admission() -> Iterator[tuple[str, Scenario]]:
         "admission fluid_guided, turns",
         lambda: simulated(
             Setup(
-                SMALL, PolicyConfig.of("fluid_guided"), fairness=True, tenant_weights={"t1": 10.0}
+                SMALL,
+                PolicyConfig.from_name("fluid_guided"),
+                fairness=True,
+                tenant_weights={"t1": 10.0},
             ),
             with_tenants(make_workload("low", num_requests=120, rate=80, seed=3), 2),
         ),
@@ -118,7 +123,7 @@ def of_admission() -> Iterator[tuple[str, Scenario]]:
         lambda: simulated(
             Setup(
                 SMALL,
-                PolicyConfig.of("vllm_v1"),
+                PolicyConfig.from_name("vllm_v1"),
                 kv_tokens=4096,
                 fairness=True,
                 tenant_weights={"t1": 10.0},
@@ -167,34 +172,42 @@ COMINGS = (
 def of_drafters() -> Iterator[tuple[str, Scenario]]:
     some = {"a": DrafterCapacity(4), "b": DrafterCapacity(3, instances=2)}
     for selection in sorted(policies("selection")):
-        chosen = drafting(selection=PolicyConfig.of(selection))
+        chosen = drafting(selection=PolicyConfig.from_name(selection))
         yield f"selection {selection}", lambda s=chosen: simulated(s, short_texts(), COMINGS)
-        beside = drafting(selection=PolicyConfig.of(selection), pipeline="auto", capacities=some)
+        beside = drafting(
+            selection=PolicyConfig.from_name(selection), pipeline="auto", capacities=some
+        )
         yield f"selection {selection}, beside", lambda s=beside: simulated(s, short_texts())
     for allocation in sorted(policies("allocation")):
         shared = drafting(
-            selection=PolicyConfig.of("adaptive"),
-            allocation=PolicyConfig.of(allocation),
+            selection=PolicyConfig.from_name("adaptive"),
+            allocation=PolicyConfig.from_name(allocation),
             kv_tokens=1600,
         )
         yield f"allocation {allocation}", lambda s=shared: simulated(s, short_texts())
-    priced = drafting(allocation=PolicyConfig.of("goodspeed_adaptive", total=12, prices=True))
+    priced = drafting(
+        allocation=PolicyConfig.from_name("goodspeed_adaptive", total=12, prices=True)
+    )
     yield "goodspeed_adaptive, prices", lambda: simulated(priced, short_texts())
     for evidence in ("hold", "zero"):
-        literal = drafting(allocation=PolicyConfig.of("goodspeed", on_empty=evidence, total=12))
+        literal = drafting(
+            allocation=PolicyConfig.from_name("goodspeed", on_empty=evidence, total=12)
+        )
         yield f"goodspeed, {evidence}", lambda s=literal: simulated(s, short_texts())
     for pipeline in ("off", "async", "2", "4", "auto"):
-        beside = drafting(selection=PolicyConfig.of("adaptive"), pipeline=pipeline)
+        beside = drafting(selection=PolicyConfig.from_name("adaptive"), pipeline=pipeline)
         yield f"pipeline {pipeline}", lambda s=beside: simulated(s, short_texts(), COMINGS)
-        scarce = drafting(selection=PolicyConfig.of("lbss"), pipeline=pipeline, kv_tokens=1024)
+        scarce = drafting(
+            selection=PolicyConfig.from_name("lbss"), pipeline=pipeline, kv_tokens=1024
+        )
         yield f"pipeline {pipeline}, scarce", lambda s=scarce: simulated(s, short_texts())
     for admission in ("fluid_guided", "sarathi"):
         fair = drafting(
-            admission=PolicyConfig.of(
+            admission=PolicyConfig.from_name(
                 admission,
                 **({"token_budget": 40, "max_num_seqs": 24} if admission == "sarathi" else {}),
             ),
-            selection=PolicyConfig.of("adaptive"),
+            selection=PolicyConfig.from_name("adaptive"),
             fairness=True,
             tenant_weights={"t1": 3.0},
         )
@@ -233,7 +246,9 @@ def of_draft_servers() -> Iterator[tuple[str, Scenario]]:
         for pipeline in ("off", "async"):
             setup = Setup(
                 SMALL,
-                allocation=PolicyConfig.of(allocation, **({"total": 10} if shares_total else {})),
+                allocation=PolicyConfig.from_name(
+                    allocation, **({"total": 10} if shares_total else {})
+                ),
                 draft_servers=SERVERS,
                 acceptance=SERVED,
                 pipeline=pipeline,

@@ -12,7 +12,7 @@ from penstock.core.policies.registry import policies
 
 INSIDE = Machine(own_devices=False, batch=2)
 ALONE = Machine(own_devices=False, batch=1)
-SMALL = replace(MapGrid.of(QUICK), warm=4, counted=8)
+SMALL = replace(MapGrid.from_effort(QUICK), warm=4, counted=8)
 
 
 @pytest.mark.parametrize("contrast", [0.0, 0.1, 0.4])

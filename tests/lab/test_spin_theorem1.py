@@ -59,7 +59,7 @@ def slots(policy: PolicyConfig, rates: FloatArray) -> Slots:
 
 def test_a_switch_reads_what_the_drafter_lacks() -> None:
     rates = np.full((2, 5), 0.5)
-    random = PolicyConfig.of("epsilon_greedy", explore=1.0, seed=1)
+    random = PolicyConfig.from_name("epsilon_greedy", explore=1.0, seed=1)
     found = slots(random, rates).play([64, 128])
     # Four of five draws are of another drafter than the one before.
     assert found.switches[1] == pytest.approx(0.8 * 128, rel=0.2)

@@ -25,7 +25,7 @@ def test_algorithm_1_serves_as_many_as_the_scheduler() -> None:
         "output_lens": tuple(kind.output_len for kind in slack.traffic),
         "thresholds": tuple(int(n) for n in slack.thresholds),
     }
-    setup = Setup(PAPER_LINEAR, PolicyConfig.of("wait", **options), counted=False)
+    setup = Setup(PAPER_LINEAR, PolicyConfig.from_name("wait", **options), counted=False)
     report = run(setup, workload, until=float(at[-1] - at[0]))
     prefills = [
         2 * np.searchsorted(found.ended[0, j], at[-1], side="right").item() for j in range(2)
@@ -35,7 +35,7 @@ def test_algorithm_1_serves_as_many_as_the_scheduler() -> None:
 
 def test_dominance_fails_with_one_violation() -> None:
     queue, above = np.array([[1, 5], [2, 2]]), np.array([[2.0, 4.0], [2.0, 2.0]])
-    found = lemmas.Dominance.of(queue, above)
+    found = lemmas.Dominance.from_queue(queue, above)
     assert found == lemmas.Dominance(2, 1, 1.0)
     never, once = lemmas.Dominance(9, 0, 0.0), lemmas.Dominance(9, 1, 1.0)
     good, bad = {1: once, 2: never, 3: never}, {1: once, 2: once, 3: once}

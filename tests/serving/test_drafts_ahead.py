@@ -167,7 +167,7 @@ async def test_a_draft_server_sends_what_it_would_draft(family, sampling) -> Non
     pieces = [p for m in verifier.ahead for s in m.lines for p in decode_pieces(s.pieces)]
     assert num_tokens >= sum(len(p.token_ids) for p in pieces) > 20
     lines = LinesAhead("edge")
-    lines.take(pieces[:1], Text(made.prompt_len, []))
+    lines.add_pieces(pieces[:1], Text(made.prompt_len, []))
     first = lines.path(made.prompt_len)
     assert first == tuple(output[: len(first)])
     roots = {p.line for p in pieces if p.parent == p.line}

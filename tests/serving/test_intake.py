@@ -21,13 +21,13 @@ class Clock:
 
 def test_one_client_leaves_as_much_as_it_holds() -> None:
     shares = Shares(12)
-    assert shares.take("a", 6)
-    assert not shares.take("a", 1)
+    assert shares.reserve("a", 6)
+    assert not shares.reserve("a", 1)
     assert shares.most_of("a") == 6
-    assert shares.take("b", 3)
-    assert not shares.take("b", 1)
+    assert shares.reserve("b", 3)
+    assert not shares.reserve("b", 1)
     shares.release("a", 3)
-    assert shares.take("b", 1)
+    assert shares.reserve("b", 1)
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 64])
@@ -36,18 +36,18 @@ def test_the_next_client_finds_room(size: int) -> None:
     shares = Shares(size)
     rng = random.Random(size)
     for client in "abcdef"[: size.bit_length()]:
-        assert shares.take(client, 1)
+        assert shares.reserve(client, 1)
         for num in sorted((rng.randrange(1, size + 1) for _ in range(20)), reverse=True):
-            shares.take(client, num)
+            shares.reserve(client, num)
     assert shares.num_taken <= size
 
 
 def test_a_limit_of_its_own_takes_the_place_of_the_share() -> None:
     shares = Shares(12, {"large": 10, "small": 2, "huge": 100})
-    assert shares.take("large", 10)
-    assert not shares.take("large", 1)
-    assert not shares.take("small", 3)
-    assert shares.take("small", 2)
+    assert shares.reserve("large", 10)
+    assert not shares.reserve("large", 1)
+    assert not shares.reserve("small", 3)
+    assert shares.reserve("small", 2)
     assert (shares.most_of("large"), shares.most_of("huge")) == (10, 12)
 
 

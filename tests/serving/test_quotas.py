@@ -33,44 +33,44 @@ def request(name: str = "r", prompt_len: int = 10, max_tokens: int = 20) -> Requ
 
 def wait_of(taken: Quotas, *requests: Request) -> float:
     with pytest.raises(RateLimited) as refused:
-        taken.take(requests or (request(),))
+        taken.charge(requests or (request(),))
     return refused.value.retry_after_s
 
 
 def test_requests_a_minute(clock: Clock) -> None:
     taken = Quotas(limits(requests_per_minute=30))
-    taken.take([request(f"r{i}") for i in range(30)])
+    taken.charge([request(f"r{i}") for i in range(30)])
     assert wait_of(taken) == pytest.approx(2)
     clock.now += 1.9
     assert wait_of(taken) == pytest.approx(0.1)
     clock.now += 0.11
-    taken.take([request()])
-    taken.take([Request("other", 1, 1, tenant="u")])
+    taken.charge([request()])
+    taken.charge([Request("other", 1, 1, tenant="u")])
     with pytest.raises(NotAllowed, match="needs 31 requests, and this tenant has 30 a minute"):
-        taken.take([request(f"r{i}") for i in range(31)])
+        taken.charge([request(f"r{i}") for i in range(31)])
 
 
 def test_tokens_a_minute_are_given_back_where_they_were_not_put_out(clock: Clock) -> None:
     taken = Quotas(limits(tokens_per_minute=60))
-    taken.take([request("a"), request("b")])
+    taken.charge([request("a"), request("b")])
     assert wait_of(taken) == pytest.approx(30)
     taken.put_out("a", 5)
     taken.end("a")
     taken.end("a")
     assert wait_of(taken) == pytest.approx(15)
     clock.now += 15.01
-    taken.take([request("c")])
+    taken.charge([request("c")])
     with pytest.raises(NotAllowed, match="needs 61 tokens, and this tenant has 60 a minute"):
-        taken.take([request("d", 11, 50)])
+        taken.charge([request("d", 11, 50)])
 
 
 def test_what_is_refused_takes_nothing(clock: Clock) -> None:
     """Of neither limit."""
     taken = Quotas(limits(requests_per_minute=2, tokens_per_minute=60))
-    taken.take([request("a", 20, 20)])
+    taken.charge([request("a", 20, 20)])
     for _ in range(5):
         assert wait_of(taken) == pytest.approx(10)
-    taken.take([request("b", 10, 10)])
+    taken.charge([request("b", 10, 10)])
 
 
 @pytest.mark.parametrize(
@@ -82,8 +82,8 @@ def test_what_is_refused_takes_nothing(clock: Clock) -> None:
 )
 def test_lengths(settings: dict[str, Any], asked: dict[str, Any], said: str) -> None:
     with pytest.raises(NotAllowed, match=said):
-        Quotas(limits(**settings)).take([request(**asked)])
-    Quotas(limits(max_prompt_tokens=10, max_output_tokens=20)).take([request()])
+        Quotas(limits(**settings)).charge([request(**asked)])
+    Quotas(limits(max_prompt_tokens=10, max_output_tokens=20)).charge([request()])
 
 
 def test_a_default_length_is_one_that_can_be_had() -> None:
@@ -95,11 +95,11 @@ def test_a_default_length_is_one_that_can_be_had() -> None:
 
 def test_other_limits_do_not_forget_what_was_used(clock: Clock) -> None:
     taken = Quotas(limits(requests_per_minute=1, tokens_per_minute=60))
-    taken.take([request()])
+    taken.charge([request()])
     taken.change(limits(requests_per_minute=1, tokens_per_minute=600))
     assert wait_of(taken) == pytest.approx(60), "the same limit is still used up"
     taken.change(limits(requests_per_minute=2, tokens_per_minute=600))
-    taken.take([request("s")])
+    taken.charge([request("s")])
     taken.change({})
-    taken.take([request("u")])
+    taken.charge([request("u")])
     taken.end("r")

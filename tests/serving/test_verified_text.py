@@ -30,7 +30,7 @@ def test_any_order_and_any_repetition_gives_the_text(sizes, copies, seed) -> Non
     sent = pieces * copies
     random.Random(seed).shuffle(sent)
     text = VerifiedText(PROMPT)
-    news = [fresh for piece in sent for fresh in text.take(piece)]
+    news = [fresh for piece in sent for fresh in text.add_piece(piece)]
     assert text.token_ids == PROMPT + [t for p in pieces for t in p.token_ids]
     assert news[: len(pieces)] == pieces
     assert all(
@@ -43,12 +43,14 @@ def test_any_order_and_any_repetition_gives_the_text(sizes, copies, seed) -> Non
 def test_logprobs_stay_with_their_tokens() -> None:
     text = VerifiedText(PROMPT)
     told = tuple(TokenLogprob(-float(n), ()) for n in range(3))
-    text.take(Piece(3, (10, 11), logprobs=told[:2]))
-    assert text.take(Piece(3, (10, 11, 12), logprobs=told)) == [Piece(5, (12,), logprobs=told[2:])]
+    text.add_piece(Piece(3, (10, 11), logprobs=told[:2]))
+    assert text.add_piece(Piece(3, (10, 11, 12), logprobs=told)) == [
+        Piece(5, (12,), logprobs=told[2:])
+    ]
 
 
 def test_what_waits_can_be_forgotten() -> None:
     text = VerifiedText(PROMPT)
-    text.take(Piece(4, (9,)))
+    text.add_piece(Piece(4, (9,)))
     text.forget_ahead()
-    assert text.take(Piece(3, (8,))) == [Piece(3, (8,))]
+    assert text.add_piece(Piece(3, (8,))) == [Piece(3, (8,))]

@@ -150,8 +150,8 @@ def simulated_steps(acceptance: AcceptanceModel, output_len: int, k: int) -> int
     lengths = Workload("one", make_array(50), make_array(output_len))
     setup = Setup(
         PROFILE,
-        PolicyConfig.of("vllm_v1"),
-        allocation=PolicyConfig.of("fixed", k=k),
+        PolicyConfig.from_name("vllm_v1"),
+        allocation=PolicyConfig.from_name("fixed", k=k),
         acceptance=acceptance,
         drafters=("a",),
     )
@@ -188,8 +188,8 @@ def test_acceptance_does_not_depend_on_the_batch() -> None:
         lengths = Workload("some", make_array(*[50] * num), make_array(*[60] * num))
         setup = Setup(
             PROFILE,
-            PolicyConfig.of("vllm_v1"),
-            allocation=PolicyConfig.of("fixed"),
+            PolicyConfig.from_name("vllm_v1"),
+            allocation=PolicyConfig.from_name("fixed"),
             acceptance=acceptance,
             drafters=("a",),
         )

@@ -56,7 +56,9 @@ def both(
         run(
             Setup(
                 PROFILE,
-                PolicyConfig.of(ADMISSIONS[admission][0], **options_of(admission, name), **options),
+                PolicyConfig.from_name(
+                    ADMISSIONS[admission][0], **options_of(admission, name), **options
+                ),
                 kv_tokens=kv_tokens or MEMORY[name],
                 block_size=block_size,
                 counted=counted,

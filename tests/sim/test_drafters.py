@@ -122,8 +122,8 @@ def test_a_full_drafter_leaves_requests_to_the_other_instance() -> None:
         drafters=("small",),
         acceptance=GeometricAcceptance({"small": 0.8}),
         capacities={"small": DrafterCapacity(2, 2)},
-        allocation=PolicyConfig.of("fixed"),
-        selection=PolicyConfig.of("single", drafter="small"),
+        allocation=PolicyConfig.from_name("fixed"),
+        selection=PolicyConfig.from_name("single", drafter="small"),
     )
     counts = DrafterCounts()
     run(setup, workload, instruments=[counts])

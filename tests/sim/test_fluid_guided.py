@@ -41,13 +41,13 @@ class Steps:
 
 def fluid(workload: Workload, instruments: Any = (), **changes: Any) -> Report:
     options = changes.pop("options", {})
-    setup = Setup(A100, PolicyConfig.of("fluid_guided", **options), **changes)
+    setup = Setup(A100, PolicyConfig.from_name("fluid_guided", **options), **changes)
     return run(setup, workload, instruments=instruments)
 
 
 def other(name: str, workload: Workload, **changes: Any) -> Report:
     return run(
-        Setup(A100, PolicyConfig.of(name, **changes.pop("options", {})), **changes), workload
+        Setup(A100, PolicyConfig.from_name(name, **changes.pop("options", {})), **changes), workload
     )
 
 

@@ -40,7 +40,7 @@ def test_acceptance_is_learned_with_outputs_of_any_length(output_len: int) -> No
     lengths = Workload("equal", np.full(100, 60), np.full(100, output_len))
     setup = Setup(
         load_profile("a100-llama2-7b"),
-        allocation=PolicyConfig.of("goodspeed"),
+        allocation=PolicyConfig.from_name("goodspeed"),
         acceptance=GeometricAcceptance({"d": 0.3}, seed=1),
         drafters=("d",),
     )

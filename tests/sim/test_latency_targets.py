@@ -32,8 +32,8 @@ def mixed(num: int = 90, rate: float = 14.0) -> Workload:
 def served(workload: Workload, allocation: str, **changes: Any) -> Report:
     setup = Setup(
         A100,
-        PolicyConfig.of("fluid_guided"),
-        PolicyConfig.of(allocation),
+        PolicyConfig.from_name("fluid_guided"),
+        PolicyConfig.from_name(allocation),
         acceptance=GeometricAcceptance({"d": 0.7}),
         drafters=("d",),
         **changes,
@@ -49,7 +49,7 @@ def test_the_summary_counts_them_by_tenant() -> None:
     of_tenants = [figures["tenants"][name]["latency_targets"] for name in "ab"]
     assert sum(own["met"] for own in of_tenants) == of_all["met"]
     assert sum(own["requests"] for own in of_tenants) == 60
-    without = served(replace(mixed(), tpot=None).take(slice(6)), "on_time").figures()
+    without = served(replace(mixed(), tpot=None).select(slice(6)), "on_time").figures()
     assert "latency_targets" not in without
 
 
@@ -72,7 +72,7 @@ def test_a_prompt_is_held_back_for_those_whose_clients_ask_for_it() -> None:
     arrivals = np.array([0.0] * 20 + [0.5])
     workload = Workload("one", prompts, np.full(21, 200), arrivals)
     tpot = np.array([0.03] * 20 + [np.nan])
-    setup = Setup(A100, PolicyConfig.of("fluid_guided"), kv_tokens=100_000)
+    setup = Setup(A100, PolicyConfig.from_name("fluid_guided"), kv_tokens=100_000)
     plain, told = run(setup, workload), run(setup, replace(workload, tpot=tpot))
     assert told.met_target.sum() == 20
     assert (plain.token_seconds[:20] > 0.03).any()
@@ -82,7 +82,7 @@ def test_a_prompt_is_held_back_for_those_whose_clients_ask_for_it() -> None:
 def test_no_request_is_held_back_for_a_target_that_cannot_be_met() -> None:
     prompts = np.array([200] * 20 + [40_000])
     workload = Workload("one", prompts, np.full(21, 200), np.array([0.0] * 20 + [0.5]))
-    setup = Setup(A100, PolicyConfig.of("fluid_guided"), kv_tokens=100_000)
+    setup = Setup(A100, PolicyConfig.from_name("fluid_guided"), kv_tokens=100_000)
     hopeless = replace(workload, tpot=np.array([0.001] * 20 + [np.nan]))
     plain, told = run(setup, workload), run(setup, hopeless)
     assert told.finished_at == pytest.approx(plain.finished_at)
@@ -95,9 +95,9 @@ def test_the_request_with_the_least_slack_is_admitted_first() -> None:
         "six", np.full(6, 100), np.array([200, 40, 40, 40, 20, 20]), np.zeros(6), deadline=deadline
     )
     options: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 2048}
-    setup = Setup(A100, PolicyConfig.of("vllm_v1", **options, order="slack"))
+    setup = Setup(A100, PolicyConfig.from_name("vllm_v1", **options, order="slack"))
     started = run(setup, workload).first_token_at
     assert started[5] < started[1]
     assert (np.diff(started[1:4]) > 0).all()
-    plain = run(replace(setup, admission=PolicyConfig.of("vllm_v1", **options)), workload)
+    plain = run(replace(setup, admission=PolicyConfig.from_name("vllm_v1", **options)), workload)
     assert (np.diff(plain.first_token_at) > 0).all()

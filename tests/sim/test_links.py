@@ -26,7 +26,7 @@ def report(
     profile = StepProfile("p", 10**9, (0, 1000), (VERIFY_S, VERIFY_S + 1000 * ROW_S))
     setup = Setup(
         profile,
-        allocation=options.pop("allocation", PolicyConfig.of("fixed", k=3)),
+        allocation=options.pop("allocation", PolicyConfig.from_name("fixed", k=3)),
         draft_servers=tuple(servers),
         acceptance=acceptance,
         kv_tokens=4096 * 300 * len(servers),
@@ -118,7 +118,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
                 servers,
                 acceptance,
                 pipeline="async",
-                allocation=PolicyConfig.of("deadline", total=9),
+                allocation=PolicyConfig.from_name("deadline", total=9),
                 seed=seed,
                 seconds=4.0,
             )

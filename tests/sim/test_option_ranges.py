@@ -91,7 +91,7 @@ def test_every_option_is_refused_or_works(kind: str, name: str, option: str) -> 
     for value in values_for(option_types(kind, name)[option]):
         said = refusal(kind, name, {option: value})
         if said is None:
-            serve_a_few(**{kind: PolicyConfig.of(name, **{option: value})})
+            serve_a_few(**{kind: PolicyConfig.from_name(name, **{option: value})})
         else:
             assert said.startswith(f"{kind} policy {name!r}: ")
             assert "\n" not in said

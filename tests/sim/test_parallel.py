@@ -21,7 +21,7 @@ from penstock.sim.profiles import load_profile
 from penstock.sim.run import Setup
 from penstock.sim.workloads import Workload, make_workload
 
-SETUP = Setup(load_profile("a100-llama2-7b"), PolicyConfig.of("fluid_guided"))
+SETUP = Setup(load_profile("a100-llama2-7b"), PolicyConfig.from_name("fluid_guided"))
 Cli = Callable[..., tuple[int, str, str]]
 LOW = ("--workload", "low", "--profile", "a100-llama2-7b", "--admission", "fluid_guided")
 

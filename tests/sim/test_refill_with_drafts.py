@@ -20,8 +20,8 @@ def tokens_per_s(policy: str) -> float:
     load = Workload("waiting", *lengths, np.zeros(NUM))
     setup = Setup(
         PAPER_LINEAR,
-        PolicyConfig.of(policy),
-        PolicyConfig.of("fixed", k=4),
+        PolicyConfig.from_name(policy),
+        PolicyConfig.from_name("fixed", k=4),
         kv_tokens=3000,
         block_size=16,
         drafters=("draft",),

@@ -15,7 +15,7 @@ A100 = load_profile("a100-llama2-7b")
 
 
 def served(admission: str, workload: Workload, **options: Any) -> Report:
-    return run(Setup(A100, PolicyConfig.of(admission, **options)), workload)
+    return run(Setup(A100, PolicyConfig.from_name(admission, **options)), workload)
 
 
 def long_prompts(num: int, rate: float, seed: int = 0) -> Workload:

@@ -29,7 +29,7 @@ def tenants(*names: str) -> Workload:
 
 
 def test_figures_by_hand() -> None:
-    report = run(Setup(PROFILE, PolicyConfig.of("sarathi")), HIGH)
+    report = run(Setup(PROFILE, PolicyConfig.from_name("sarathi")), HIGH)
     figures = report.figures()
     assert figures["requests_completed"] == 300
     assert figures["requests_refused"] == figures["requests_unfinished"] == 0
@@ -48,10 +48,10 @@ def test_figures_by_hand() -> None:
 def test_slowdown_is_against_the_request_alone() -> None:
     """A request alone has about one; in a queue each has its latency over that of itself alone."""
     lengths = Workload("w", np.array([2000]), np.array([300]), np.zeros(1))
-    alone = run(Setup(PROFILE, PolicyConfig.of("vllm_v1")), lengths)
+    alone = run(Setup(PROFILE, PolicyConfig.from_name("vllm_v1")), lengths)
     assert alone.slowdown == pytest.approx([1.0])
     queue = make_workload(lengths, num_requests=200, rate=4.0, seed=1)
-    report = run(Setup(PROFILE, PolicyConfig.of("vllm_v1")), queue)
+    report = run(Setup(PROFILE, PolicyConfig.from_name("vllm_v1")), queue)
     assert report.slowdown == pytest.approx(report.latency / alone.latency)
     figures = report.figures()
     assert figures["slowdown"]["max"] == pytest.approx(report.slowdown.max())
@@ -63,7 +63,7 @@ def test_long_prompts_are_reported_apart() -> None:
     rng = np.random.default_rng(3)
     lengths = Workload("w", rng.permutation(np.arange(100, 2100)), np.full(2000, 20))
     report = run(
-        Setup(PROFILE, PolicyConfig.of("vllm_v1")), make_workload(lengths, rate=6.0, seed=1)
+        Setup(PROFILE, PolicyConfig.from_name("vllm_v1")), make_workload(lengths, rate=6.0, seed=1)
     )
     groups = report.figures()["by_prompt_len"]
     assert [g["prompt_len"] for g in groups] == [[100 + 200 * i, 299 + 200 * i] for i in range(10)]
@@ -74,7 +74,7 @@ def test_long_prompts_are_reported_apart() -> None:
 
 
 def test_targets_count_each_request_by_itself() -> None:
-    report = run(Setup(PROFILE, PolicyConfig.of("sarathi")), HIGH)
+    report = run(Setup(PROFILE, PolicyConfig.from_name("sarathi")), HIGH)
     ttft = report.first_token_at - report.arrived_at
     per_token = (report.finished_at - report.first_token_at) / (HIGH.output_len - 1)
     middle, slow = float(np.median(ttft)), float(per_token.max())
@@ -89,7 +89,7 @@ def test_targets_count_each_request_by_itself() -> None:
 
 def test_tenants_share_and_are_reported_apart() -> None:
     workload = tenants(*("ab" * 20), *("a" * 40))
-    figures = run(Setup(PROFILE, PolicyConfig.of("vllm_v1")), workload).figures()
+    figures = run(Setup(PROFILE, PolicyConfig.from_name("vllm_v1")), workload).figures()
     own = figures["tenants"]
     assert {n: f["requests_completed"] for n, f in own.items()} == {"a": 60, "b": 20}
     x = np.array([f["throughput_tokens_per_s"] for f in own.values()])
@@ -102,9 +102,11 @@ def test_tenants_share_and_are_reported_apart() -> None:
 def test_what_memory_cannot_hold_is_refused_and_counted() -> None:
     lengths = np.array([20, 900, 20], dtype=np.int64)
     workload = make_workload(Workload("w", lengths, np.array([5, 5, 5])), rate=10.0)
-    figures = run(Setup(PROFILE, PolicyConfig.of("sarathi"), kv_tokens=600), workload).figures()
+    figures = run(
+        Setup(PROFILE, PolicyConfig.from_name("sarathi"), kv_tokens=600), workload
+    ).figures()
     assert (figures["requests_completed"], figures["requests_refused"]) == (2, 1)
-    none = run(Setup(PROFILE, PolicyConfig.of("sarathi"), kv_tokens=10), workload).figures()
+    none = run(Setup(PROFILE, PolicyConfig.from_name("sarathi"), kv_tokens=10), workload).figures()
     assert (none["requests_completed"], none["requests_refused"]) == (0, 3)
     nothing = dict.fromkeys(("mean", "p50", "p99", "p999", "max"))
     assert none["latency_s"] == none["slowdown"] == nothing
@@ -124,7 +126,7 @@ def test_the_bound_holds_with_and_without_drafts() -> None:
 def test_planned_thresholds_carry_their_load(name: str, admission: str) -> None:
     bound = load_bound(PROFILE, make_workload(name, num_requests=2000, rate=1), PROFILE.kv_tokens)
     workload = make_workload(name, num_requests=600, rate=0.7 * bound, seed=4)
-    policy = PolicyConfig.of(admission, gated=True)
+    policy = PolicyConfig.from_name(admission, gated=True)
     options = threshold_options(policy, PROFILE, workload, 0.7 * bound, PROFILE.kv_tokens)
     figures = run(Setup(PROFILE, policy.with_defaults(options)), workload).figures()
     assert figures["requests_completed"] == 600
@@ -133,26 +135,31 @@ def test_planned_thresholds_carry_their_load(name: str, admission: str) -> None:
 
 def test_planned_thresholds_of_the_literal_algorithms_are_whole() -> None:
     paper = load_profile("paper-linear")
-    wait = threshold_options(PolicyConfig.of("wait"), paper, HIGH, 30.0, paper.kv_tokens)
+    wait = threshold_options(PolicyConfig.from_name("wait"), paper, HIGH, 30.0, paper.kv_tokens)
     assert wait["output_lens"] == (101, 201, 301)
     assert all(type(n) is int for n in wait["thresholds"])
-    nested = threshold_options(PolicyConfig.of("nested_wait"), paper, HIGH, 30.0, paper.kv_tokens)
+    nested = threshold_options(
+        PolicyConfig.from_name("nested_wait"), paper, HIGH, 30.0, paper.kv_tokens
+    )
     assert nested["segment_ends"][-1] == 301
     assert all(type(n) is int for n in nested["thresholds"])
-    assert threshold_options(PolicyConfig.of("sarathi"), paper, HIGH, 30.0, paper.kv_tokens) == {}
+    assert (
+        threshold_options(PolicyConfig.from_name("sarathi"), paper, HIGH, 30.0, paper.kv_tokens)
+        == {}
+    )
     with pytest.raises(PlanError, match="wait at 70 requests a second: no thresholds fit"):
-        threshold_options(PolicyConfig.of("wait"), paper, HIGH, 70.0, paper.kv_tokens)
+        threshold_options(PolicyConfig.from_name("wait"), paper, HIGH, 70.0, paper.kv_tokens)
 
 
 def test_thresholds_that_cannot_fit_are_refused() -> None:
     options = {"output_lens": (101, 201, 301), "thresholds": (1, 1, 1)}
-    check_thresholds_fit(PolicyConfig.of("wait", **options), HIGH, 160_000)
-    check_thresholds_fit(PolicyConfig.of("wait", gated=True, **options), HIGH, 100)
+    check_thresholds_fit(PolicyConfig.from_name("wait", **options), HIGH, 160_000)
+    check_thresholds_fit(PolicyConfig.from_name("wait", gated=True, **options), HIGH, 100)
     with pytest.raises(PlanError, match=r"thresholds 1,1,1 hold up to 1\d{5} KV tokens"):
-        check_thresholds_fit(PolicyConfig.of("wait", **options), HIGH, 100_000)
+        check_thresholds_fit(PolicyConfig.from_name("wait", **options), HIGH, 100_000)
     segments = {"segment_ends": (100, 300), "thresholds": (3, 1)}
     with pytest.raises(PlanError, match="nested_wait: thresholds 3,1 hold up to"):
-        check_thresholds_fit(PolicyConfig.of("nested_wait", **segments), HIGH, 50_000)
+        check_thresholds_fit(PolicyConfig.from_name("nested_wait", **segments), HIGH, 50_000)
 
 
 def test_the_static_budget_is_at_a_corner_and_within_memory() -> None:
@@ -192,5 +199,5 @@ def sampled(every: float) -> tuple[Sampler, Report]:
         made.append(Sampler(scheduler, every, [100, 200, 300]))
         return made[0]
 
-    report = run(Setup(PROFILE, PolicyConfig.of("sarathi")), HIGH, watch=watch)
+    report = run(Setup(PROFILE, PolicyConfig.from_name("sarathi")), HIGH, watch=watch)
     return made[0], report

@@ -62,7 +62,7 @@ def test_capacity_is_where_the_criterion_turns() -> None:
     def at(rate: float) -> Workload:
         return make_workload("low", num_requests=2500, rate=rate, seed=2)
 
-    setup = Setup(PROFILE, PolicyConfig.of("sarathi", token_budget=768, max_num_seqs=320))
+    setup = Setup(PROFILE, PolicyConfig.from_name("sarathi", token_budget=768, max_num_seqs=320))
     found = capacity(setup, at, 40.0, 120.0, tolerance=0.05)
     assert found.requests_per_s > 120, "the range is widened"
     assert judge_load(setup, at(found.low)).sustained
@@ -75,7 +75,7 @@ def test_targets_end_the_search_where_they_are_missed() -> None:
     def at(rate: float) -> Workload:
         return make_workload("low", num_requests=3000, rate=rate, seed=2)
 
-    setup, criterion = Setup(PROFILE, PolicyConfig.of("sarathi")), Criterion(tpot_p99=0.02)
+    setup, criterion = Setup(PROFILE, PolicyConfig.from_name("sarathi")), Criterion(tpot_p99=0.02)
     found = capacity(setup, at, 20.0, 160.0, criterion=criterion, tolerance=0.02)
     assert found.low <= found.requests_per_s <= found.high
     assert judge_load(setup, at(1.3 * found.high)).sustained, "it is the target that ends it"
@@ -89,7 +89,9 @@ def test_who_is_never_served_is_late() -> None:
     workload = make_workload("low", num_requests=2000, rate=20.0, seed=2)
     assert workload.arrival_time is not None
     report = run(
-        Setup(PROFILE, PolicyConfig.of("sarathi")), workload, until=float(workload.arrival_time[-1])
+        Setup(PROFILE, PolicyConfig.from_name("sarathi")),
+        workload,
+        until=float(workload.arrival_time[-1]),
     )
     criterion = Criterion(ttft_p99=1.0)
     assert criterion.judge(report).sustained
@@ -104,7 +106,7 @@ def test_who_is_never_served_is_late() -> None:
 
 def test_a_load_without_a_setup_is_not_sustained() -> None:
     def setup_at(rate: float) -> Setup | None:
-        return Setup(PROFILE, PolicyConfig.of("sarathi")) if rate < 12 else None
+        return Setup(PROFILE, PolicyConfig.from_name("sarathi")) if rate < 12 else None
 
     def at(rate: float) -> Workload:
         return make_workload("low", num_requests=2000, rate=rate)

@@ -39,7 +39,9 @@ def bursts() -> Workload:
 
 
 def served(workload: Workload, policy: str, **options: Any) -> Report:
-    return run(Setup(A100, PolicyConfig.of(policy, **options), kv_tokens=KV_TOKENS), workload)
+    return run(
+        Setup(A100, PolicyConfig.from_name(policy, **options), kv_tokens=KV_TOKENS), workload
+    )
 
 
 def num_within(report: Report, ttft: float, tpot: float) -> int:

@@ -46,7 +46,7 @@ def setup_of(admission: str, name: str, fairness: bool, **changes: Any) -> Setup
         thresholds = tuple(0.3 * n for n in THRESHOLDS[name])
         options = {key: LENGTHS[name], "thresholds": thresholds, **gated}
     changes.setdefault("kv_tokens", MEMORY[name])
-    return Setup(PROFILE, PolicyConfig.of(policy, **options), fairness=fairness, **changes)
+    return Setup(PROFILE, PolicyConfig.from_name(policy, **options), fairness=fairness, **changes)
 
 
 @pytest.mark.slow
@@ -100,7 +100,7 @@ def ttft_of(report: Report, tenant: str) -> np.ndarray[Any, np.dtype[np.float64]
 @pytest.mark.parametrize("admission", ["vllm_v1", "sarathi", "fluid_guided"])
 def test_long_outputs_make_way(admission: str) -> None:
     """They hold all memory for minutes, and end at about the same time."""
-    setup = Setup(PROFILE, PolicyConfig.of(admission), kv_tokens=111_580)
+    setup = Setup(PROFILE, PolicyConfig.from_name(admission), kv_tokens=111_580)
     workload = greedy_and_quiet()
     unfair = run(setup, workload)
     fair = run(replace(setup, fairness=True), workload)
@@ -118,7 +118,11 @@ def backlog(weights: dict[str, float]) -> Report:
     )
     workload = make_workload(lengths, rate=200.0, seed=1)
     setup = Setup(
-        PROFILE, PolicyConfig.of("vllm_v1"), fairness=True, tenant_weights=weights, kv_tokens=30_000
+        PROFILE,
+        PolicyConfig.from_name("vllm_v1"),
+        fairness=True,
+        tenant_weights=weights,
+        kv_tokens=30_000,
     )
     return run(setup, workload, until=20.0)
 
@@ -146,7 +150,7 @@ def test_idle_tenants_save_up_no_credit() -> None:
         np.r_[np.linspace(0, 60, num), np.full(num, 60.001)],
         tenants,
     )
-    report = run(Setup(PROFILE, PolicyConfig.of("vllm_v1"), fairness=True), workload)
+    report = run(Setup(PROFILE, PolicyConfig.from_name("vllm_v1"), fairness=True), workload)
     begun = (report.first_token_at > 65) & (report.first_token_at < 85)
     assert begun.sum() > 50
     assert (begun & (tenants == "busy")).sum() / begun.sum() == pytest.approx(0.5, abs=0.1)
@@ -165,11 +169,11 @@ def test_who_sends_most_does_not_slow_the_others() -> None:
     quiet = workload.tenants == "quiet"
     seconds = {}
     for rule in (False, True):
-        report = run(Setup(PROFILE, PolicyConfig.of("vllm_v1"), fairness=rule), workload)
+        report = run(Setup(PROFILE, PolicyConfig.from_name("vllm_v1"), fairness=rule), workload)
         seconds[rule] = float(np.mean((report.finished_at - report.first_token_at)[quiet]))
         assert report.completed.all()
-    own = replace(workload, arrival_time=None).take(np.flatnonzero(quiet))
-    report = run(Setup(PROFILE, PolicyConfig.of("vllm_v1")), make_workload(own, rate=1000.0))
+    own = replace(workload, arrival_time=None).select(np.flatnonzero(quiet))
+    report = run(Setup(PROFILE, PolicyConfig.from_name("vllm_v1")), make_workload(own, rate=1000.0))
     alone = float(np.mean(report.finished_at - report.first_token_at))
     assert seconds[False] > 2 * alone
     assert seconds[True] < 1.35 * alone
@@ -187,7 +191,10 @@ def test_a_tenant_may_have_less_than_one_request_at_work(num_quiet: int) -> None
     )
     weights = {"quiet": 10.0}
     setup = Setup(
-        load_profile("zoo-large"), PolicyConfig.of("vllm_v1"), fairness=True, tenant_weights=weights
+        load_profile("zoo-large"),
+        PolicyConfig.from_name("vllm_v1"),
+        fairness=True,
+        tenant_weights=weights,
     )
     report = run(setup, workload)
     assert report.completed.all()
@@ -207,7 +214,7 @@ def test_turns_are_no_reason_to_stand_still() -> None:
         np.array([0.0, 0.5]),
         np.array(["greedy", "quiet"]),
     )
-    setup = Setup(load_profile("zoo-large"), PolicyConfig.of("vllm_v1"), kv_tokens=4096)
+    setup = Setup(load_profile("zoo-large"), PolicyConfig.from_name("vllm_v1"), kv_tokens=4096)
     fair = run(replace(setup, fairness=True, tenant_weights={"quiet": 10.0}), workload)
     assert fair.completed.all()
     np.testing.assert_allclose(fair.finished_at, run(setup, workload).finished_at, rtol=0.05)

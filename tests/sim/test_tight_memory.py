@@ -37,7 +37,7 @@ def served(
 ) -> Report:
     setup = Setup(
         CPU,
-        PolicyConfig.of(policy, **options),
+        PolicyConfig.from_name(policy, **options),
         kv_tokens=kv_tokens,
         block_size=16,
         drafters=("draft",),

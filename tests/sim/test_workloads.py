@@ -76,7 +76,7 @@ def test_a_request_has_the_papers_stages(name: str, closed_form: float) -> None:
     assert load_bound(paper, drawn, paper.kv_tokens) == pytest.approx(closed_form, rel=0.005)
     assert [t.decode_len for t in traffic_of(drawn, 1.0)] == list(mix.decode_lens)
     alone = make_workload(name, num_requests=1, rate=1.0)
-    steps = run(Setup(paper, PolicyConfig.of("vllm_v1")), alone).result.num_steps
+    steps = run(Setup(paper, PolicyConfig.from_name("vllm_v1")), alone).result.num_steps
     assert steps in [length + 1 for length in mix.decode_lens]
 
 

@@ -110,9 +110,9 @@ def served(
 
 POLICIES = {
     "throughput": {},
-    "confident": {"allocation": PolicyConfig.of("confident")},
-    "on_time": {"allocation": PolicyConfig.of("on_time")},
-    "adaptive": {"selection": PolicyConfig.of("adaptive")},
+    "confident": {"allocation": PolicyConfig.from_name("confident")},
+    "on_time": {"allocation": PolicyConfig.from_name("on_time")},
+    "adaptive": {"selection": PolicyConfig.from_name("adaptive")},
 }
 NOISE = {
     "all three times as long": busy(3.0, 1.0, 3.0),
@@ -158,7 +158,7 @@ def test_load_that_comes_and_goes_is_followed_within_64_requests(name: str) -> N
 def test_where_drafts_do_not_pay_little_time_is_spent_on_them(name: str) -> None:
     """With a drafter that is hardly ever right, and times that are right from the start."""
     later = served(POLICIES[name], QUIET, rate=0.05)
-    alone = served({"allocation": PolicyConfig.of("fixed", k=0)}, QUIET)
+    alone = served({"allocation": PolicyConfig.from_name("fixed", k=0)}, QUIET)
     assert 0 < later.num_drafted < 0.05 * later.num_tokens
     assert later.num_tokens / later.seconds >= 0.98 * alone.num_tokens / alone.seconds
 
@@ -204,7 +204,7 @@ def crowd(
     """Eight requests at once, which arrive together and begin to draft together."""
     setup = Setup(
         wrong or busy(rows=10.0, drafter=6.0),
-        PolicyConfig.of("vllm_v1", max_num_batched_tokens=budget, max_num_seqs=8),
+        PolicyConfig.from_name("vllm_v1", max_num_batched_tokens=budget, max_num_seqs=8),
         drafters=("a",),
         acceptance=GeometricAcceptance({"a": 0.8}),
         block_size=16,

@@ -190,7 +190,7 @@ def test_sizes() -> None:
 
 def test_a_quota_refills() -> None:
     quota = TokenBucket(10.0, 0.0)
-    assert [quota.take(1, 0.0) for _ in range(21)] == [True] * 20 + [False]
-    assert [quota.take(1, 0.25) for _ in range(3)] == [True, True, False]
-    assert quota.take(20, 100.0)
-    assert not quota.take(0.5, 100.0)
+    assert [quota.spend(1, 0.0) for _ in range(21)] == [True] * 20 + [False]
+    assert [quota.spend(1, 0.25) for _ in range(3)] == [True, True, False]
+    assert quota.spend(20, 100.0)
+    assert not quota.spend(0.5, 100.0)

@@ -58,7 +58,7 @@ class Progress:
     began: float = field(default_factory=time.monotonic)
 
     @classmethod
-    def of(cls, models: Sequence[PeerCheckpoint], batches: Sequence[int]) -> Progress:
+    def start(cls, models: Sequence[PeerCheckpoint], batches: Sequence[int]) -> Progress:
         return cls({(m.name, b): _weight(m, b) for m in models for b in batches})
 
     def finish(self, model: PeerCheckpoint, batch: int, *, kept: bool) -> None:

@@ -40,7 +40,7 @@ class PeerSweep:
 
     def measure(self, models: Sequence[PeerCheckpoint], batches: Sequence[int]) -> list[Run]:
         """The figures of every cell."""
-        self._progress = Progress.of(models, batches)
+        self._progress = Progress.start(models, batches)
         runs: list[Run] = []
         try:
             for model in models:

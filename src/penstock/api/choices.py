@@ -131,7 +131,7 @@ class TextStream:
             ]
         self._is_over = True
 
-    def take(self) -> tuple[str, list[TokenText]]:
+    def pop_text(self) -> tuple[str, list[TokenText]]:
         """Return the text that is ready and not yet taken, and the tokens that it completes."""
         ready = len(self._pending) - (0 if self._is_over else self._num_held_back())
         text, self._pending = self._pending[:ready], self._pending[ready:]
@@ -196,7 +196,7 @@ class ResponseChoice:
         self._echo = echo
         self._adds_text = adds_text
 
-    def take(self, output: Output) -> Delta | None:
+    def on_output(self, output: Output) -> Delta | None:
         """Add an output; return None while there is nothing to show.
 
         Raises: ApiError if the engine ended the request without completing it.
@@ -214,12 +214,12 @@ class ResponseChoice:
         if not self._adds_text:
             nothing = Output(output.request_id, finish_reason=FinishReason.LENGTH)
             output = nothing._replace(num_cached_tokens=output.num_cached_tokens)
-        self.usage.observe(output)
+        self.usage.on_output(output)
         self._add(output)
         if output.finish_reason is not None:
             self._text.finish(output.num_stop_chars)
             self.finish_reason = output.finish_reason
-        text, tokens = self._text.take()
+        text, tokens = self._text.pop_text()
         return self._delta(text, tokens)
 
     def _delta(self, text: str, tokens: Sequence[TokenText]) -> Delta | None:

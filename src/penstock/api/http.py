@@ -206,7 +206,7 @@ class _BodyReader:
         num = len(message.get("body", b""))
         if self._num_bytes + num > self._max_bytes:
             return False
-        if num and not self._memory.take(self._client, num):
+        if num and not self._memory.reserve(self._client, num):
             raise HTTPException(429, "too many large bodies are on their way; try again later")
         self._num_bytes += num
         self.is_read = not message.get("more_body", False)

@@ -221,10 +221,10 @@ class RequestMeter:
         self._drafter: str | None = None
         self._is_finished = self.is_complete = False
 
-    def observe(self, output: Output) -> None:
-        self._record.observe(output)
+    def on_output(self, output: Output) -> None:
+        self._record.on_output(output)
         if self._trace is not None and output.token_ids:
-            self._trace.observe(output)
+            self._trace.on_output(output)
         if output.token_ids:
             self._time_tokens(time.perf_counter(), output)
         self._num_preemptions += output.num_preemptions
@@ -326,7 +326,7 @@ class RequestRecord:
     def tenant(self) -> str:
         return self._request.tenant
 
-    def observe(self, output: Output) -> None:
+    def on_output(self, output: Output) -> None:
         self._num_tokens += len(output.token_ids)
         if output.drafter is not None and output.num_proposed:
             counts = self._drafts.setdefault(output.drafter, [0, 0, 0])
@@ -374,7 +374,7 @@ class RecentRequests:
         self._open.pop(request_id, None)
         self._ended.append(told)
 
-    def of(self, tenant: str | None) -> list[JsonDict]:
+    def rows_of(self, tenant: str | None) -> list[JsonDict]:
         """Return a tenant's requests (None: all): running ones, then ended ones, newest first."""
         return [told for told, _ in zip(self._all(tenant), range(_MAX_TOLD), strict=False)]
 

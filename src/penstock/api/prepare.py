@@ -57,7 +57,7 @@ class _Chat:
     """Beginning of that turn."""
 
     @classmethod
-    def of(
+    def from_messages(
         cls, messages: Iterable[ChatMessage], tools: Iterable[Tool], is_asked: bool = True
     ) -> Self:
         return cls(
@@ -153,7 +153,7 @@ class RequestBuilder:
         Raises: ApiError."""
         self._check(body, caller, 1)
         tools = tool_use(body, self.tokenizer.tool_template) if body.uses_tools else None
-        chat = _Chat.of(body.messages, body.offered_tools)
+        chat = _Chat.from_messages(body.messages, body.offered_tools)
         structures, shown = body.structures, frozenset[int]()
         if tools is not None:
             chat = replace(chat, lead=tools.lead)
@@ -203,7 +203,7 @@ class RequestBuilder:
         if body.prompt is not None:
             encode = partial(self._encode, param="prompt", add_special_tokens=adds is not False)
             return await self._tokenise(_COST_PER_TEXT + len(body.prompt), encode, body.prompt)
-        chat = _Chat.of(body.messages, body.tools, body.add_generation_prompt)
+        chat = _Chat.from_messages(body.messages, body.tools, body.add_generation_prompt)
 
         def encode_chat(chat: _Chat) -> list[int]:
             return self._encode(self._chat_text(chat), "messages", add_special_tokens=bool(adds))
@@ -258,7 +258,7 @@ class RequestBuilder:
         self._check_ids([int(token) for token in body.logit_bias], "logit_bias")
 
     def _drafters_of(self, tenant: str) -> Iterable[str]:
-        allowed = self.quotas.of(tenant).allowed_drafters
+        allowed = self.quotas.config_of(tenant).allowed_drafters
         return (name for name in self.drafters() if allowed is None or name in allowed)
 
     def _chat_text(self, chat: _Chat) -> str:

@@ -269,8 +269,8 @@ class Generation(AbstractContextManager["Generation"]):
         with _as_api_errors():
             async for output in self._stream:
                 choice, meter = self._by_request[output.request_id]
-                meter.observe(output)
-                delta = choice.take(output)
+                meter.on_output(output)
+                delta = choice.on_output(output)
                 if delta is None:
                     continue
                 if choice.finish_reason is not None:

@@ -65,7 +65,7 @@ class RequestTrace:
         self._queued_s = 0.0
         self._rounds: list[_Rounds] = []
 
-    def observe(self, output: Output) -> None:
+    def on_output(self, output: Output) -> None:
         drafter = output.drafter or "none"
         if not self._rounds:
             self._queued_s = output.queued_s

@@ -50,7 +50,7 @@ def capacity(scenario: Scenario, seeds: cli.SeedsOption = 1, plot: cli.PlotOptio
 
     with bad_input():
         base = scenario.setup()
-        lengths = LoadedWorkload.of(scenario)
+        lengths = LoadedWorkload.from_scenario(scenario)
         kv_tokens = base.num_blocks * base.block_size
         bound = load_bound(
             base.profile, lengths.workload, kv_tokens, base.acceptance, base.drafters
@@ -83,7 +83,7 @@ class LoadedWorkload:
     """Requests per second of recorded arrivals; None if arrivals are generated."""
 
     @classmethod
-    def of(cls, load: Scenario) -> LoadedWorkload:
+    def from_scenario(cls, load: Scenario) -> LoadedWorkload:
         """Load the requests of `load`. Raises: WorkloadError, PlanError.
 
         Recorded arrivals are scaled. Generated ones come with the requests in random order: a
@@ -145,7 +145,7 @@ def search(
     from penstock.sim import capacity as bisection
     from penstock.sim.parallel import HERE
 
-    workload_at = LoadedWorkload.of(load).at
+    workload_at = LoadedWorkload.from_scenario(load).at
     for descent in range(_DESCENTS):
         found = bisection.capacity(
             partial(_setup_at, base, workload_at),
@@ -215,7 +215,7 @@ def _figures(found: list[MeasuredCapacity], bound: float) -> dict[str, Any]:
 
     by_seed = [capacity.requests_per_s for capacity in found]
     if len(found) > 1:
-        mean = Estimate.of(by_seed)
+        mean = Estimate.from_values(by_seed)
         interval = [mean.low, mean.high]
     else:
         interval = [found[0].low, found[0].high]

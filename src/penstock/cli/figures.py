@@ -51,7 +51,10 @@ def over_seeds(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     from penstock.sim.capacity import Estimate
 
     known = ((key, values) for key, _, values in _compared(runs) if None not in values)
-    means = {key: Estimate.of([float(v) for v in values if v is not None]) for key, values in known}
+    means = {
+        key: Estimate.from_values([float(v) for v in values if v is not None])
+        for key, values in known
+    }
     return {
         key: {"mean": mean.mean, "interval_95": [mean.low, mean.high]}
         for key, mean in means.items()

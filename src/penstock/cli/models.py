@@ -52,7 +52,7 @@ def drafter_checkpoint(model: str | None) -> tuple[str, Path]:
 
     N-gram look-up uses the tokenizer of the bundled family.
     """
-    if model not in (None, NGRAM) and DrafterParts.of(str(model)).look_up is not None:
+    if model not in (None, NGRAM) and DrafterParts.from_path(str(model)).look_up is not None:
         raise ConfigError(f"a draft server drafts with one model or with {NGRAM}, not {model!r}")
     if model == NGRAM:
         return NGRAM, Path(_drafter_path(NGRAM, DEFAULT_DRAFTER))
@@ -102,7 +102,7 @@ def named_drafters(options: Sequence[str]) -> dict[str, str]:
 
 
 def _drafter_path(name: str, path: str) -> str:
-    parts = DrafterParts.of(path)
+    parts = DrafterParts.from_path(path)
     model = parts.model
     if model is None or _is_checkpoint(model):
         return path

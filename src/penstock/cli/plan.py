@@ -67,7 +67,7 @@ def plan(
         planned = plan_deployment(
             base.profile, made, offered, base.num_blocks * base.block_size, delta or DELTA
         )
-        shown = made.take(slice(load.requests or _REQUESTS))
+        shown = made.select(slice(load.requests or _REQUESTS))
         with_thresholds(base, shown)
     with workers_of(load.workers, load.ray) as pool:
         expected = _expected(base, planned, shown, load, pool)

@@ -359,7 +359,7 @@ def chosen_policies(names: Mapping[str, str], settings: Sequence[str]) -> dict[s
             options[kind][option] = value
     for kind, name in names.items():
         make_policy(kind, name, options[kind])
-    return {kind: PolicyConfig.of(name, **options[kind]) for kind, name in names.items()}
+    return {kind: PolicyConfig.from_name(name, **options[kind]) for kind, name in names.items()}
 
 
 def parse_value(text: str, wanted: Any) -> Any:

@@ -36,7 +36,7 @@ class DrafterParts(NamedTuple):
     model: str | None
 
     @classmethod
-    def of(cls, path: str) -> Self:
+    def from_path(cls, path: str) -> Self:
         """Parse a path. Raises ConfigError."""
         first, is_chain, rest = path.partition(_CHAIN)
         if first not in LOOK_UPS:
@@ -66,12 +66,12 @@ class PolicyConfig(Model):
     options: dict[str, Any] = Field(default_factory=dict)
 
     @classmethod
-    def of(cls, name: str, /, **options: Any) -> Self:
+    def from_name(cls, name: str, /, **options: Any) -> Self:
         return cls(name=name, options=options)
 
     def with_defaults(self, options: Mapping[str, Any]) -> Self:
         """Return the policy with these options where it has none of its own."""
-        return self.of(self.name, **{**options, **self.options})
+        return self.from_name(self.name, **{**options, **self.options})
 
     def make(self, kind: PolicyKind) -> Any:
         """Build the policy. Raises PolicyError."""
@@ -177,13 +177,13 @@ class ModelsConfig(Model):
         for name, path in drafters.items():
             if name in (AUTO_DRAFTER, NO_DRAFTER, TARGET) or not name:
                 raise ValueError(f"a drafter cannot be called {name!r}")
-            DrafterParts.of(path)
+            DrafterParts.from_path(path)
         return drafters
 
     @property
     def drafter_models(self) -> dict[str, Path]:
         """Checkpoints of the drafters with a model, chains included, by drafter name."""
-        parts = {name: DrafterParts.of(path) for name, path in self.drafters.items()}
+        parts = {name: DrafterParts.from_path(path) for name, path in self.drafters.items()}
         return {name: Path(p.model) for name, p in parts.items() if p.model is not None}
 
 
@@ -204,9 +204,9 @@ class EngineConfig(ModelsConfig):
     fairness: between tenants, by weight, in admission, preemption and decoding"""
 
     verification: Literal["coupled", "ratio"] | None = None
-    admission: PolicyConfig = PolicyConfig.of("vllm_v1")
-    selection: PolicyConfig = PolicyConfig.of("single")
-    allocation: PolicyConfig = PolicyConfig.of("throughput")
+    admission: PolicyConfig = PolicyConfig.from_name("vllm_v1")
+    selection: PolicyConfig = PolicyConfig.from_name("single")
+    allocation: PolicyConfig = PolicyConfig.from_name("throughput")
     pipeline: str = "off"
     heartbeat_timeout_s: float = Field(default=20.0, gt=0, allow_inf_nan=False)
     fairness: bool = True
@@ -254,7 +254,7 @@ class PluginConfig(Model):
     allocation: None verifies drafts of the length that vLLM's proposer makes. profile: step times;
     None learns them while serving."""
 
-    admission: PolicyConfig = PolicyConfig.of("vllm_v1")
+    admission: PolicyConfig = PolicyConfig.from_name("vllm_v1")
     allocation: PolicyConfig | None = None
     fairness: bool = True
     tenants: dict[str, TenantShare] = Field(default_factory=dict)

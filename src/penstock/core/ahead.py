@@ -77,7 +77,7 @@ class LinesAhead:
     def num_tokens(self) -> int:
         return sum(len(line.token_ids) for line in self._lines.values())
 
-    def take(self, pieces: Iterable[LinePiece], text: Text) -> int:
+    def add_pieces(self, pieces: Iterable[LinePiece], text: Text) -> int:
         """Add new pieces of known lines, follow the text, and return how many tokens are new."""
         added = 0
         for piece in pieces:

@@ -264,7 +264,7 @@ def down(ctx: Context, name: str) -> None:
     table.memory.drop_cache(name)
     if drafter.remote:
         del table.drafters[name]
-        ctx.learn.links.forget(name)
+        ctx.learn.links.drop_drafter(name)
 
 
 # --- replays -----------------------------------------------------------------------------------

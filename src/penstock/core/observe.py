@@ -33,12 +33,12 @@ def observe(ctx: Context, plan: StepPlan, result: StepResult) -> list[Output]:
     table.memory.plan_ended(plan.id)
     times = ctx.learn.times
     if table.drafters:
-        times.observe(result, may_wait=ctx.uses_lanes)
+        times.on_result(result, may_wait=ctx.uses_lanes)
         times.observe_drafting(result)
         if ctx.trials is not None:
-            ctx.trials.observe(result)
+            ctx.trials.on_result(result)
     else:
-        times.observe(result, may_wait=False)
+        times.on_result(result, may_wait=False)
     if result.failed_drafters:
         _lose_kv(ctx, plan, result.failed_drafters)
     if plan.drafts or result.drafts:
@@ -84,9 +84,9 @@ def _judge(ctx: Context, plan: StepPlan, result: StepResult) -> list[Output]:
                 # What had to come tells nothing of drafters.
                 if item.drafter is not None or not item.ahead_token_ids:
                     outcomes.append(Outcome(state, verdict))
-    ctx.allocation.observe(outcomes, result.finished_at)
+    ctx.allocation.on_step(outcomes, result.finished_at)
     if ctx.table.drafters:
-        ctx.selection.observe(outcomes, ctx.view(ctx.table.drafters, result.finished_at))
+        ctx.selection.on_step(outcomes, ctx.view(ctx.table.drafters, result.finished_at))
     return outputs
 
 
@@ -114,7 +114,7 @@ def _advance(
     if is_decode and accounts.are_kept:
         accounts.charge_decode(state, known, verdict.num_proposed)
     state.next_round()
-    ctx.learn.acceptance.observe(verdict)
+    ctx.learn.acceptance.on_verdict(verdict)
     if item.num_draft_tokens and item.drafter is not None and not verdict.num_proposed:
         ctx.learn.acceptance.observe_empty(state.request.id, item.drafter)
     new_tokens = verdict.token_ids
@@ -194,12 +194,12 @@ def finish(
 
 
 def _forget(ctx: Context, state: RequestState) -> None:
-    ctx.table.forget(state)
+    ctx.table.release_request(state)
     if ctx.trials is not None:
-        ctx.trials.forget(state)
-    ctx.learn.acceptance.forget(state.request.id)
-    ctx.selection.forget(state.request.id)
-    ctx.allocation.forget(state.request.id)
+        ctx.trials.release_request(state)
+    ctx.learn.acceptance.release_request(state.request.id)
+    ctx.selection.release_request(state.request.id)
+    ctx.allocation.release_request(state.request.id)
 
 
 # --- drafts -------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ def draft_ready(ctx: Context, event: DraftReady, now: float, *, is_read: bool = 
     if order is None or order.drafter != event.drafter:
         return
     num_draft_tokens = max(0, min(event.num_draft_tokens, order.max_draft_tokens))
-    ctx.learn.links.observe(event.drafter, num_draft_tokens, now - ordered_at)
+    ctx.learn.links.add_transfer(event.drafter, num_draft_tokens, now - ordered_at)
     if drafter is not None and drafter.remote and ctx.trials is not None:
         ctx.trials.measured(event.drafter)
     if is_read:
@@ -239,7 +239,7 @@ def draft_ahead(ctx: Context, event: DraftAhead) -> None:
     drafter.silent = False
     if state.ahead is None or state.ahead.drafter != event.drafter:
         state.ahead = LinesAhead(event.drafter)
-    ctx.table.counters.ahead += state.ahead.take(event.pieces, state.text)
+    ctx.table.counters.ahead += state.ahead.add_pieces(event.pieces, state.text)
 
 
 def _drafted(state: RequestState, order: DraftOrder, num_proposed: int) -> None:

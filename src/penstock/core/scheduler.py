@@ -171,7 +171,7 @@ class Scheduler:
                 orders = draft.replays(ctx, lane, table.running.values(), plan_id, now)
         if items or orders or decodes:
             table.in_flight.add(plan_id)
-        new_requests, forgotten = table.updates.take()
+        new_requests, forgotten = table.updates.pop()
         return StepPlan(
             plan_id,
             lane,

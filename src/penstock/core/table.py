@@ -38,7 +38,7 @@ class ExecutorUpdates:
     arrived: dict[str, Request] = field(default_factory=dict)
     forgotten: list[str] = field(default_factory=list)
 
-    def take(self) -> tuple[tuple[Request, ...], tuple[str, ...]]:
+    def pop(self) -> tuple[tuple[Request, ...], tuple[str, ...]]:
         """Return new requests and forgotten ids since the last call."""
         arrived: tuple[Request, ...] = ()
         forgotten: tuple[str, ...] = ()
@@ -258,7 +258,7 @@ class Table:
             state.decode_group.leave(state)
             self.solo[state.request.id] = state
 
-    def forget(self, state: RequestState) -> None:
+    def release_request(self, state: RequestState) -> None:
         """Remove a request that has ended."""
         request_id = state.request.id
         if state.status is Status.RUNNING:
@@ -268,7 +268,7 @@ class Table:
         else:
             self.waiting.remove(state)
         state.status = Status.FINISHED
-        self.accounts.forget(request_id)
+        self.accounts.release_request(request_id)
         self.key_of.pop(request_id, None)
         self.memory.release(state)
         if self.updates.arrived.pop(request_id, None) is None:

@@ -150,7 +150,7 @@ class Trials:
 
     # --- what became of it ----------------------------------------------------------------------
 
-    def observe(self, result: StepResult) -> None:
+    def on_result(self, result: StepResult) -> None:
         """Take in an ended step, after its times."""
         trial = self._trial
         if result.lane == TARGET and result.verdicts:
@@ -184,7 +184,7 @@ class Trials:
         watch.cost = max(trial.cost, watch.pace)
         watch.num_trials += 1
 
-    def forget(self, state: RequestState) -> None:
+    def release_request(self, state: RequestState) -> None:
         trial = self._trial
         if trial is not None and trial.state is state:
             if not trial.is_over:

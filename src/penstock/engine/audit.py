@@ -105,7 +105,7 @@ class Auditor:
         beyond = [ids for ids, _ in audit.weights or () if max(ids) >= logits.shape[1]]
         if beyond:
             return AuditResult(audit.drafter, True, num_tokens, num_tokens, 1.0)
-        rows = SamplingRows.of([audit.sampling] * num_tokens)
+        rows = SamplingRows.from_params([audit.sampling] * num_tokens)
         positions = np.arange(len(audit.text), len(audit.text) + num_tokens)
         tokens = torch.tensor(audit.token_ids)
         distance = 0.0

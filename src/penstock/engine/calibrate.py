@@ -58,7 +58,7 @@ def _measure_target(target: Model, estimators: Estimators, clock: Clock, budget_
     times = estimators.times
     best = _best_seconds_by_size(clock, budget_s, _ROWS, partial(_verify, target))
     for size, taken in best.items():
-        times.target.observe(size, taken)
+        times.target.add_measurement(size, taken)
     times.use_measured_profile(target.num_blocks * target.block_size)
 
 
@@ -75,7 +75,7 @@ def _measure_drafter(
         clock, budget_s, sizes, lambda n: dummy_draft(drafter, n, _DRAFT_STEPS)
     )
     for size, seconds in best.items():
-        curve.observe(size, seconds / _DRAFT_STEPS)
+        curve.add_measurement(size, seconds / _DRAFT_STEPS)
     num_read = min(_CONTEXT, max_model_len - 2)
     if sizes and num_read > 0:
         read = _best_seconds_by_size(
@@ -115,7 +115,7 @@ def _best_seconds_by_size(
             if len(best) >= _FEWEST_SIZES and spent + expected(size) > budget_s:
                 continue
             seconds = best_seconds(clock, partial(run, size), 1)
-            expected.observe(size, seconds)
+            expected.add_measurement(size, seconds)
             best[size] = min(seconds, best.get(size, seconds))
     return dict(sorted(best.items()))
 

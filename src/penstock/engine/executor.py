@@ -155,7 +155,7 @@ class LocalExecutor(ABC):
 
     def take_broken(self) -> list[str]:
         """Return drafters that keep failing, once each."""
-        return self._failures.take()
+        return self._failures.pop()
 
     def text_of(self, request_id: str) -> TokenBuffer | None:
         """Return a request's verified text, if there is such a request."""
@@ -179,7 +179,7 @@ class LocalExecutor(ABC):
 
     def collect(self) -> list[StepResult]:
         results = self.remote.take_sent()
-        results += [self._finish(done) for done in self._lanes.take()]
+        results += [self._finish(done) for done in self._lanes.pop_results()]
         while self._queue:
             job = self._queue.popleft()
             if results or self._lanes.num_busy:
@@ -210,9 +210,9 @@ class LocalExecutor(ABC):
         self._texts.pop(request_id, None)
         self._lanes.models[TARGET].change(partial(self._forget_in_target, request_id))
         for name, drafter in self.drafters.items():
-            self._lanes.models[name].change(partial(drafter.forget, request_id))
-        self._held.forget(request_id)
-        self.remote.forget(request_id)
+            self._lanes.models[name].change(partial(drafter.release_request, request_id))
+        self._held.release_request(request_id)
+        self.remote.release_request(request_id)
 
     def _job(self, plan: StepPlan) -> StepJob:
         orders = orders_of(plan)
@@ -220,7 +220,7 @@ class LocalExecutor(ABC):
         ids = {i.request_id for i in plan.items} | {o.request_id for o in orders}
         recalled: list[tuple[str, Draft, torch.Tensor | None]] = []
         for item in plan.items:
-            held = self._held.take(item, self.target)
+            held = self._held.pop_draft(item, self.target)
             if item.source is DraftSource.AHEAD:
                 tokens = list(item.ahead_token_ids)
                 recalled.append((item.request_id, Draft(tokens, [-1] * len(tokens)), None))
@@ -229,7 +229,7 @@ class LocalExecutor(ABC):
         return StepJob(
             plan,
             {i: self._texts[i] for i in ids},
-            [self._lanes.models[m].take() for m in sorted(models)],
+            [self._lanes.models[m].next_ticket() for m in sorted(models)],
             recalled,
             self.remote.oldest(plan.items),
             self.num_threads,
@@ -397,7 +397,7 @@ class RunnerExecutor(LocalExecutor):
         decided = self._verifier.decide(scores, sampled, draft_probs)
         if self._scores.num_requests:
             decided = [
-                d._replace(prompt_logprobs=self._scores.take(s.text.request.id))
+                d._replace(prompt_logprobs=self._scores.pop(s.text.request.id))
                 for s, d in zip(sampled, decided, strict=True)
             ]
         return Computed(sampled, decided, batch.num_tokens, built_at, verified_at)
@@ -407,7 +407,7 @@ class RunnerExecutor(LocalExecutor):
 
     def _forget_in_target(self, request_id: str) -> None:
         self._tables.drop(request_id)
-        self._scores.forget(request_id)
+        self._scores.release_request(request_id)
 
     def _batch(self, job: StepJob, drafts: Sequence[list[int]]) -> RaggedBatch:
         writer = BatchWriter()

@@ -63,7 +63,7 @@ class TicketQueue:
                 waiting()
             self._changes = []
 
-    def take(self) -> Ticket:
+    def next_ticket(self) -> Ticket:
         """Return the next turn. It must be begun and ended, in any thread."""
         self._last = Ticket(self._last, self._changes)
         self._changes = []
@@ -125,7 +125,7 @@ class Lanes(Generic[_Result]):
         future = self._threads[lane].submit(job)
         future.add_done_callback(partial(_report, lane, self._ended, self.wakeup))
 
-    def take(self) -> list[_Result]:
+    def pop_results(self) -> list[_Result]:
         """Return results since the last call, in order of completion. Raises a job's exception."""
         # First, so that no signal is lost; also when idle, since a result may be taken before its
         # signal is given.

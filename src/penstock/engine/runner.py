@@ -178,5 +178,5 @@ class ModelRunner(Model):
 
     def dummy_run(self, batch: RaggedBatch) -> None:
         logits = self.forward(batch)
-        rows = SamplingRows.of([SamplingParams(temperature=0.0)] * logits.shape[0])
+        rows = SamplingRows.from_params([SamplingParams(temperature=0.0)] * logits.shape[0])
         self.sample(logits, rows, np.zeros(logits.shape[0], dtype=np.int64)).cpu()

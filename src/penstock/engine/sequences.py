@@ -77,7 +77,7 @@ class TokenBuffer:
         self._tokens[self.length : end] = token_ids
         self.length = end
 
-    def take(self, token_ids: Sequence[int]) -> End | None:
+    def append_output(self, token_ids: Sequence[int]) -> End | None:
         """Append the tokens of a round, up to the output's end, which is returned."""
         end = self._end.follow(token_ids)
         self.append(token_ids if end is None else token_ids[: end.num_tokens])
@@ -138,7 +138,7 @@ class SamplingTable:
         self._texts: list[TokenBuffer] = []
         self._entry = _sampling([])
 
-    def of(self, texts: list[TokenBuffer]) -> tuple[SamplingRows, BoolArray]:
+    def rows_of(self, texts: list[TokenBuffer]) -> tuple[SamplingRows, BoolArray]:
         """Return the parameters, and which requests use rejection sampling: [n] bool."""
         if texts != self._texts:
             self._entry = _sampling(texts)
@@ -147,5 +147,5 @@ class SamplingTable:
 
 
 def _sampling(texts: Sequence[TokenBuffer]) -> tuple[SamplingRows, BoolArray]:
-    rows = SamplingRows.of([t.request.sampling for t in texts])
+    rows = SamplingRows.from_params([t.request.sampling for t in texts])
     return rows, np.array([t.is_ratio for t in texts], dtype=np.bool_)

@@ -88,7 +88,7 @@ class RemoteOrders:
         waited = (at for at, num_tokens in sent if at is not None and num_tokens == 1)
         return min(waited, default=None)
 
-    def forget(self, request_id: str) -> None:
+    def release_request(self, request_id: str) -> None:
         self._known.discard(request_id)
         self._sent_at.pop(request_id, None)
 
@@ -124,7 +124,9 @@ class HeldDrafts:
         if old is None or (old.epoch, old.round) <= (epoch, round_):
             self._held[request_id] = _Held(epoch, round_, draft, probs, weights)
 
-    def take(self, item: VerifyItem, target: Model) -> tuple[Draft, torch.Tensor | None] | None:
+    def pop_draft(
+        self, item: VerifyItem, target: Model
+    ) -> tuple[Draft, torch.Tensor | None] | None:
         """Return the draft of an item's epoch and round, with its distributions [tokens, V]."""
         held = self._held.pop(item.request_id, None)
         if held is None or (held.epoch, held.round) != (item.epoch, item.round):
@@ -134,7 +136,7 @@ class HeldDrafts:
         num_tokens = len(held.draft.token_ids)
         return Draft(held.draft.token_ids, list(range(num_tokens))), _dense(held.weights, target)
 
-    def forget(self, request_id: str) -> None:
+    def release_request(self, request_id: str) -> None:
         self._held.pop(request_id, None)
 
 
@@ -285,7 +287,7 @@ class Failures:
         if self._num[drafter] == self._most:
             self._broken.append(drafter)
 
-    def take(self) -> list[str]:
+    def pop(self) -> list[str]:
         """Return drafters that have reached the limit, once each."""
         broken, self._broken = self._broken, []
         return broken
@@ -346,7 +348,7 @@ def _verdict_of(item: VerifyItem, drafted: Drafted, answer: Decided) -> Verdict:
     if not _is_finite(answer):
         drafted.text.fail(_NOT_FINITE)
         answer = Decided([], 0, 0)
-    end = drafted.text.take(answer.token_ids)
+    end = drafted.text.append_output(answer.token_ids)
     most = len(answer.token_ids) if end is None else end.num_tokens
     num_drafted = len(drafted.token_ids)
     # Positions behind the end say nothing.

@@ -50,7 +50,7 @@ def dummy_draft(
         )
     drafter.timed.draft(orders, texts)
     for order in orders:
-        drafter.forget(order.request_id)
+        drafter.release_request(order.request_id)
 
 
 def best_seconds(clock: Clock, run: Callable[[], None], repeats: int) -> float:

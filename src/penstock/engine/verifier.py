@@ -109,7 +109,7 @@ class Verifier:
     def forward(self, batch: RaggedBatch, drafted: Sequence[Drafted]) -> torch.Tensor | Samples:
         """Return logits of the batch's rows, [num_logits, V], or the samples drawn from them."""
         if drafted:
-            params, ratio = self._sampling.of([d.text for d in drafted])
+            params, ratio = self._sampling.rows_of([d.text for d in drafted])
             by_logits = _by_logits(drafted, params, ratio)
             if len(by_logits) < len(drafted):
                 starts = _row_start(drafted)
@@ -136,7 +136,7 @@ class Verifier:
         if not drafted:
             return []
         if isinstance(scores, torch.Tensor):
-            params, ratio = self._sampling.of([d.text for d in drafted])
+            params, ratio = self._sampling.rows_of([d.text for d in drafted])
             return decide(scores, drafted, params, ratio, draft_probs, self.runner.sample)
         starts = _row_start(drafted)
         if len(scores.kept) > len(scores.by_logits):
@@ -147,7 +147,7 @@ class Verifier:
         ]
         if scores.by_logits:
             others = [drafted[i] for i in scores.by_logits]
-            params, ratio = self._sampling_by_logits.of([d.text for d in others])
+            params, ratio = self._sampling_by_logits.rows_of([d.text for d in others])
             logits = scores.logits
             if len(scores.kept) > len(scores.by_logits):
                 rows = _rows_kept(scores, starts)
@@ -198,10 +198,10 @@ class Verifier:
         # A few rows: PyTorch's operators take several times as long to begin.
         logits = scores.logits.numpy()[[kept[i][n] for i, n in places]]
         np.putmask(logits, forbidden_by(masks, vocab_size), -np.inf)
-        params, _ = self._sampling.of([d.text for d in drafted])
+        params, _ = self._sampling.rows_of([d.text for d in drafted])
         found = self.runner.sample(
             torch.from_numpy(logits),
-            params.take(np.array([i for i, _ in places])),
+            params.select(np.array([i for i, _ in places])),
             np.array([drafted[i].position + n for i, n in places]),
         )
         for (i, n), token in zip(places, found.tolist(), strict=True):
@@ -360,10 +360,10 @@ class PromptScores:
             if following:
                 found += token_logprobs(logits[: len(following)], following, num_top)
 
-    def take(self, request_id: str) -> tuple[TokenLogprob, ...]:
+    def pop(self, request_id: str) -> tuple[TokenLogprob, ...]:
         """Return the scores of a request that samples, once."""
         return tuple(self._found.pop(request_id, ()))
 
-    def forget(self, request_id: str) -> None:
+    def release_request(self, request_id: str) -> None:
         """Drop the state of a request."""
         self._found.pop(request_id, None)

@@ -260,7 +260,7 @@ class StepTimeCurve:
         for cell in self._cells.values():
             cell.num, cell.is_guess = 0, True
 
-    def observe(self, size: float, seconds: float) -> None:
+    def add_measurement(self, size: float, seconds: float) -> None:
         """Add a measurement. The first of a cell counts in full, within its neighbours' times."""
         if size <= 0 or seconds < 0:
             return

@@ -227,7 +227,7 @@ class RequestClient(ABC):
         try:
             self.room.enter(client, ids, within_s)
             reason = "rate_limit"
-            self.quotas.take(requests)
+            self.quotas.charge(requests)
         except (QueueFull, RateLimited, NotAllowed) as error:
             self.room.leave(ids)
             if isinstance(error, NotAllowed):

@@ -85,7 +85,7 @@ class Identities:
             if server.common_name is not None:
                 self._by_common_name[server.common_name] = identity
 
-    def of(self, peer: Peer) -> Identity:
+    def identify(self, peer: Peer) -> Identity:
         """Return the identity of a peer. Raises: Refusal."""
         if self._is_open:
             return Identity(ANONYMOUS, DEFAULT_TENANT)
@@ -120,7 +120,7 @@ class ConnectionLimits:
         now = time.monotonic()
         if name not in self._servers:
             self._servers[name] = _bucket(self._server_per_s, now)
-        if self._servers[name].take(1, now):
+        if self._servers[name].spend(1, now):
             return None
         self.refused[name, "too_often"] += 1
         return f"{name} connects too often; {_allowed(self._server_per_s)}"
@@ -132,7 +132,7 @@ class ConnectionLimits:
         self._networks[network] = bucket
         if len(self._networks) > _MAX_NETWORKS:
             self._networks.popitem(last=False)
-        if bucket.take(1, now):
+        if bucket.spend(1, now):
             self.refused["", "unknown"] += 1
             return None
         self.refused["", "too_often"] += 1

@@ -149,9 +149,9 @@ class DraftService:
         tracked = self._by_wire_id.get(verdict.request_id)
         if tracked is not None:
             tracked.is_taken = True
-            self._advance(tracked, Piece.of(verdict))
+            self._advance(tracked, Piece.from_verdict(verdict))
         else:
-            self._early_verdicts[verdict.request_id, verdict.start] = Piece.of(verdict)
+            self._early_verdicts[verdict.request_id, verdict.start] = Piece.from_verdict(verdict)
             if len(self._early_verdicts) > _MAX_REMEMBERED:
                 self._early_verdicts.popitem(last=False)
 
@@ -174,7 +174,7 @@ class DraftService:
             self._advance(tracked, Piece(at, (), 0, "refused", refused.reason, refused.code))
 
     def _advance(self, tracked: TrackedRequest, piece: Piece) -> None:
-        for fresh in tracked.text.take(piece):
+        for fresh in tracked.text.add_piece(piece):
             if fresh.token_ids:
                 self._drafting.post(partial(_extend, tracked.key, fresh))
             self._order(tracked)
@@ -246,7 +246,7 @@ class DraftService:
     def _forget(self, tracked: TrackedRequest) -> None:
         self._by_wire_id.pop(tracked.wire_id, None)
         self._by_key.pop(tracked.key, None)
-        self._drafting.post(lambda sessions: sessions.forget(tracked.key))
+        self._drafting.post(lambda sessions: sessions.release_session(tracked.key))
 
 
 def _extend(key: str, piece: Piece, sessions: DraftingSessions) -> None:

@@ -67,7 +67,7 @@ class StreamEnd(NamedTuple):
 class Meter(Protocol):
     """Counter of one request's results."""
 
-    def observe(self, output: Output) -> None: ...
+    def on_output(self, output: Output) -> None: ...
     def finish(self, reason: FinishReason) -> None: ...
 
 
@@ -164,7 +164,7 @@ class DraftStream:
 
         Raises: Refusal; without a request id the stream must end."""
         now = time.perf_counter()
-        if not self._messages.take(1, now) or not self._bytes.take(len(data), now):
+        if not self._messages.spend(1, now) or not self._bytes.spend(len(data), now):
             raise Refusal(
                 f"too many messages: at most {self.limits.max_messages_per_s:g} and "
                 f"{self.limits.max_bytes_per_s:g} bytes a second"
@@ -341,7 +341,7 @@ class DraftStream:
         if self.ended.done():
             # It is opened again over the next stream, even after an error.
             return
-        request.meter.observe(output)
+        request.meter.on_output(output)
         self.send_verdict(request, output, output.logprobs)
         if output.finish_reason is not None:
             request.meter.finish(output.finish_reason)

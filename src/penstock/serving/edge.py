@@ -48,7 +48,7 @@ class _EdgeRequest:
     started_at: float = field(default_factory=time.monotonic)
 
     @classmethod
-    def of(cls, request: Request) -> Self:
+    def from_request(cls, request: Request) -> Self:
         if request.prompt_token_ids is None:
             raise ValueError("a request needs its prompt's tokens, not only its length")
         tracked = TrackedRequest(
@@ -118,7 +118,7 @@ class EdgeClient(RequestClient):
         return self._server.link.problem
 
     def _start(self, request: Request) -> None:
-        edge = self._requests[request.id] = _EdgeRequest.of(request)
+        edge = self._requests[request.id] = _EdgeRequest.from_request(request)
         edge.tracked.listener = partial(self._take, edge)
         self._open_waiting()
 
@@ -133,7 +133,7 @@ class EdgeClient(RequestClient):
                 "a draft server does not pass on structured output, min_p, min_tokens, logit_bias, "
                 "penalties, or echo with logprobs; send such a request to the verification server"
             )
-        message = _EdgeRequest.of(request).opening()
+        message = _EdgeRequest.from_request(request).opening()
         message.request_id = "0"
         limits = self._server.limits
         try:

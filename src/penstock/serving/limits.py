@@ -70,7 +70,7 @@ class Shares:
         """Return the places that a client may hold while no other holds any."""
         return min(self.limits.get(client, max(self.size // 2, 1)), self.size)
 
-    def take(self, client: str, num: int) -> bool:
+    def reserve(self, client: str, num: int) -> bool:
         """Take places, or none if there are not enough for this client."""
         held, free = self.held_by(client) + num, self.size - self.num_taken - num
         if free < 0 or held > self.limits.get(client, max(free, 1)):
@@ -135,7 +135,7 @@ class WaitingRoom:
                     f"wait longer than {within_s:.3g} s; try again later",
                     ahead / rate - within_s,
                 )
-        if not self._places.take(client, num):
+        if not self._places.reserve(client, num):
             self._num_refused += num
             # All that are told the same second need places then.
             at_most = max(self._places.size // 2, 1)
@@ -232,22 +232,22 @@ class Quotas:
                     tokens = rates.tokens
             self._rates[name] = _Rates(requests, tokens or _bucket(new.tokens_per_minute, now))
 
-    def of(self, tenant: str) -> TenantConfig:
+    def config_of(self, tenant: str) -> TenantConfig:
         """Return a tenant's settings; the defaults for one that has none."""
         return self._tenants.get(tenant, _DEFAULT)
 
     def most_output(self, tenant: str, prompt_len: int) -> int | None:
         """Return the limit of output tokens of a tenant's request; None: no limit."""
-        limits = self.of(tenant)
+        limits = self.config_of(tenant)
         most = [] if limits.max_output_tokens is None else [limits.max_output_tokens]
         if limits.tokens_per_minute is not None:
             most.append(max(limits.tokens_per_minute - prompt_len, 1))
         return min(most, default=None)
 
-    def take(self, requests: Sequence[Request]) -> None:
+    def charge(self, requests: Sequence[Request]) -> None:
         """Admit requests of one tenant, all or none. Raises: NotAllowed, RateLimited."""
         tenant = requests[0].tenant
-        limits, rates = self.of(tenant), self._rates.get(tenant)
+        limits, rates = self.config_of(tenant), self._rates.get(tenant)
         _check_lengths(limits, requests)
         if rates is None:
             return
@@ -267,9 +267,9 @@ class Quotas:
                     wait_s,
                 )
         if rates.requests is not None:
-            rates.requests.take(len(requests), now)
+            rates.requests.spend(len(requests), now)
         if rates.tokens is not None:
-            rates.tokens.take(num_tokens, now)
+            rates.tokens.spend(num_tokens, now)
             for r in requests:
                 self._reserved[r.id] = _Reserved(rates.tokens, r.max_tokens)
 

@@ -23,7 +23,7 @@ class Completion:
 
     def add(self, output: Output) -> None:
         self.token_ids += output.token_ids
-        self.usage.observe(output)
+        self.usage.on_output(output)
         self.finish_reason = output.finish_reason
         self.error = output.error
 

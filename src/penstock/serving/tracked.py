@@ -29,7 +29,7 @@ class Piece(NamedTuple):
     num_stop_chars: int = 0
 
     @classmethod
-    def of(cls, verdict: pb.VerifiedTokens) -> Self:
+    def from_verdict(cls, verdict: pb.VerifiedTokens) -> Self:
         return cls(
             verdict.start,
             tuple(verdict.token_ids),
@@ -53,7 +53,7 @@ class VerifiedText:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def take(self, piece: Piece) -> list[Piece]:
+    def add_piece(self, piece: Piece) -> list[Piece]:
         """Return the pieces that the text has grown by, in order, up to the end of the request."""
         known = self._ahead.get(piece.start)
         if known is None or len(piece.token_ids) >= len(known.token_ids):

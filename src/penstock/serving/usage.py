@@ -22,7 +22,7 @@ class Usage:
     num_accepted_tokens: int = 0
     drafts: Counter[str] = field(default_factory=Counter)
 
-    def observe(self, output: Output) -> None:
+    def on_output(self, output: Output) -> None:
         self.num_tokens += len(output.token_ids)
         self.num_cached_tokens += output.num_cached_tokens
         self.num_rounds += bool(output.token_ids)

@@ -125,7 +125,7 @@ class DraftHub:
         now = time.perf_counter()
         if name not in self._useless:
             self._useless[name] = TokenBucket(_USELESS_PER_S, now)
-        return self._useless[name].take(1, now)
+        return self._useless[name].spend(1, now)
 
     def new_engine_id(self, drafter: str) -> str:
         """Return an id that is never used again, so that late outputs cannot be misrouted."""
@@ -285,7 +285,7 @@ class VerificationServer:
         """Return the peer's identity; abort an unknown peer, or one that connects too often."""
         peer = peer_of(context)
         try:
-            identity = self._identities.of(peer)
+            identity = self._identities.identify(peer)
         except Refusal as refusal:
             too_often = limits.check_unauthenticated(peer.network)
             if too_often is None:

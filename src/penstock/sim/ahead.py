@@ -52,7 +52,7 @@ class _PretendedDrafter:
     def cut(self, session: Session, length: int) -> None:
         """Do nothing: there is no KV."""
 
-    def forget(self, session: Session) -> None:
+    def release_session(self, session: Session) -> None:
         """Do nothing: there is no KV."""
 
 
@@ -158,6 +158,6 @@ class LinesDrafting:
         self._sessions.order(request_id, wanted)
 
     def _forget(self, request_id: str) -> None:
-        self._sessions.forget(request_id)
+        self._sessions.release_session(request_id)
         self._lengths.pop(request_id, None)
         self._orders.pop(request_id, None)

@@ -57,7 +57,7 @@ class Estimate:
     half: float
 
     @classmethod
-    def of(cls, values: Sequence[float] | FloatArray) -> Estimate:
+    def from_values(cls, values: Sequence[float] | FloatArray) -> Estimate:
         num = len(values)
         if num < 2:
             return cls(float(np.mean(values)), math.nan)
@@ -117,11 +117,11 @@ class Criterion:
         completed = np.diff(_total(finished, size, spans))
         offered = max(float(arrived.mean()), 1e-12)
         seconds_a_request = max(float(size.mean()), 1e-12) * end / (2 * _SPANS)
-        speed = Estimate.of(completed / seconds_a_request)
+        speed = Estimate.from_values(completed / seconds_a_request)
         # All that one step finishes falls into one span or the next.
         step = _largest_step(finished, size, spans) / _SPANS / seconds_a_request
         return LoadVerdict(
-            growth=Estimate.of((arrived - completed) / offered),
+            growth=Estimate.from_values((arrived - completed) / offered),
             completed=Estimate(speed.mean, speed.half + step),
             beyond=tuple(self._beyond(report, spans)),
             in_service=_in_service(report, finished, end),
@@ -172,7 +172,7 @@ def _share(
         np.diff(_total(arrived_at, rows.astype(np.float64), spans))
         for rows in (among, among & late)
     )
-    return Estimate.of(beyond / max(float(all_.mean()), 1e-12) - 0.01)
+    return Estimate.from_values(beyond / max(float(all_.mean()), 1e-12) - 0.01)
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,9 +87,9 @@ def simulate(
     while (now := clock.now()) <= until:
         due: list[Event] = []
         if remote.sends_ahead or remote.next_time <= now:
-            due += remote.take(now)
+            due += remote.pop_due(now)
         if timeline.next_time <= now:
-            due += timeline.take(now)
+            due += timeline.pop_due(now)
             for event in due:
                 if isinstance(event, Arrive):
                     _expect(recorder.records, event.request)
@@ -157,7 +157,7 @@ class _Timeline:
         self._executor.next_arrival, self._executor.next_event = arrival, event
         self.next_time = min(arrival, event)
 
-    def take(self, now: float) -> list[Event]:
+    def pop_due(self, now: float) -> list[Event]:
         due: list[Event] = []
         while self.next_time <= now:
             request, event = self._request, self._event

@@ -226,7 +226,7 @@ class RemoteDrafting:
         for name, lines in self._lines.items():
             lines.run(now + self._servers[name].spec.link.latency)
 
-    def take(self, now: float) -> list[DraftReady | DraftAhead]:
+    def pop_due(self, now: float) -> list[DraftReady | DraftAhead]:
         """Return what has arrived. Lines do not count for `next_time`: they start nothing."""
         self._run(now)
         arrived: list[DraftReady | DraftAhead] = []

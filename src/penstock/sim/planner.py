@@ -79,7 +79,7 @@ def fitting(workload: Workload, kv_tokens: int) -> Workload:
             f"no request of {workload.name!r} fits into {kv_tokens} KV tokens: "
             f"the smallest needs {least}"
         )
-    return workload if fits.all() else workload.take(np.flatnonzero(fits))
+    return workload if fits.all() else workload.select(np.flatnonzero(fits))
 
 
 def load_bound(
@@ -333,9 +333,9 @@ class DeploymentPlan:
         limits = asdict(self.static)
         limits["max_num_batched_tokens"] = limits.pop("token_budget")
         return {
-            "penstock": PolicyConfig.of("fluid_guided"),
+            "penstock": PolicyConfig.from_name("fluid_guided"),
             "penstock_config": self._gated(),
-            "vllm": PolicyConfig.of("vllm_v1", **limits),
+            "vllm": PolicyConfig.from_name("vllm_v1", **limits),
         }
 
     @property
@@ -354,7 +354,7 @@ class DeploymentPlan:
         algorithm, steps = options.pop("algorithm"), options.pop("stage_steps")
         options["thresholds"] = tuple(n / steps for n in options["thresholds"])
         options["max_num_batched_tokens"] = self.static.token_budget
-        return PolicyConfig.of(algorithm, gated=True, **options)
+        return PolicyConfig.from_name(algorithm, gated=True, **options)
 
 
 def plan_deployment(

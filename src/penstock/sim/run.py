@@ -56,9 +56,9 @@ class Setup:
     the others. fairness: between tenants, of weight 1 without `tenant_weights`."""
 
     profile: StepProfile
-    admission: PolicyConfig = PolicyConfig.of("vllm_v1")
-    allocation: PolicyConfig = PolicyConfig.of("throughput")
-    selection: PolicyConfig = PolicyConfig.of("single")
+    admission: PolicyConfig = PolicyConfig.from_name("vllm_v1")
+    allocation: PolicyConfig = PolicyConfig.from_name("throughput")
+    selection: PolicyConfig = PolicyConfig.from_name("single")
     kv_tokens: int | None = None
     block_size: int = 1
     acceptance: AcceptanceModel | None = None

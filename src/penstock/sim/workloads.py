@@ -77,7 +77,7 @@ class Workload:
     def __len__(self) -> int:
         return len(self.prompt_len)
 
-    def take(self, rows: slice | NDArray[np.intp]) -> Workload:
+    def select(self, rows: slice | NDArray[np.intp]) -> Workload:
         """Return the requests of those rows."""
         columns = {name: getattr(self, name) for name in _COLUMNS}
         return replace(self, **{n: c[rows] for n, c in columns.items() if c is not None})
@@ -87,7 +87,7 @@ class Workload:
         if self.mix is not None:
             return self
         order = _stream(seed, "order").permutation(len(self))
-        requests = replace(self, arrival_time=None).take(order)
+        requests = replace(self, arrival_time=None).select(order)
         return replace(requests, arrival_time=self.arrival_time)
 
 
@@ -179,7 +179,7 @@ def make_workload(
         return replace(lengths, arrival_time=lengths.arrival_time / time_scale)
     times = read_arrivals(Path(str(arrivals))) / time_scale
     num = min(len(times), len(lengths))
-    return replace(lengths.take(slice(num)), arrival_time=times[:num])
+    return replace(lengths.select(slice(num)), arrival_time=times[:num])
 
 
 def _lengths(spec: str | Path | Workload, num_requests: int | None, seed: int) -> Workload:
@@ -199,8 +199,8 @@ def _lengths(spec: str | Path | Workload, num_requests: int | None, seed: int) -
     if num_requests is None or num_requests == len(known):
         return known
     if known.arrival_time is not None:
-        return known.take(slice(num_requests))
-    return known.take(np.arange(num_requests) % len(known))
+        return known.select(slice(num_requests))
+    return known.select(np.arange(num_requests) % len(known))
 
 
 def _refuse_missing_file(given: str | Path) -> None:

@@ -103,7 +103,7 @@ class TokenBucket:
         self._most = self._level = seconds * per_s
         self._at = now
 
-    def take(self, amount: float, now: float) -> bool:
+    def spend(self, amount: float, now: float) -> bool:
         """Take units out; return False where there are too few."""
         if self.seconds_until(amount, now) > 0:
             return False

@@ -30,9 +30,9 @@ def measured(
     estimators = Estimators()
     for i, (trip, each) in enumerate(zip(round_trips, per_token, strict=True)):
         for tokens in (1, 2, 4, 8) * 40:
-            estimators.links.observe(f"d{i}", tokens, trip + each * tokens)
+            estimators.links.add_transfer(f"d{i}", tokens, trip + each * tokens)
     for rows, seconds in verify.items():
-        estimators.times.target.observe(rows, seconds)
+        estimators.times.target.add_measurement(rows, seconds)
     return estimators
 
 
@@ -100,7 +100,7 @@ def test_it_learns_acceptance_and_the_pace() -> None:
                 c.state.request.id, 0, t, (0,) * (k + 1), drafter, n, k, min(n, k + 1), float(k)
             )
             outcomes.append(Outcome(c.state, verdict))
-        policy.observe(outcomes, now)
+        policy.on_step(outcomes, now)
         if t >= 40:
             drafted = [d + n for d, n in zip(drafted, found, strict=True)]
     assert drafted[0] > 40

@@ -40,7 +40,7 @@ class Machine:
         drafts = (DraftTime("d", BATCH, steps, BATCH, steps * DRAFT_S),) if steps else ()
         for i, length in enumerate(lengths):
             if length:
-                self.learn.acceptance.observe(self._verdict(f"r{i}", length))
+                self.learn.acceptance.on_verdict(self._verdict(f"r{i}", length))
         rows = BATCH + sum(lengths)
         phases = PhaseTimes(draft=steps * DRAFT_S, verify=self._first_s + rows * ROW_S)
         begun = self._now + HOST_S + (self._on_drafts_s if steps else 0.0)
@@ -48,7 +48,7 @@ class Machine:
         result = StepResult(
             0, TARGET, begun, self._now, phases=phases, draft_times=drafts, num_rows=rows
         )
-        self.learn.times.observe(result, may_wait=False)
+        self.learn.times.on_result(result, may_wait=False)
         self.learn.times.observe_drafting(result)
         return bool(steps)
 

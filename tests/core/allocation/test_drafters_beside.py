@@ -15,9 +15,9 @@ def estimators() -> Estimators:
     """Drafts by one of four drafters pay, by all four one after the other they do not."""
     known = Estimators()
     for rows in (1, 4, 8, 32):
-        known.times.target.observe(rows, 0.010)
+        known.times.target.add_measurement(rows, 0.010)
     for name in NAMES:
-        known.times.curve_of(name).observe(1, 0.004)
+        known.times.curve_of(name).add_measurement(1, 0.004)
     return known
 
 

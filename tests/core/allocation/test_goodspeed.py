@@ -79,7 +79,7 @@ def test_every_cap_is_kept(name, limits, budget, total, k_max) -> None:
         assert len(found) == len(asked)
         assert all(0 <= n <= min(m, k_max) for n, m in zip(found, limits, strict=True))
         assert sum(found) <= min(budget, budget if total is None else total)
-        policy.observe([outcome(c, n, n // 2) for c, n in zip(asked, found, strict=True)], 0.0)
+        policy.on_step([outcome(c, n, n // 2) for c, n in zip(asked, found, strict=True)], 0.0)
     assert policy.reserve(candidates("a")[0].state) == k_max
 
 
@@ -97,7 +97,7 @@ def test_goodspeed_follows_equations_3_to_5() -> None:
     policy = make("goodspeed", beta=0.5, eta=0.2)
     asked = candidates("a", "b")
     assert lengths(policy.allocate(asked, work(4))) == [2, 2]
-    policy.observe([outcome(asked[0], 2, 2), outcome(asked[1], 2, 0)], 1.0)
+    policy.on_step([outcome(asked[0], 2, 2), outcome(asked[1], 2, 0)], 1.0)
     # α̂ = .5 + .2 (1 - .5) = .6 and .4; X = (1 + 3)/2 = 2 and (1 + 1)/2 = 1.
     # Gains .3, .18, .108, ... against .4, .16, .064, ...
     assert lengths(policy.allocate(asked, work(1))) == [0, 1]
@@ -143,7 +143,7 @@ def test_goodput_is_summed_over_a_tenants_requests() -> None:
     policy = make("goodspeed", beta=1.0, eta=0.001)
     asked = candidates("a", "a", "b")
     policy.allocate(asked, work(6))
-    policy.observe([outcome(c, 2, 1) for c in asked], 1.0)
+    policy.on_step([outcome(c, 2, 1) for c in asked], 1.0)
     # X is 4 for a and 2 for b: gains .125 and .25 each.
     assert lengths(policy.allocate(asked, work(1))) == [0, 0, 1]
 
@@ -154,7 +154,7 @@ def test_decreasing_steps_follow_assumption_3() -> None:
     goodput = 1.0
     for t in range(1, 5):
         policy.allocate(asked, work(4))
-        policy.observe([outcome(c, 2, 2) for c in asked], float(t))
+        policy.on_step([outcome(c, 2, 2) for c in asked], float(t))
         goodput += 0.8 * t**-0.6 * (3 - goodput)
         assert policy.goodput("a") == pytest.approx(goodput)  # type: ignore[attr-defined]
 
@@ -164,7 +164,7 @@ def test_a_round_without_a_draft_is_defined(on_empty: str) -> None:
     policy = make("goodspeed", beta=1.0, eta=0.5, on_empty=on_empty)
     asked = candidates("a", "b")
     assert lengths(policy.allocate(asked, work(1))) == [1, 0]
-    policy.observe([outcome(asked[0], 1, 0), outcome(asked[1], 0, 0)], 1.0)
+    policy.on_step([outcome(asked[0], 1, 0), outcome(asked[1], 0, 0)], 1.0)
     expected = {"hold": 0.5, "zero": 0.25, "full": 0.75}[on_empty]
     assert policy.acceptance("b") == expected  # type: ignore[attr-defined]
     assert policy.goodput("b") == 1.0  # type: ignore[attr-defined]
@@ -179,14 +179,14 @@ def test_a_step_in_which_a_request_could_not_draft_is_no_round() -> None:
     policy.allocate([*ending, *decoding, *late], work(8))
     prompt = candidates("a", names=["r3"])
     nothing = [outcome(c, 0, 0) for c in (*ending, *late, *prompt)]
-    policy.observe(nothing, 1.0)
+    policy.on_step(nothing, 1.0)
     assert policy.acceptance("a") == 0.5  # type: ignore[attr-defined]
     assert policy.goodput("a") == 1.0  # type: ignore[attr-defined]
-    policy.observe([*nothing, outcome(decoding[0], 2, 1)], 2.0)
+    policy.on_step([*nothing, outcome(decoding[0], 2, 1)], 2.0)
     assert policy.acceptance("a") == 0.5  # type: ignore[attr-defined]
     assert policy.goodput("a") == 1.5, "(1 + 2) / 2"  # type: ignore[attr-defined]
     decoding[0].state.next_round()
-    policy.observe([outcome(decoding[0], 0, 0)], 3.0)
+    policy.on_step([outcome(decoding[0], 0, 0)], 3.0)
     assert policy.acceptance("a") == 0.5, "another round"  # type: ignore[attr-defined]
 
 
@@ -221,7 +221,7 @@ def rounds(
     for t in range(num):
         found = lengths(policy.allocate(asked, work(budget, weights=weights)))
         pairs = zip(asked, found, accepted, strict=True)
-        policy.observe([outcome(c, n, min(n, a)) for c, n, a in pairs], float(t))
+        policy.on_step([outcome(c, n, min(n, a)) for c, n, a in pairs], float(t))
     return found
 
 
@@ -234,7 +234,7 @@ def test_adaptive_gives_more_to_heavier_tenants() -> None:
         found = lengths(policy.allocate(asked, work(6, weights=weights)))
         drafted = [d + n for d, n in zip(drafted, found, strict=True)]
         # Alternating luck: acceptance near 0.7 for both.
-        policy.observe(
+        policy.on_step(
             [outcome(c, n, min(n, 2 + t % 2)) for c, n in zip(asked, found, strict=True)], t
         )
     assert drafted[1] > 1.2 * drafted[0]
@@ -275,5 +275,5 @@ def test_adaptive_tries_a_client_again_after_bad_luck() -> None:
         found = lengths(policy.allocate(asked, work(6)))
         tried += found[3] > 0
         pairs = zip(asked, found, strict=True)
-        policy.observe([outcome(c, n, min(n, 3)) for c, n in pairs], float(t))
+        policy.on_step([outcome(c, n, min(n, 3)) for c, n in pairs], float(t))
     assert tried > 10

@@ -14,8 +14,8 @@ def dear() -> Estimators:
     """A further row of the target takes as long as a whole step."""
     estimators = Estimators()
     for rows in (1, 2, 4, 8, 16, 32):
-        estimators.times.target.observe(rows, 0.01 * rows)
-    estimators.times.curve_of("d").observe(2, 1e-4)
+        estimators.times.target.add_measurement(rows, 0.01 * rows)
+    estimators.times.curve_of("d").add_measurement(2, 1e-4)
     return estimators
 
 
@@ -23,8 +23,8 @@ def cheap() -> Estimators:
     """A further row of the target takes nothing."""
     estimators = Estimators()
     for rows in (1, 32):
-        estimators.times.target.observe(rows, 0.01)
-    estimators.times.curve_of("d").observe(2, 1e-5)
+        estimators.times.target.add_measurement(rows, 0.01)
+    estimators.times.curve_of("d").add_measurement(2, 1e-5)
     return estimators
 
 
@@ -51,9 +51,9 @@ def test_another_request_is_looked_at_at_once() -> None:
 def test_estimates_age_by_every_step_whether_looked_at_or_not() -> None:
     """What was put aside is tried again after as many steps as if all had been looked at."""
     estimators = dear()
-    estimators.acceptance.observe(Verdict("r0", 0, 0, (0,), "d", 20, 0, 20, 0.0))
+    estimators.acceptance.on_verdict(Verdict("r0", 0, 0, (0,), "d", 20, 0, 20, 0.0))
     once, often = Estimators().acceptance, estimators.acceptance
-    once.observe(Verdict("r0", 0, 0, (0,), "d", 20, 0, 20, 0.0))
+    once.on_verdict(Verdict("r0", 0, 0, (0,), "d", 20, 0, 20, 0.0))
     policy, num_steps = Throughput(Throughput.Options()), 161
     for _ in range(num_steps):
         policy.allocate(candidates(4), work(estimators))

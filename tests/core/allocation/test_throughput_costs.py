@@ -83,7 +83,7 @@ def test_a_drafter_that_mostly_has_nothing_must_draft_for_little() -> None:
         assert lengths_of(throughput(), candidates(8), view)[0] > 0
         right = Verdict("r0", 0, 0, (), "d", 1, 1, num_decided=1, evidence=1.0)
         for _ in range(100):
-            estimators.acceptance.observe(right)
+            estimators.acceptance.on_verdict(right)
             for _ in range(4):
                 estimators.acceptance.observe_empty("r0", "d")
         assert bool(lengths_of(throughput(), candidates(8), view)[0]) == drafts

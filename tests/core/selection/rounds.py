@@ -46,10 +46,10 @@ class Machine:
     def estimators(self) -> Estimators:
         estimators = Estimators()
         for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512):
-            estimators.times.target.observe(rows, self.verify + rows * self.per_row)
+            estimators.times.target.add_measurement(rows, self.verify + rows * self.per_row)
         for name, seconds in self.drafters.items():
             for batch in (1, 2, 4, 8, 16, 32):
-                estimators.times.curve_of(name).observe(batch, seconds)
+                estimators.times.curve_of(name).add_measurement(batch, seconds)
             estimators.times.note_catch_up(name, self.per_catch_up_token)
         return estimators
 
@@ -137,7 +137,7 @@ class Rounds:
         self.now += self.machine.verify + rows * self.machine.per_row
         for outcome in outcomes:
             self._advance(outcome)
-        self.policy.observe(outcomes, self.work())
+        self.policy.on_step(outcomes, self.work())
 
     def _arrive(self) -> None:
         n = self._num_requests
@@ -217,7 +217,7 @@ class Rounds:
             state.kv_of(state.drafter).num_computed_tokens = state.num_known_tokens - 1
         if not state.num_remaining_tokens:
             state.status = Status.FINISHED
-            self.policy.forget(state.request.id)
+            self.policy.release_request(state.request.id)
             self.states.remove(state)
             self.finished.append(state)
 

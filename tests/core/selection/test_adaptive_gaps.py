@@ -37,8 +37,8 @@ def test_what_a_late_replay_shows_is_used_before_it_has_faded() -> None:
     run(
         Setup(
             replace(load_profile("a100-llama2-7b"), drafters=(HEAD, LOOKUP)),
-            admission=PolicyConfig.of("vllm_v1", max_num_seqs=1),
-            selection=PolicyConfig.of("adaptive"),
+            admission=PolicyConfig.from_name("vllm_v1", max_num_seqs=1),
+            selection=PolicyConfig.from_name("adaptive"),
             block_size=16,
             acceptance=OwnRow(rows),
             drafters=tuple(rows),

@@ -31,8 +31,8 @@ class Host(Adaptive):
         self.pause += self.seconds * len(states)
         super()._decide(states, *rest)
 
-    def observe(self, outcomes: Any, view: Any) -> None:
-        super().observe(outcomes, view)
+    def on_step(self, outcomes: Any, view: Any) -> None:
+        super().on_step(outcomes, view)
         self.pause = 0.1e-3
 
 
@@ -78,8 +78,8 @@ def test_the_time_of_a_review_is_what_pauses_with_one_are_longer_by() -> None:
             time.reviewed(num)
         if i % 5 == 0:
             time.began()
-        time.observe(1e-4 + 3e-4 * num + (0.01 if i % 5 == 0 else 0.0))
+        time.add_pause(1e-4 + 3e-4 * num + (0.01 if i % 5 == 0 else 0.0))
     assert time.seconds == pytest.approx(3e-4, rel=0.05)
     for _ in range(2000):
-        time.observe(1e-4)
+        time.add_pause(1e-4)
     assert time.seconds < 1e-4, "it is tried again in the end"

@@ -48,7 +48,7 @@ def test_inside_a_step_all_wait_for_a_lone_drafter() -> None:
 def test_a_draft_servers_time_is_that_of_its_link() -> None:
     estimators = MACHINE.estimators()
     for tokens in (1, 4, 8):
-        estimators.links.observe("edge", tokens, 0.05 + 0.01 * tokens)
+        estimators.links.add_transfer("edge", tokens, 0.05 + 0.01 * tokens)
     remote = Drafter("edge", remote=True)
     found = RoundTimes(View({}, estimators), 1).draft(remote, 1, 4)
     assert found == pytest.approx(estimators.links.seconds("edge", 4))
@@ -87,28 +87,28 @@ def make_work(**changes: bool) -> View:
 def test_observed_goodput_is_tokens_per_second_of_the_round_that_was_caused() -> None:
     observed = ObservedGoodput()
     state = make_state("r", "small")
-    observed.observe([outcome(state, 2)], make_work())
+    observed.on_step([outcome(state, 2)], make_work())
     assert observed.estimate("r", "small") == pytest.approx(3 / (10.5e-3 + 4e-3))
     other = make_state("s", "small")
-    observed.observe([outcome(other, 0)], make_work())
+    observed.on_step([outcome(other, 0)], make_work())
     mean = (3 + 1) / 2 / (10.5e-3 + 4e-3)
     assert observed.estimate("t", "small") == pytest.approx(mean, rel=1e-3)
     assert observed.estimate("r", "large") == 0
-    observed.forget("r")
+    observed.release_request("r")
     assert observed.estimate("r", "small") == pytest.approx(mean, rel=1e-3)
 
 
 @pytest.mark.parametrize("change", [{"up": False}, {"silent": True}])
 def test_a_round_without_its_drafter_says_nothing_of_it(change: dict[str, bool]) -> None:
     observed = ObservedGoodput()
-    observed.observe([outcome(make_state("r", "small"), 0, 0)], make_work(**change))
+    observed.on_step([outcome(make_state("r", "small"), 0, 0)], make_work(**change))
     assert not observed.by_model
 
 
 def test_neither_the_prompts_round_nor_one_without_a_drafter_counts() -> None:
     observed = ObservedGoodput()
     first = make_state("r", "small", made=0)
-    observed.observe([outcome(first, 0, 0), outcome(make_state("s"), 0, 0)], make_work())
+    observed.on_step([outcome(first, 0, 0), outcome(make_state("s"), 0, 0)], make_work())
     assert not observed.by_model
 
 
@@ -116,6 +116,6 @@ def test_a_finished_request_counts_for_its_drafter_and_leaves_nothing_behind() -
     observed = ObservedGoodput()
     state = make_state("r", "small")
     state.status = Status.FINISHED
-    observed.observe([outcome(state, 1)], make_work())
+    observed.on_step([outcome(state, 1)], make_work())
     assert observed.by_model["small"].count == 1
     assert observed.estimate("r", "large") == 0

@@ -27,7 +27,7 @@ def num_replays_after_steps(drafter: str | None) -> int:
     draft = (drafter, 1, 1, 1, 1.0) if drafter else ()
     for step in range(NUM_STEPS):
         view = View(drafters, estimators, step * STEP_S)
-        policy.observe([Outcome(known, Verdict("0", 0, step, (0,), *draft))], view)
+        policy.on_step([Outcome(known, Verdict("0", 0, step, (0,), *draft))], view)
     for num_read in itertools.count():
         state = state_of(num_read + 1)
         policy.select([state], View(drafters, estimators, NUM_STEPS * STEP_S))

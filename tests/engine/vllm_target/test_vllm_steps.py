@@ -102,8 +102,8 @@ def test_a_new_epoch_replaces_the_blocks() -> None:
 def test_the_end_of_a_request_goes_with_the_next_step_once() -> None:
     writer, texts = StepWriter(100, 10), {"a": text("a", 5), "b": text("b", 6)}
     write(writer, texts, item("a", 0, 1, (0,)))
-    writer.forget("a")
-    writer.forget("never seen")
+    writer.release_request("a")
+    writer.release_request("never seen")
     (step,) = write(writer, texts, item("b", 0, 1, (1,)))
     assert step.finished == {"a"}
     (step,) = write(writer, texts, item("b", 0, 1))
@@ -113,7 +113,7 @@ def test_the_end_of_a_request_goes_with_the_next_step_once() -> None:
 def test_an_id_that_comes_again_is_another_request() -> None:
     writer, texts = StepWriter(100, 10), {"a": text("a", 5)}
     write(writer, texts, item("a", 0, 1, (0,)))
-    writer.forget("a")
+    writer.release_request("a")
     (step,) = write(writer, {"a": text("a", 9, 9)}, item("a", 0, 2, (0,)))
     assert step.finished == {"a"}
     assert step.new == [NewSequence("a", [9, 9], [1], 0)]

@@ -58,7 +58,7 @@ def add_dashboard(app: FastAPI, client: RequestClient, metrics: Metrics, api_key
             "model": metrics.model_name,
             "problem": client.problem,
             "drafters": client.drafters,
-            "requests": metrics.recent.of(tenant),
+            "requests": metrics.recent.rows_of(tenant),
         }
 
     @app.get("/dashboard/{name}", include_in_schema=False)

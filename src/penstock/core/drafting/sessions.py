@@ -88,7 +88,7 @@ class Proposer(Protocol):
         """Drop what is known of the session beyond `length` tokens."""
         ...
 
-    def forget(self, session: Session) -> None: ...
+    def release_session(self, session: Session) -> None: ...
 
 
 class DraftingSessions:
@@ -112,7 +112,7 @@ class DraftingSessions:
         sends_lines: bool = False,
     ) -> None:
         """Begin a request; `sends_lines`: send guesses made ahead, if not verified by `ratio`."""
-        self.forget(key)
+        self.release_session(key)
         session = Session(key, list(token_ids), sampling, kv_key=key)
         lines.begin_line(session)
         self._sessions[key] = session
@@ -141,14 +141,14 @@ class DraftingSessions:
             session.text += token_ids
         elif heir is not None:
             lines.inherit(session, heir, token_ids)
-            self.proposer.forget(session)
+            self.proposer.release_session(session)
             session = self._sessions[key] = heir
         else:
             self.proposer.cut(session, known + matched)
             guesses.clear()
             session.text += token_ids
         for branch in lines.prune(session, known):
-            self.proposer.forget(branch)
+            self.proposer.release_session(branch)
         if not session.guesses:
             lines.begin_line(session)
         session.num_sent = None
@@ -166,20 +166,20 @@ class DraftingSessions:
             session.is_stuck = False
             session.last_grant = order.num_draft_tokens
 
-    def forget(self, key: str) -> None:
+    def release_session(self, key: str) -> None:
         self._next = None
         self._lined.discard(key)
         session = self._sessions.pop(key, None)
         if session is not None:
             for line in lines.lines_of(session):
-                self.proposer.forget(line)
+                self.proposer.release_session(line)
 
     def begin_stream(self) -> None:
         """Mark all that was sent ahead as lost."""
         self._next = None
         for session in self._sessions.values():
             for branch in session.branches:
-                self.proposer.forget(branch)
+                self.proposer.release_session(branch)
             session.branches.clear()
             lines.begin_line(session)
 
@@ -242,7 +242,7 @@ class DraftingSessions:
         return self._next
 
     def _choices(self, session: Session) -> Choices:
-        first = self._calibrations.of(session.sampling, is_drawn=False).mean
+        first = self._calibrations.for_sampling(session.sampling, is_drawn=False).mean
         has_runner_up = self.proposer.has_runner_up
         return Choices(first, self._calibrations.runner_up.mean if has_runner_up else 0.0)
 
@@ -310,7 +310,7 @@ class DraftingSessions:
     def _calibration(self, session: Session, guess: Guess) -> Calibration:
         if session.line.barred is not None and guess is session.guesses[0]:
             return self._calibrations.runner_up
-        return self._calibrations.of(session.sampling, is_drawn=guess.source is not None)
+        return self._calibrations.for_sampling(session.sampling, is_drawn=guess.source is not None)
 
     def _acceptance(self, session: Session, guess: Guess) -> float:
         return self._calibration(session, guess).acceptance(guess.confidence)
@@ -329,11 +329,11 @@ class DraftingSessions:
         guesses = session.guesses[:decided]
         if guesses:
             confidences = [guess.confidence for guess in guesses]
-            self._calibration(session, guesses[0]).observe(confidences, successes)
+            self._calibration(session, guesses[0]).add_draft(confidences, successes)
         for branch in session.branches:
             # The first choice was wrong: learn whether the second was right.
             at = branch.line.start - len(session.text)
             if at == matched < decided and branch.guesses:
                 second = branch.guesses[0]
                 is_right = second.token_id == token_ids[matched]
-                self._calibrations.runner_up.observe([second.confidence], int(is_right))
+                self._calibrations.runner_up.add_draft([second.confidence], int(is_right))

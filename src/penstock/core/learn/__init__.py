@@ -32,9 +32,9 @@ def seed_estimators(
     times = estimators.times
     times.profile = profile
     for rows in _ROWS:
-        times.target.observe(rows, profile.linear(rows))
+        times.target.add_measurement(rows, profile.linear(rows))
     for name, known in drafter_profiles(profile, drafters).items():
         for batch in known.batch_counts:
-            times.curve_of(name).observe(batch, known.seconds(batch, 1))
+            times.curve_of(name).add_measurement(batch, known.seconds(batch, 1))
         times.note_catch_up(name, known.per_catch_up_token)
     times.doubt_all()

@@ -20,7 +20,7 @@ class Beta:
     accepted: float = 0.0
     rejected: float = 0.0
 
-    def observe(self, num_accepted: float, num_rejected: float) -> None:
+    def add_counts(self, num_accepted: float, num_rejected: float) -> None:
         self.accepted += num_accepted
         self.rejected += num_rejected
 
@@ -52,7 +52,7 @@ class SurvivalShape:
         self.factors = [1.0] * MOST_POSITIONS
         self._num_since = 0
 
-    def observe(self, num_accepted: int, num_decided: int, rate: float) -> None:
+    def add_round(self, num_accepted: int, num_decided: int, rate: float) -> None:
         """Take in a draft whose first positions were decided; `rate` was expected of each."""
         for position in range(min(num_decided, MOST_POSITIONS)):
             self._decided[position] += 1
@@ -104,13 +104,15 @@ class _Rates:
         self._by_request: defaultdict[str, dict[str, Beta]] = defaultdict(lambda: defaultdict(Beta))
         self._by_drafter: defaultdict[str, Beta] = defaultdict(Beta)
 
-    def observe(self, request_id: str, drafter: str, num_right: float, num_wrong: float) -> None:
+    def add_evidence(
+        self, request_id: str, drafter: str, num_right: float, num_wrong: float
+    ) -> None:
         overall = self._by_drafter[drafter]
         overall.fade(_DRAFTER_DISCOUNT)
-        overall.observe(num_right, num_wrong)
+        overall.add_counts(num_right, num_wrong)
         own = self._by_request[request_id][drafter]
         own.fade(self._discount)
-        own.observe(num_right, num_wrong)
+        own.add_counts(num_right, num_wrong)
 
     def fade(self, request_id: str, drafter: str, num_rounds: float, trial: float) -> None:
         own = self._by_request.get(request_id, _NOTHING).get(drafter)
@@ -135,7 +137,7 @@ class _Rates:
         overall = self._by_drafter.get(drafter, _UNSEEN).mean(self._prior_mean, _PRIOR_STRENGTH)
         return own.mean(overall, self._strength)
 
-    def forget(self, request_id: str) -> None:
+    def release_request(self, request_id: str) -> None:
         self._by_request.pop(request_id, None)
 
 
@@ -154,20 +156,20 @@ class AcceptanceEstimator:
         self._expected: defaultdict[str, dict[str, tuple[float, float]]] = defaultdict(dict)
         self._shapes: defaultdict[str, SurvivalShape] = defaultdict(SurvivalShape)
 
-    def observe(self, verdict: Verdict) -> None:
+    def on_verdict(self, verdict: Verdict) -> None:
         if verdict.drafter is None or not verdict.num_decided:
             return
         request_id, drafter = verdict.request_id, verdict.drafter
         rate = self.mean(request_id, drafter)
-        self._shapes[drafter].observe(verdict.num_accepted, verdict.num_decided, rate)
+        self._shapes[drafter].add_round(verdict.num_accepted, verdict.num_decided, rate)
         accepted = verdict.evidence
-        self._tokens.observe(request_id, drafter, accepted, verdict.num_decided - accepted)
+        self._tokens.add_evidence(request_id, drafter, accepted, verdict.num_decided - accepted)
         if self._drafts.knows(drafter):
-            self._drafts.observe(request_id, drafter, 1, 0)
+            self._drafts.add_evidence(request_id, drafter, 1, 0)
 
     def observe_empty(self, request_id: str, drafter: str) -> None:
         """Note that an ordered draft was empty."""
-        self._drafts.observe(request_id, drafter, 0, 1)
+        self._drafts.add_evidence(request_id, drafter, 0, 1)
 
     def fade(
         self, request_id: str, drafter: str, num_rounds: float = 1, trial: float = 0.0
@@ -206,7 +208,7 @@ class AcceptanceEstimator:
     def shape_of(self, drafter: str) -> SurvivalShape:
         return self._shapes.get(drafter, _FLAT)
 
-    def forget(self, request_id: str) -> None:
-        self._tokens.forget(request_id)
-        self._drafts.forget(request_id)
+    def release_request(self, request_id: str) -> None:
+        self._tokens.release_request(request_id)
+        self._drafts.release_request(request_id)
         self._expected.pop(request_id, None)

@@ -37,7 +37,7 @@ class Calibration:
         self._accepted = np.zeros(len(_MIDDLES))
         self._seen = np.zeros(len(_MIDDLES))
 
-    def observe(self, confidences: Sequence[float], num_accepted: int) -> None:
+    def add_draft(self, confidences: Sequence[float], num_accepted: int) -> None:
         """Learn from decided tokens of a draft, of which the first `num_accepted` were accepted."""
         for index, bin_ in enumerate(np.searchsorted(EDGES, confidences, side="right")):
             self._accepted[bin_] = self._accepted[bin_] * _DISCOUNT + (index < num_accepted)
@@ -69,7 +69,7 @@ class Calibrations:
         self.runner_up = Calibration()
         """Calibration of second choices after a wrong first one."""
 
-    def of(self, sampling: SamplingParams, *, is_drawn: bool) -> Calibration:
+    def for_sampling(self, sampling: SamplingParams, *, is_drawn: bool) -> Calibration:
         """Select a calibration. is_drawn: sampled from the drafter's own distribution."""
         if sampling.temperature == 0:
             return self._greedy

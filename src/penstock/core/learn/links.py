@@ -17,7 +17,7 @@ class _Line:
     product: float = 0.0
     error: float = 0.0
 
-    def observe(self, tokens: float, seconds: float, keep: float) -> None:
+    def add_transfer(self, tokens: float, seconds: float, keep: float) -> None:
         if self.weight:
             error = abs(seconds - self.at(tokens))
             self.error += (1 - keep) * (error - self.error)
@@ -56,9 +56,9 @@ class LinkTimes:
     def __init__(self) -> None:
         self._lines: defaultdict[str, _Line] = defaultdict(_Line)
 
-    def observe(self, drafter: str, num_tokens: int, seconds: float) -> None:
+    def add_transfer(self, drafter: str, num_tokens: int, seconds: float) -> None:
         """Take in a draft that came `seconds` after its order."""
-        self._lines[drafter].observe(num_tokens, seconds, _LINK_KEEP)
+        self._lines[drafter].add_transfer(num_tokens, seconds, _LINK_KEEP)
 
     def seconds(self, drafter: str, num_tokens: int) -> float:
         """Return the expected seconds of a draft; while not measured, the other servers' mean."""
@@ -75,5 +75,5 @@ class LinkTimes:
             return _FIRST_PATIENCE_S
         return _LEAST_PATIENCE_S + 2 * line.at(num_tokens) + 4 * line.error
 
-    def forget(self, drafter: str) -> None:
+    def drop_drafter(self, drafter: str) -> None:
         self._lines.pop(drafter, None)

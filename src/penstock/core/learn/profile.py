@@ -37,7 +37,7 @@ class LearnedProfile:
         self._new: list[tuple[float, ...]] = []
         """Steps since the last fit: adding each at once would take as long as planning it."""
 
-    def observe(self, work: StepWork, seconds: float) -> None:
+    def add_step(self, work: StepWork, seconds: float) -> None:
         """Note a step for the next fit."""
         if work.num_positions and seconds > 0:
             self._new.append((*_terms(work), seconds))

@@ -26,7 +26,7 @@ class Evidence(NamedTuple):
     successes_all: float = 0.0  # among all proposed, on any prefix
 
     @classmethod
-    def of(cls, verdict: Verdict) -> Evidence:
+    def from_verdict(cls, verdict: Verdict) -> Evidence:
         return cls(
             verdict.num_proposed,
             verdict.num_decided,
@@ -39,7 +39,7 @@ class StreamModel(ABC):
     """Interface of the estimators."""
 
     @abstractmethod
-    def observe(self, evidence: Evidence) -> None:
+    def add_evidence(self, evidence: Evidence) -> None:
         """Take in a round; one without a draft has `num_proposed` 0."""
 
     @abstractmethod
@@ -62,7 +62,7 @@ class Smoothed(StreamModel):
         self._on_empty = on_empty
         self._decided_only = decided_only
 
-    def observe(self, evidence: Evidence) -> None:
+    def add_evidence(self, evidence: Evidence) -> None:
         observed = self._on_empty
         if self._decided_only and evidence.num_decided:
             observed = evidence.successes / evidence.num_decided
@@ -81,7 +81,7 @@ class Population:
     def __init__(self) -> None:
         self._successes, self._decided = 0.5, 1.0
 
-    def observe(self, evidence: Evidence) -> None:
+    def add_evidence(self, evidence: Evidence) -> None:
         self._successes = _POPULATION_DECAY * self._successes + evidence.successes
         self._decided = _POPULATION_DECAY * self._decided + evidence.num_decided
 
@@ -99,7 +99,7 @@ class Steady(StreamModel):
         self._prior = prior
         self._accepted = self._rejected = 0.0
 
-    def observe(self, evidence: Evidence) -> None:
+    def add_evidence(self, evidence: Evidence) -> None:
         self._accepted += evidence.successes
         self._rejected += evidence.num_decided - evidence.successes
 
@@ -124,7 +124,7 @@ class Switching(StreamModel):
         self._visited = np.full(len(_LEVELS), _UNKNOWN_ROUNDS / len(_LEVELS))
         self._rate = 0.5
 
-    def observe(self, evidence: Evidence) -> None:
+    def add_evidence(self, evidence: Evidence) -> None:
         posterior = self._posterior
         if evidence.num_decided:
             rejected = evidence.num_decided - evidence.successes
@@ -163,11 +163,11 @@ class Bank(StreamModel):
         self._experts = tuple(experts)
         self._weights = [1 / len(experts)] * len(experts)
 
-    def observe(self, evidence: Evidence) -> None:
+    def add_evidence(self, evidence: Evidence) -> None:
         if evidence.num_decided:
             self._judge(evidence.successes, evidence.num_decided - evidence.successes)
         for expert in self._experts:
-            expert.observe(evidence)
+            expert.add_evidence(evidence)
 
     def _judge(self, accepted: float, rejected: float) -> None:
         scores = [

@@ -42,7 +42,7 @@ class _Mean:
     seconds: float = 0.0
     num: int = 0
 
-    def observe(self, seconds: float) -> None:
+    def add_seconds(self, seconds: float) -> None:
         self.num += 1
         self.seconds += max(_OVERHEAD_WEIGHT, 1 / self.num) * (seconds - self.seconds)
 
@@ -138,7 +138,7 @@ class Times:
 
     # --- learning -------------------------------------------------------------------------------
 
-    def observe(self, result: StepResult, *, may_wait: bool) -> None:
+    def on_result(self, result: StepResult, *, may_wait: bool) -> None:
         """Take in an ended step and the host's part before it, unless it `may_wait` for drafts."""
         if result.lane == TARGET:
             self._may_wait = may_wait
@@ -162,7 +162,7 @@ class Times:
                 self.shift += _SHIFT_WEIGHT * (seconds - self.profile.seconds(work) - self.shift)
 
     def _learn_profile(self, work: StepWork, seconds: float) -> None:
-        self._learned.observe(work, seconds)
+        self._learned.add_step(work, seconds)
         self._num_steps += 1
         if self._num_steps >= self._redraw_at:
             self._redraw_at += min(self._redraw_at, _LONGEST_REDRAW)
@@ -180,10 +180,10 @@ class Times:
     def _observe_rows(self, result: StepResult) -> None:
         if result.num_rows:
             seconds = (result.phases.verify + result.phases.sample) / result.repeats
-            self.target.observe(result.num_rows, seconds)
+            self.target.add_measurement(result.num_rows, seconds)
 
     def observe_drafting(self, result: StepResult) -> None:
-        """Take in the rows, host's part and drafters of a step, after `observe`."""
+        """Take in the rows, host's part and drafters of a step, after `on_result`."""
         if result.lane == TARGET:
             if self._gap < _MOST_OVERHEAD_S:
                 self._observe_overhead(result)
@@ -212,7 +212,7 @@ class Times:
                 reading = beyond * self.catch_up_of(timed.drafter)
                 if reading <= _MOST_READING * timed.seconds:
                     drafting = (timed.seconds - reading) / timed.steps
-                    self.curve_of(timed.drafter).observe(timed.batch, drafting)
+                    self.curve_of(timed.drafter).add_measurement(timed.batch, drafting)
 
     def _observe_reading(self, timed: DraftTime) -> None:
         """Take in a drafter's step that was mostly reading."""
@@ -225,7 +225,7 @@ class Times:
             share = timed.seconds / expected
             self._catch_up[name] = share * known
             if timed.steps:
-                curve.observe(timed.batch, share * step)
+                curve.add_measurement(timed.batch, share * step)
         else:
             reading = max(0.0, timed.seconds - timed.steps * step)
             self.note_catch_up(name, reading / num_tokens)
@@ -244,7 +244,7 @@ class Times:
         if not 0 <= pause < _MOST_OVERHEAD_S:
             return
         plain, drafting = self._plain_pause, self._drafting_pause
-        (drafting if has_drafts else plain).observe(pause)
+        (drafting if has_drafts else plain).add_seconds(pause)
         if not has_drafts:
             # What is not measured any more must not prevent drafts for good.
             drafting.seconds -= (1 - _DRAFT_OVERHEAD_DECAY) * (drafting.seconds - plain.seconds)

@@ -194,7 +194,7 @@ class SelectionPolicy(ABC):
     def select(self, states: Sequence[RequestState], view: View) -> dict[str, str | None]:
         """Return a drafter's name (None: no draft) by request id; called once a round for each."""
 
-    def observe(self, outcomes: Sequence[Outcome], view: View) -> None:  # noqa: B027
+    def on_step(self, outcomes: Sequence[Outcome], view: View) -> None:  # noqa: B027
         """Take in all verdicts of one target step."""
 
     def replays(self, states: Sequence[RequestState], view: View) -> list[ReplayProposal]:
@@ -204,7 +204,7 @@ class SelectionPolicy(ABC):
     def replayed(self, state: RequestState, replayed: Replayed) -> None:  # noqa: B027
         """Take in the result of a replay."""
 
-    def forget(self, request_id: str) -> None:  # noqa: B027
+    def release_request(self, request_id: str) -> None:  # noqa: B027
         """Drop the state of an ended request."""
 
 
@@ -236,10 +236,10 @@ class AllocationPolicy(ABC):
         """Return the largest grant that a request could get: by default the option `k_max`."""
         return int(self.options.k_max)
 
-    def observe(self, outcomes: Sequence[Outcome], now: float) -> None:  # noqa: B027
+    def on_step(self, outcomes: Sequence[Outcome], now: float) -> None:  # noqa: B027
         """Take in all verdicts of one target step."""
 
-    def forget(self, request_id: str) -> None:  # noqa: B027
+    def release_request(self, request_id: str) -> None:  # noqa: B027
         """Drop the state of an ended request."""
 
 

@@ -31,7 +31,7 @@ class Prices(NamedTuple):
     kv_token: int
 
     @classmethod
-    def of(cls, profile: StepProfile) -> Prices:
+    def from_profile(cls, profile: StepProfile) -> Prices:
         """Return a profile's prices, or the paper's: 1 a prompt token, 2 a decoded token."""
         most = profile.token_counts[-1]
         position = profile.linear(most) / most if most else 0.0
@@ -131,10 +131,10 @@ class Accounts:
     def prices(self) -> Prices:
         profile = self._times.profile
         if self._prices[0] is not profile:
-            self._prices = (profile, Prices.of(profile))
+            self._prices = (profile, Prices.from_profile(profile))
         return self._prices[1]
 
-    def of(self, state: RequestState) -> Account:
+    def account_of(self, state: RequestState) -> Account:
         name = state.request.tenant
         account = self._accounts.get(name)
         if account is None:
@@ -167,7 +167,7 @@ class Accounts:
         """Charge computed prompt tokens, except those computed before a preemption."""
         again = max(0, min(num_tokens, self._charged.get(state.request.id, 0) - start))
         if again < num_tokens:
-            self.of(state).charge(self.prices.prompt(start + again, num_tokens - again))
+            self.account_of(state).charge(self.prices.prompt(start + again, num_tokens - again))
 
     def preempted(self, state: RequestState) -> None:
         """Note a preempted request, whose computed tokens are not charged again."""
@@ -176,7 +176,7 @@ class Accounts:
             charged = self._charged.get(state.request.id, 0)
             self._charged[state.request.id] = max(charged, state.num_computed_tokens)
 
-    def forget(self, request_id: str) -> None:
+    def release_request(self, request_id: str) -> None:
         self.paused.discard(request_id)
         self._charged.pop(request_id, None)
 
@@ -184,20 +184,20 @@ class Accounts:
         """Charge a decoded token behind `num_kv_tokens` of context, and its verified drafts."""
         prices = self.prices
         units = prices.decodes(1, num_kv_tokens) + prices.position * num_drafts
-        self.of(state).charge(units)
+        self.account_of(state).charge(units)
 
     def rank(self, state: RequestState, num_units: int = 0) -> tuple[float, float, int]:
         """Return a request's order with `num_units` more charged; ties by work, then arrival."""
         if not self.is_fair:
             return (0.0, 0.0, state.order)
-        account = self.of(state)
+        account = self.account_of(state)
         weight = account.tenant.weight
         return (account.counter + num_units / weight, account.num_running / weight, state.order)
 
     # --- who is there ---------------------------------------------------------------------------
 
     def arrived(self, state: RequestState) -> None:
-        account = self.of(state)
+        account = self.account_of(state)
         if not account.num_waiting:
             self._returned[state.request.tenant] = account
         account.num_waiting += 1
@@ -226,7 +226,7 @@ class Accounts:
         """Note a request that starts or stops waiting or running."""
         if not self.are_kept:
             return
-        account = self.of(state)
+        account = self.account_of(state)
         account.num_waiting += waiting
         account.num_running += running
         if not account.num_requests:
@@ -255,7 +255,7 @@ class TenantQueue(ArrivalQueue):
 
         def push(name: str) -> None:
             state = next(requests[name], None)
-            if state is not None and self._accounts.of(state).may_admit(admitted[name]):
+            if state is not None and self._accounts.account_of(state).may_admit(admitted[name]):
                 counter, running, order = self._accounts.rank(state, charged[name])
                 heapq.heappush(heads, (counter, running, order, state))
 
@@ -279,7 +279,7 @@ class TenantQueue(ArrivalQueue):
         firsts = [
             s
             for q in self._queues.values()
-            if (s := q.first) is not None and self._accounts.of(s).may_admit()
+            if (s := q.first) is not None and self._accounts.account_of(s).may_admit()
         ]
         if len(firsts) < 2:
             return firsts[0] if firsts else None

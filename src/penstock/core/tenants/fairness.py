@@ -89,7 +89,7 @@ class Fairness:
         if not firsts:
             return
         first = min(firsts, key=self._accounts.rank)
-        own = self._accounts.of(first)
+        own = self._accounts.account_of(first)
         prices, present = self._accounts.prices, self._accounts.present
         share = own.tenant.weight / sum(a.tenant.weight for a in present.values())
         prompt = prices.prompt(0, first.num_known_tokens)

@@ -37,7 +37,7 @@ class LocalDrafter(ABC):
         """Drop the block table of a request whose KV the scheduler freed."""
 
     @abstractmethod
-    def forget(self, request_id: str) -> None:
+    def release_request(self, request_id: str) -> None:
         """Drop all state of a finished request."""
 
     @property

@@ -71,14 +71,14 @@ class ChainDrafter(LocalDrafter):
     def drop_table(self, request_id: str) -> None:
         self._model.drop_table(request_id)
 
-    def forget(self, request_id: str) -> None:
-        self._lookup.forget(request_id)
-        self._model.forget(request_id)
-        self._evidence.forget(request_id)
+    def release_request(self, request_id: str) -> None:
+        self._lookup.release_request(request_id)
+        self._model.release_request(request_id)
+        self._evidence.release_request(request_id)
 
     def _choose(self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]) -> list[Parts]:
         for text in texts:
-            self._evidence.observe(text)
+            self._evidence.on_text(text)
         matches = [self._match(order, text) for order, text in zip(orders, texts, strict=True)]
         left = [t.request.prompt_len + t.request.max_tokens - t.length for t in texts]
         parts = self._evidence.best_parts(orders, matches, left)

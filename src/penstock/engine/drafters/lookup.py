@@ -147,5 +147,5 @@ class LookupDrafter(LocalDrafter):
     def _index(self, text: TokenBuffer) -> TextIndex:
         return self.index_of(text.request.id)
 
-    def forget(self, request_id: str) -> None:
+    def release_request(self, request_id: str) -> None:
         self._indices.pop(request_id, None)

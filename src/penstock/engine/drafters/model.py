@@ -76,7 +76,7 @@ class ModelDrafter(LocalDrafter):
     def draft(self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]) -> Drafts:
         self._extend_tables(orders)
         limits = np.array([o.max_draft_tokens for o in orders], dtype=np.int32)
-        params, ratio = self._sampling.of(list(texts))
+        params, ratio = self._sampling.rows_of(list(texts))
         reach = max(o.start + o.num_catch_up_tokens + max(o.max_draft_tokens, 1) for o in orders)
         first = self._catch_up(orders, texts, [int(o.max_draft_tokens > 0) for o in orders], reach)
         # Starts of whole drafts, including foreseen tokens: noise depends on the draft.
@@ -124,13 +124,13 @@ class ModelDrafter(LocalDrafter):
 
     def learn(self, sampling: SamplingParams, draft: Draft, verdict: Verdict) -> None:
         decided = draft.confidences[: verdict.num_decided]
-        calibration = self._calibrations.of(sampling, is_drawn=sampling.is_ratio)
-        calibration.observe(decided, verdict.num_accepted)
+        calibration = self._calibrations.for_sampling(sampling, is_drawn=sampling.is_ratio)
+        calibration.add_draft(decided, verdict.num_accepted)
 
     def drop_table(self, request_id: str) -> None:
         self._tables.drop(request_id)
 
-    def forget(self, request_id: str) -> None:
+    def release_request(self, request_id: str) -> None:
         self._tables.drop(request_id)
         self._foreseen.pop(request_id, None)
 
@@ -144,7 +144,7 @@ class ModelDrafter(LocalDrafter):
         """Predict the token after each row of logits, by order."""
         logits = self._logits(batch)
         positions = batch.positions[batch.logits_rows].astype(np.int64) + 1
-        params = self._sampling.of(list(texts))[0].take(np.arange(len(texts)).repeat(counts))
+        params = self._sampling.rows_of(list(texts))[0].select(np.arange(len(texts)).repeat(counts))
         if params.reads_text:
             rows = zip(counts, texts, ends, strict=True)
             change_logits(logits, [_changed_until(*row) for row in rows])
@@ -172,7 +172,9 @@ class ModelDrafter(LocalDrafter):
         """Return the stopping rule; None if no draft may end before its limit."""
         if not any(o.min_survival for o in orders):
             return None
-        found = [self._calibrations.of(t.request.sampling, is_drawn=t.is_ratio) for t in texts]
+        found = [
+            self._calibrations.for_sampling(t.request.sampling, is_drawn=t.is_ratio) for t in texts
+        ]
         tables = {id(c): c.table for c in found}
         return Stop(
             np.array([o.min_survival for o in orders], dtype=np.float32),
@@ -203,13 +205,13 @@ class ModelDrafter(LocalDrafter):
                 tokens = [builder.token_ids[i][-1] for i in alive]
                 logits = self._logits(self._one_more(orders, alive, tokens, ends + step - 1))
             positions = ends[alive] + step
-            rows = params.take(alive)
+            rows = params.select(alive)
             if params.reads_text:
                 _change(logits, alive, texts, ends, builder)
             self._sample(builder, alive, logits, rows, positions, starts[alive], ratio[alive])
             made = np.array([len(builder.token_ids[i]) > step for i in alive])
             if not made.all():  # their logits are not finite
-                alive, rows = alive[made], rows.take(made)
+                alive, rows = alive[made], rows.select(made)
                 logits = logits[torch.from_numpy(made).to(logits.device)]
             if stop is None:
                 continue
@@ -242,7 +244,7 @@ class ModelDrafter(LocalDrafter):
         else:
             for part in (np.flatnonzero(ratio), np.flatnonzero(~ratio)):
                 rows = logits[torch.from_numpy(part).to(logits.device)]
-                own = params.take(part), positions[part], starts[part], ratio[part]
+                own = params.select(part), positions[part], starts[part], ratio[part]
                 self._sample(builder, jobs[part], rows, *own)
 
     def _logits(self, batch: RaggedBatch) -> torch.Tensor:

@@ -57,7 +57,7 @@ class ModelProposer:
     def cut(self, session: Session, length: int) -> None:
         self._kv.cut(session.kv_key, length)
 
-    def forget(self, session: Session) -> None:
+    def release_session(self, session: Session) -> None:
         self._kv.evict(session.kv_key)
 
     @property
@@ -76,7 +76,7 @@ class ModelProposer:
         at_end = [int(end == s.length) for s, end in zip(readers, ends, strict=True)]
         logits = self._drafter.read(orders, readers, at_end)
         for session, end in zip(readers, ends, strict=True):
-            self._kv.of(session.kv_key).num_computed = end
+            self._kv.text_of(session.kv_key).num_computed = end
         sampling = [s for s, is_at_end in zip(readers, at_end, strict=True) if is_at_end]
         if sampling:
             for session, guess in zip(sampling, self._guess(sampling, logits), strict=True):
@@ -94,7 +94,7 @@ class ModelProposer:
         taken: list[tuple[Session, DraftOrder]] = []
         spared: set[str] = set()
         for session in sessions:
-            cached = self._kv.of(session.kv_key)
+            cached = self._kv.text_of(session.kv_key)
             cached.is_branch = session.line.barred is not None
             start = min(cached.num_computed, session.length - 1)
             end = min(start + (_CHUNK_AHEAD if ahead else _CHUNK), session.length)
@@ -113,7 +113,7 @@ class ModelProposer:
 
     def _guess(self, sessions: Sequence[Session], logits: torch.Tensor) -> list[Guess | None]:
         """Guess a token per session; None if its logits are not finite."""
-        rows = SamplingRows.of([s.sampling for s in sessions])
+        rows = SamplingRows.from_params([s.sampling for s in sessions])
         positions = np.array([s.length for s in sessions], dtype=np.int64)
         starts = np.array([s.draft_start for s in sessions], dtype=np.int64)
         drawn = np.array([s.samples_next for s in sessions])
@@ -126,7 +126,7 @@ class ModelProposer:
         for draw, chosen in ((True, np.flatnonzero(drawn)), (False, np.flatnonzero(~drawn))):
             if chosen.size:
                 part = logits[torch.from_numpy(chosen).to(logits.device)]
-                own, at = rows.take(chosen), positions[chosen]
+                own, at = rows.select(chosen), positions[chosen]
                 if draw:
                     made = self._draw(part, own, at, starts[chosen])
                 else:
@@ -158,7 +158,7 @@ class ModelProposer:
         finite = probs.sum(dim=-1).isfinite().cpu().numpy()
         if not finite.all():
             own = logits[torch.from_numpy(finite).to(logits.device)]
-            made = iter(self._draw(own, rows.take(finite), positions[finite], starts[finite]))
+            made = iter(self._draw(own, rows.select(finite), positions[finite], starts[finite]))
             return [next(made) if is_finite else None for is_finite in finite]
         sources = self._quantise(probs)
         scores = torch.full(logits.shape, -torch.inf)
@@ -197,8 +197,8 @@ class LookupProposer:
     def cut(self, session: Session, length: int) -> None:
         """Do nothing: the index has verified text only."""
 
-    def forget(self, session: Session) -> None:
-        self._drafter.forget(session.key)
+    def release_session(self, session: Session) -> None:
+        self._drafter.release_request(session.key)
 
     @property
     def has_runner_up(self) -> bool:

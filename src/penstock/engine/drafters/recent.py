@@ -32,7 +32,7 @@ class RecentKv:
         self._drafter = drafter
         self._texts: OrderedDict[str, CachedText] = OrderedDict()
 
-    def of(self, key: str) -> CachedText:
+    def text_of(self, key: str) -> CachedText:
         """Return a text's entry and mark it as used."""
         cached = self._texts.setdefault(key, CachedText())
         self._texts.move_to_end(key)

@@ -87,7 +87,7 @@ class SourceEvidence:
         """Note a draft after the present text. guessed: the model's tokens."""
         self._drafted[text.request.id] = _Drafted(text.length, parts, guessed)
 
-    def observe(self, text: TokenBuffer) -> None:
+    def on_text(self, text: TokenBuffer) -> None:
         """Learn from the request's last draft, if the text has grown."""
         last = self._drafted.pop(text.request.id, None)
         if last is None or last.start == text.length:
@@ -154,14 +154,14 @@ class SourceEvidence:
         tokens[np.isinf(each)] = -np.inf
         return tokens if is_asked else tokens[:, :1]
 
-    def forget(self, request_id: str) -> None:
+    def release_request(self, request_id: str) -> None:
         """Drop all state of a finished request."""
         self._drafted.pop(request_id, None)
         self._savings.pop(request_id, None)
-        self._acceptance.forget(request_id)
+        self._acceptance.release_request(request_id)
 
     def _note(self, text: TokenBuffer, source: str, num_accepted: int, num_decided: int) -> None:
-        self._acceptance.observe(
+        self._acceptance.on_verdict(
             Verdict(
                 text.request.id,
                 epoch=0,

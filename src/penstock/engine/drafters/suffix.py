@@ -180,7 +180,7 @@ class SuffixDrafter(LookupDrafter):
         self._readings: dict[str, _Reading] = {}
         self._corpora: OrderedDict[str, SuffixIndex] = OrderedDict()
 
-    def forget(self, request_id: str) -> None:
+    def release_request(self, request_id: str) -> None:
         reading = self._readings.pop(request_id, None)
         if reading is not None:
             reading.corpus.append([*reading.output, TEXT_END])

@@ -110,7 +110,7 @@ class TextDrafter(LocalDrafter):
         for job, own in zip(jobs, made.drafts if made else (), strict=True):
             told, most = job.told, orders[job.place].max_draft_tokens
             told.append(own.token_ids)
-            self._kv.of(job.order.request_id).num_computed = told.length - 1
+            self._kv.text_of(job.order.request_id).num_computed = told.length - 1
             guessed = told.tokens(len(job.text.token_ids), told.length)
             tokens = job.text.respelt(guessed)[:most]
             drafts[job.place] = Draft(tokens, [-1] * len(tokens))
@@ -129,7 +129,7 @@ class TextDrafter(LocalDrafter):
         logits = self._model.read([j.order for j in jobs], [j.told for j in jobs], counts)
         likeliest = logits.argmax(dim=-1).cpu().numpy()
         for job, own in zip(jobs, np.split(likeliest, np.cumsum(counts)[:-1]), strict=True):
-            self._kv.of(job.order.request_id).num_computed = len(job.text.token_ids)
+            self._kv.text_of(job.order.request_id).num_computed = len(job.text.token_ids)
             judged = _judged(orders[job.place], texts[job.place])
             num, num_right = job.text.compare(judged, own[:-1].tolist())
             replays[job.place] = replays[job.place]._replace(num_tokens=num, num_matched=num_right)
@@ -141,9 +141,9 @@ class TextDrafter(LocalDrafter):
     def drop_table(self, request_id: str) -> None:
         self._kv.evict(request_id)
 
-    def forget(self, request_id: str) -> None:
+    def release_request(self, request_id: str) -> None:
         self._kv.evict(request_id)
-        self._model.forget(request_id)
+        self._model.release_request(request_id)
         self._readers.pop(request_id, None)
 
     def _jobs(self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]) -> list[_Job]:
@@ -179,7 +179,7 @@ class TextDrafter(LocalDrafter):
             num_judged = min(read.text.num_covering(_judged(order, text)), known - 1)
         if most and steps < 1:
             return None
-        cached = self._kv.of(name)
+        cached = self._kv.text_of(name)
         start = min(cached.num_computed, known - 1 - num_judged)
         spared.add(name)
         blocks = self._kv.grow(name, known + max(steps - 1, 0), spared)

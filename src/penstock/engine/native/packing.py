@@ -39,7 +39,7 @@ class Arena:
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._used = 0
 
-    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def next_tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return the next tensor of the arena, aligned to a cache line."""
         count = 1
         for size in shape:
@@ -145,7 +145,7 @@ class Rows:
     owner: Stored
 
     @classmethod
-    def of(cls, stored: Stored) -> Rows:
+    def from_stored(cls, stored: Stored) -> Rows:
         if isinstance(stored, QuantizedMatrix):
             stored = replace(stored, data=stored.data.contiguous())
             data, kind, width = stored.data, Kind[stored.kind], stored.columns
@@ -155,7 +155,7 @@ class Rows:
         starts = data.data_ptr() + np.arange(len(data)) * (data.stride(0) * data.itemsize)
         return cls(kind, width, starts, stored)
 
-    def take(self, start: int, stop: int) -> Rows:
+    def slice(self, start: int, stop: int) -> Rows:
         return Rows(self.kind, self.width, self.addresses[start:stop], self.owner)
 
 
@@ -172,19 +172,19 @@ def stacked_rows(weight: Weight, sizes: Sequence[int]) -> list[Rows]:
 
     A piece of several kinds is converted to float32."""
     parts = weight if isinstance(weight, tuple) else (weight,)
-    ends = np.cumsum([Rows.of(part).addresses.size for part in parts])
+    ends = np.cumsum([Rows.from_stored(part).addresses.size for part in parts])
     starts = [0, *ends[:-1]]
     pieces = []
     for stop, size in zip(np.cumsum(sizes), sizes, strict=True):
         first = stop - size
         found = [
-            Rows.of(part).take(max(first - start, 0), stop - start)
+            Rows.from_stored(part).slice(max(first - start, 0), stop - start)
             for part, start, end in zip(parts, starts, ends, strict=True)
             if start < stop and first < end
         ]
         if len(found) > 1:
             widened = torch.cat([_widened(part) for part in parts])
-            found = [Rows.of(widened[first:stop])]
+            found = [Rows.from_stored(widened[first:stop])]
         pieces.extend(found)
     return pieces
 
@@ -222,13 +222,13 @@ class Packer:
         vector_bytes = sum(Arena.size_of(vector.nbytes) for vector in vectors.values())
         arena = Arena(vector_bytes + sum(map(Arena.size_of, sizes.values())))
         packed = {
-            name: PackedMatrix(kind, arena.take((sizes[name],), torch.uint8))
+            name: PackedMatrix(kind, arena.next_tensor((sizes[name],), torch.uint8))
             for name, (kind, _) in matrices.items()
         }
         with ThreadPoolExecutor(max_workers=num_threads) as pool:
             list(pool.map(self._fill, [rows for _, rows in matrices.values()], packed.values()))
         for name, vector in vectors.items():
-            vectors[name] = arena.take(vector.shape, vector.dtype).copy_(vector)
+            vectors[name] = arena.next_tensor(vector.shape, vector.dtype).copy_(vector)
         (embedding,) = stacked_rows(self._weights["embed_tokens"], [self._layout.config.vocab_size])
         owner = embedding.owner
         data = owner.data if isinstance(owner, QuantizedMatrix) else owner

@@ -319,7 +319,10 @@ def _allocate_cache(
     layers = layout.config.num_layers
     one_layer = sum(Arena.size_of(int(np.prod(s)) * dtype.itemsize) for s in shapes)
     arena = Arena(layers * one_layer)
-    return [(arena.take(shapes[0], dtype), arena.take(shapes[1], dtype)) for _ in range(layers)]
+    return [
+        (arena.next_tensor(shapes[0], dtype), arena.next_tensor(shapes[1], dtype))
+        for _ in range(layers)
+    ]
 
 
 def _flatten(batch: RaggedBatch) -> tuple[IntArray, c.BatchValues]:

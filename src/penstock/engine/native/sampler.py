@@ -29,7 +29,7 @@ def sample_natively(logits: torch.Tensor, rows: SamplingRows, positions: IntArra
         samples = torch.empty(logits.shape[0], dtype=torch.int64)
         for part in (np.flatnonzero(filtered), np.flatnonzero(~filtered)):
             index = torch.from_numpy(part)
-            samples[index] = sample_natively(logits[index], rows.take(part), positions[part])
+            samples[index] = sample_natively(logits[index], rows.select(part), positions[part])
         return samples
     salts = np.full(len(rows), _TARGET, dtype=np.int32)
     tokens = sample_unfiltered(logits, rows.temperature, rows.seed, positions, salts)

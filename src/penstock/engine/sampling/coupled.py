@@ -61,7 +61,7 @@ def sample_coupled(logits: torch.Tensor, rows: SamplingRows, positions: IntArray
     samples = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     for part in (np.flatnonzero(greedy), np.flatnonzero(~greedy)):
         index = as_index(part, logits)
-        samples[index] = sample_coupled(logits[index], rows.take(part), positions[part])
+        samples[index] = sample_coupled(logits[index], rows.select(part), positions[part])
     return samples
 
 
@@ -74,7 +74,7 @@ def verify_coupled(batch: VerifyBatch, sample: TokenSampler = sample_coupled) ->
             evidence=np.empty(0),
             evidence_all=np.empty(0),
         )
-    rows = batch.params.take(batch.request_of_row)
+    rows = batch.params.select(batch.request_of_row)
     samples = sample(batch.logits, rows, batch.row_positions).tolist()
     starts, drafts = batch.row_start.tolist(), batch.draft_tokens.tolist()
     num_accepted, last_token = [], []

@@ -45,7 +45,7 @@ class SamplingRows:
     reads_tokens: bool = False
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams]) -> SamplingRows:
+    def from_params(cls, params: Sequence[SamplingParams]) -> SamplingRows:
         """Build the rows of some requests, in their order."""
         return cls(
             np.array([p.temperature for p in params], dtype=np.float64),
@@ -89,7 +89,7 @@ class SamplingRows:
         """True where beside these only the mask of a grammar applies."""
         return not (self.reads_tokens or self.has_filters)
 
-    def take(self, index: IntArray | BoolArray) -> SamplingRows:
+    def select(self, index: IntArray | BoolArray) -> SamplingRows:
         """Return the rows that ``index`` selects, in its order."""
         return SamplingRows(
             self.temperature[index],
@@ -190,7 +190,7 @@ class VerifyBatch:
         before = self.positions - self.row_start[:-1]
         return before.repeat(self.num_rows) + np.arange(self.logits.shape[0])
 
-    def take(self, chosen: IntArray) -> VerifyBatch:
+    def select(self, chosen: IntArray) -> VerifyBatch:
         """Return the batch of the requests ``chosen`` (ascending indices) alone."""
         mask = np.zeros(self.num_requests, dtype=np.bool_)
         mask[chosen] = True
@@ -200,7 +200,7 @@ class VerifyBatch:
             logits=self.logits[as_index(rows, self.logits)],
             row_start=np.concatenate(([0], np.cumsum(self.num_rows[chosen]))),
             positions=self.positions[chosen],
-            params=self.params.take(chosen),
+            params=self.params.select(chosen),
             ratio=self.ratio[chosen],
             draft_tokens=self.draft_tokens[drafts],
             draft_probs=self.draft_probs,

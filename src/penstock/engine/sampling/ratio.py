@@ -119,7 +119,7 @@ def verify_ratio(batch: VerifyBatch) -> Decisions:
 
     Every temperature must be above 0: `verify_coupled` handles greedy requests."""
     of_row, of_draft = batch.request_of_row, batch.request_of_draft
-    target_probs = filtered_probs(batch.logits, batch.params.take(of_row))
+    target_probs = filtered_probs(batch.logits, batch.params.select(of_row))
     target_of_token, draft_of_token, overlap = (
         part.cpu().numpy() for part in _compare(batch, target_probs)
     )

@@ -24,7 +24,7 @@ def _decide(batch: VerifyBatch, sample: TokenSampler) -> Decisions:
         evidence_all=np.empty(batch.draft_tokens.shape[0], dtype=np.float64),
     )
     for chosen in (np.flatnonzero(by_ratio), np.flatnonzero(~by_ratio)):
-        part = _decide(batch.take(chosen), sample)
+        part = _decide(batch.select(chosen), sample)
         merged.num_accepted[chosen] = part.num_accepted
         merged.last_token[chosen] = part.last_token
         drafts = np.isin(batch.request_of_draft, chosen)

@@ -69,4 +69,4 @@ class VllmExecutor(LocalExecutor):
         """Do nothing: the next step has a new epoch and all of its blocks."""
 
     def _forget_in_target(self, request_id: str) -> None:
-        self._writer.forget(request_id)
+        self._writer.release_request(request_id)

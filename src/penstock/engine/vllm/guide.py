@@ -113,7 +113,7 @@ class Guide:
             self._learn.times.learns_profile = True
         else:
             seed_estimators(self._learn, read_profile(config.profile), drafters)
-        allocation = config.allocation or PolicyConfig.of("fixed", k=limits.num_draft_tokens)
+        allocation = config.allocation or PolicyConfig.from_name("fixed", k=limits.num_draft_tokens)
         self._scheduler = Scheduler(
             pool,
             drafters,
@@ -244,7 +244,7 @@ class Guide:
         num_blocks = self._pool.blocks_for(num_computed) if kv is None else kv.num_blocks
         return HostRequest(state.request.id, state.num_output_tokens, num_computed, num_blocks)
 
-    def observe(
+    def on_step(
         self,
         plan: StepPlan,
         answers: Mapping[str, Answer],

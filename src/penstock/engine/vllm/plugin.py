@@ -167,7 +167,7 @@ class GuidedScheduler(Scheduler):
     def _end_run(self) -> None:
         run, self._run = self._run, None
         if run is not None and run.num_steps:
-            self._guide.observe(run.plan, {}, run.started_at, run.finished_at, run.num_steps)
+            self._guide.on_step(run.plan, {}, run.started_at, run.finished_at, run.num_steps)
 
     def _num_blocks_of(self, request_id: str) -> int:
         return len(self.kv_cache_manager.get_blocks(request_id).blocks[0])
@@ -229,7 +229,7 @@ class GuidedScheduler(Scheduler):
         ids = [*(i.request_id for i in step.plan.items), *self._guide.decoding(step.plan)]
         planned = [self.requests[i] for i in ids if i in self.requests]
         answers = self._answers(step.plan, scheduler_output, model_runner_output)
-        self._guide.observe(step.plan, answers, max(step.scheduled_at, self._finished_at), now)
+        self._guide.on_step(step.plan, answers, max(step.scheduled_at, self._finished_at), now)
         self._finished_at = now
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for request in planned:

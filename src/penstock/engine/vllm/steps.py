@@ -98,7 +98,7 @@ class StepWriter:
         self._known: dict[str, _Known] = {}
         self._finished: set[str] = set()
 
-    def forget(self, request_id: str) -> None:
+    def release_request(self, request_id: str) -> None:
         """Note the end of a request. Its id may be used again."""
         if self._known.pop(request_id, None) is not None:
             self._finished.add(request_id)

@@ -98,7 +98,7 @@ class StepSampler:
         self.asked: dict[str, Asked] = {}
         self._draft_probs: torch.Tensor | None = None
         self._sampling: list[SamplingParams] = []
-        self._rows = SamplingRows.of([])
+        self._rows = SamplingRows.from_params([])
         self._ratio = np.array([], dtype=np.bool_)
 
     def begin(self, step: StepInput) -> None:
@@ -136,7 +136,7 @@ class StepSampler:
     def _decide(self, batch: list[Asked], logits: torch.Tensor) -> dict[str, Decided]:
         sampling = [a.sampling for a in batch]
         if sampling != self._sampling:  # a batch is mostly the last one again
-            self._sampling, self._rows = sampling, SamplingRows.of(sampling)
+            self._sampling, self._rows = sampling, SamplingRows.from_params(sampling)
             self._ratio = np.array([s.is_ratio for s in sampling], dtype=np.bool_)
         probs = None if self._draft_probs is None else self._draft_probs.to(logits.device)
         decided = decide(logits, batch, self._rows, self._ratio, probs, sample_coupled)

@@ -169,7 +169,7 @@ class Confident(Throughput):
             self._ordered[state.request.id] = _Ordered(state.epoch, state.round, drafter, price)
         return grants
 
-    def observe(self, outcomes: Sequence[Outcome], now: float) -> None:
+    def on_step(self, outcomes: Sequence[Outcome], now: float) -> None:
         self._record.ended(sum([len(verdict.token_ids) for _, verdict in outcomes]), now)
         for state, verdict in outcomes:
             request_id = state.request.id
@@ -177,12 +177,12 @@ class Confident(Throughput):
             if given is not None and given[:2] == (verdict.epoch, verdict.round):
                 yields = self._yields[given.drafter]
                 proposed, accepted = verdict.num_proposed, verdict.num_accepted
-                yields.observe(request_id, given.price, proposed, accepted)
+                yields.add_verified(request_id, given.price, proposed, accepted)
 
-    def forget(self, request_id: str) -> None:
+    def release_request(self, request_id: str) -> None:
         self._ordered.pop(request_id, None)
         for yields in self._yields.values():
-            yields.forget(request_id)
+            yields.release_request(request_id)
 
     def _next_price(self, candidates: Sequence[DraftCandidate], view: View) -> float:
         """Return the cost in tokens of one more drafted and verified position of every request."""
@@ -228,7 +228,7 @@ class Confident(Throughput):
 
     def _offer(self, index: int, candidate: DraftCandidate, mean: DraftYield, view: View) -> _Offer:
         state, drafter = candidate.state, candidate.drafter
-        expected = self._yields[drafter].of(state.request.id, mean)
+        expected = self._yields[drafter].yield_of(state.request.id, mean)
         reading = reading_seconds(candidate, view)
         rounds = max(1.0, state.num_remaining_tokens / (1 + expected.accepted))
         return _Offer(index, state.request.id, drafter, expected, reading, rounds)

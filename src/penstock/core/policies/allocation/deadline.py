@@ -64,11 +64,11 @@ class Deadline(AllocationPolicy):
         )
         return [Grant(n) for n in lengths]
 
-    def observe(self, outcomes: Sequence[Outcome], now: float) -> None:
-        self._streams.observe(outcomes)
+    def on_step(self, outcomes: Sequence[Outcome], now: float) -> None:
+        self._streams.add_outcomes(outcomes)
         if self._since is not None:
             seconds = max(now - self._since, _LEAST_SECONDS)
-            self._averages.observe(tokens_by_tenant(outcomes), seconds)
+            self._averages.add_tokens(tokens_by_tenant(outcomes), seconds)
         self._since = now
 
     def _utility(
@@ -78,7 +78,7 @@ class Deadline(AllocationPolicy):
         waits = max(view.learn.times.draft_seconds(c.drafter, 1, 1) for c in candidates)
         step = max(round_seconds(float(_verify_seconds(view, 0)[0]), beside=waits), _LEAST_SECONDS)
         slopes = self._averages.slopes(candidates, view, self.options.fairness, step)
-        return slopes, sum(slope * self._averages.of(n) for n, slope in slopes.items())
+        return slopes, sum(slope * self._averages.goodput_of(n) for n, slope in slopes.items())
 
     def _tokens(
         self, candidates: Sequence[DraftCandidate], slopes: dict[str, float], view: View

@@ -61,9 +61,9 @@ class GoodSpeedAdaptive(AllocationPolicy):
         """Return each candidate's probability that its next draft token is accepted."""
         return self._streams.rates(candidates)
 
-    def observe(self, outcomes: Sequence[Outcome], now: float) -> None:
-        self._streams.observe(outcomes)
-        self._averages.observe(tokens_by_tenant(outcomes))
+    def on_step(self, outcomes: Sequence[Outcome], now: float) -> None:
+        self._streams.add_outcomes(outcomes)
+        self._averages.add_tokens(tokens_by_tenant(outcomes))
 
 
 POLICY = GoodSpeedAdaptive

@@ -63,8 +63,8 @@ class OnTime(AllocationPolicy):
         self._averages = GoodputAverages()
         self._steps = _MeanStep()
 
-    def observe(self, outcomes: Sequence[Outcome], now: float) -> None:
-        self._averages.observe(tokens_by_tenant(outcomes))
+    def on_step(self, outcomes: Sequence[Outcome], now: float) -> None:
+        self._averages.add_tokens(tokens_by_tenant(outcomes))
         self._steps.ended(now)
 
     def allocate(self, candidates: Sequence[DraftCandidate], view: View) -> list[Grant]:
@@ -131,7 +131,7 @@ class _Worth(NamedTuple):
     value: float  # v
     others: float  # U' of all requests that do not draft
 
-    def of(self, plans: IntArray, steps: FloatArray) -> FloatArray:
+    def of_plans(self, plans: IntArray, steps: FloatArray) -> FloatArray:
         """Return the worth [plans] of draft lengths [plans, requests] at their steps' seconds."""
         rates = self.tokens[np.arange(len(self.limits)), plans] / steps[:, None]
         total = rates @ self.utility
@@ -255,7 +255,7 @@ class _TypicalStep:
     def value(self, plans: IntArray) -> FloatArray:
         """Return the worth [plans]."""
         steps = self.seconds(plans)
-        return self.worth.of(plans, steps) + self.worth.others / steps
+        return self.worth.of_plans(plans, steps) + self.worth.others / steps
 
 
 class _MeanStep:

@@ -173,7 +173,7 @@ class Adaptive(SelectionPolicy):
             if self._review_s:
                 self._postpone(known, savings, values)
         for row in per_token[is_new].tolist():
-            self._favourite.observe(dict(zip(drafters, row, strict=True)), prices.num_sharing)
+            self._favourite.add_saved(dict(zip(drafters, row, strict=True)), prices.num_sharing)
         room = [
             None if d.max_num_seqs is None else d.max_num_seqs - _others(d, states, view.loads)
             for d in drafters.values()
@@ -231,10 +231,10 @@ class Adaptive(SelectionPolicy):
 
     # --- learning -------------------------------------------------------------------------------
 
-    def observe(self, outcomes: Sequence[Outcome], view: View) -> None:
-        self._pace.observe(outcomes, view)
+    def on_step(self, outcomes: Sequence[Outcome], view: View) -> None:
+        self._pace.on_step(outcomes, view)
         if not view.beside:
-            self._review_time.observe(view.learn.times.pause)
+            self._review_time.add_pause(view.learn.times.pause)
         for state, verdict in outcomes:
             column = self._columns.get(verdict.drafter or "")
             known = self._known.get(state.request.id)
@@ -250,7 +250,7 @@ class Adaptive(SelectionPolicy):
             known.note(column, replayed.num_matched, missed)
             known.has_news = True
 
-    def forget(self, request_id: str) -> None:
+    def release_request(self, request_id: str) -> None:
         known = self._known.pop(request_id, None)
         self._unasked.pop(request_id, None)
         for key in [k for k in self._proposals if k[0] == request_id]:

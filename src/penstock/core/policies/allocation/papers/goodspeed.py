@@ -84,7 +84,7 @@ class GoodSpeed(AllocationPolicy):
         }
         return grants
 
-    def observe(self, outcomes: Sequence[Outcome], now: float) -> None:
+    def on_step(self, outcomes: Sequence[Outcome], now: float) -> None:
         rounds = [o for o in outcomes if self._is_round(o)]
         tokens = tokens_by_tenant(rounds)
         proposed = dict.fromkeys(tokens, 0)
@@ -100,7 +100,7 @@ class GoodSpeed(AllocationPolicy):
             evidence = Evidence(
                 proposed[name], decided[name], successes[name], successes_all=over_all[name]
             )
-            self._client(name).observe(evidence, realised)
+            self._client(name).on_round(evidence, realised)
 
     def _is_round(self, outcome: Outcome) -> bool:
         """Return whether the request has drafted, or would have with a grant."""
@@ -137,11 +137,11 @@ class _Client:
         self.goodput = options.initial_goodput
         self._rounds = 0
 
-    def observe(self, evidence: Evidence, realised: float) -> None:
+    def on_round(self, evidence: Evidence, realised: float) -> None:
         options = self._options
         self._rounds += 1
         self.acceptance.step = options.eta * self._rounds**-options.eta_decay
-        self.acceptance.observe(evidence)
+        self.acceptance.add_evidence(evidence)
         beta = options.beta * self._rounds**-options.beta_decay
         self.goodput += beta * (realised - self.goodput)
 

@@ -72,14 +72,14 @@ class GoodputAverages:
         known = [n for n in weights if n in self._tokens]
         start = first / step
         if known:
-            start = sum(self.of(n) / weights[n] for n in known) / len(known)
+            start = sum(self.goodput_of(n) / weights[n] for n in known) / len(known)
         for name, weight in weights.items():
             if name not in self._tokens:
                 self._time[name] = _START_STEPS * step
                 self._tokens[name] = start * weight * self._time[name]
         self._weights = dict(weights)
 
-    def observe(self, tokens: Mapping[str, float], seconds: float = 1.0) -> None:
+    def add_tokens(self, tokens: Mapping[str, float], seconds: float = 1.0) -> None:
         """Take in a step: tokens by tenant, and its seconds."""
         for name in self._weights:
             self._tokens[name] = _KEEP * self._tokens[name] + tokens.get(name, 0)
@@ -97,9 +97,9 @@ class GoodputAverages:
         names = dict.fromkeys(c.state.request.tenant for c in candidates)
         weights = {name: tenant_weight(view.tenants, name) for name in names}
         self.meet(weights, step)
-        return {n: w / self.of(n) ** fairness for n, w in weights.items()}
+        return {n: w / self.goodput_of(n) ** fairness for n, w in weights.items()}
 
-    def of(self, name: str) -> float:
+    def goodput_of(self, name: str) -> float:
         """Return X of a known tenant; positive."""
         return max(self._tokens[name] / self._time[name], 1e-9)
 
@@ -124,15 +124,15 @@ class Streams:
             found.append(rates[key])
         return found
 
-    def observe(self, outcomes: Iterable[Outcome]) -> None:
+    def add_outcomes(self, outcomes: Iterable[Outcome]) -> None:
         """Take in all verdicts of a step; a candidate without a draft ages its estimate."""
         for state, verdict in outcomes:
             drafter = verdict.drafter or self._drafters.get(verdict.request_id)
             if drafter is None:
                 continue
-            evidence = Evidence.of(verdict)
-            self._model((state.request.tenant, drafter)).observe(evidence)
-            self._population.observe(evidence)
+            evidence = Evidence.from_verdict(verdict)
+            self._model((state.request.tenant, drafter)).add_evidence(evidence)
+            self._population.add_evidence(evidence)
 
     def _model(self, key: tuple[str, str]) -> StreamModel:
         model = self._models.get(key)

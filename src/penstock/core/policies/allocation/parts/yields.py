@@ -32,7 +32,7 @@ class _AllDrafts:
         self._accepted = _STRENGTH * (likely - 1) / 2 * (1 + price) / 2
         self._num = _STRENGTH
 
-    def observe(self, weight: float, num_proposed: int, num_accepted: int) -> None:
+    def add_verified(self, weight: float, num_proposed: int, num_accepted: int) -> None:
         keep = 1 - weight / _MEMORY
         self._lengths = [n * keep for n in self._lengths]
         self._lengths[min(num_proposed, len(self._lengths) - 1)] += weight
@@ -62,7 +62,7 @@ class _Own:
     expected_proposed: float = 0.0
     expected_accepted: float = 0.0
 
-    def observe(self, num_proposed: int, num_accepted: int, expected: DraftYield) -> None:
+    def add_verified(self, num_proposed: int, num_accepted: int, expected: DraftYield) -> None:
         self.num = self.num * _OWN_KEEP + 1
         self.proposed = self.proposed * _OWN_KEEP + num_proposed
         self.accepted = self.accepted * _OWN_KEEP + num_accepted
@@ -78,21 +78,23 @@ class DraftYields:
         self._by_price = [_AllDrafts(limit, (i + 0.5) / _PRICES) for i in range(_PRICES)]
         self._by_request: dict[str, _Own] = {}
 
-    def observe(self, request_id: str, price: float, num_proposed: int, num_accepted: int) -> None:
+    def add_verified(
+        self, request_id: str, price: float, num_proposed: int, num_accepted: int
+    ) -> None:
         """Take in a draft that was verified, or ended before its first token."""
         own = self._by_request.setdefault(request_id, _Own())
         all_drafts = self._at(price)
         # Later drafts of a request say less of other requests; and long-drafting requests are those
         # with good drafts.
         weight = _STRENGTH / (_STRENGTH + own.num)
-        all_drafts.observe(weight, num_proposed, num_accepted)
-        own.observe(num_proposed, num_accepted, all_drafts.mean)
+        all_drafts.add_verified(weight, num_proposed, num_accepted)
+        own.add_verified(num_proposed, num_accepted, all_drafts.mean)
 
     def mean(self, price: float) -> DraftYield:
         """Return the mean yield over requests."""
         return self._at(price).mean
 
-    def of(self, request_id: str, mean: DraftYield) -> DraftYield:
+    def yield_of(self, request_id: str, mean: DraftYield) -> DraftYield:
         """Return the expected yield of a request's next draft, from the `mean` over requests."""
         own = self._by_request.get(request_id)
         if own is None:
@@ -113,7 +115,7 @@ class DraftYields:
         num = _STRENGTH + (own.num if own is not None else 0.0)
         return 1 / (num * (num + 1))
 
-    def forget(self, request_id: str) -> None:
+    def release_request(self, request_id: str) -> None:
         self._by_request.pop(request_id, None)
 
     def _at(self, price: float) -> _AllDrafts:

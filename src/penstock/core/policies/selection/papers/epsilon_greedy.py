@@ -56,11 +56,11 @@ class EpsilonGreedy(SelectionPolicy):
         worth = {m: seen[m].value if m in seen else float("inf") for m in models}
         return sorted((m for m in worth if worth[m] >= alone), key=worth.__getitem__, reverse=True)
 
-    def observe(self, outcomes: Sequence[Outcome], view: View) -> None:
-        self._observed.observe(outcomes, view)
+    def on_step(self, outcomes: Sequence[Outcome], view: View) -> None:
+        self._observed.on_step(outcomes, view)
 
-    def forget(self, request_id: str) -> None:
-        self._observed.forget(request_id)
+    def release_request(self, request_id: str) -> None:
+        self._observed.release_request(request_id)
 
 
 POLICY = EpsilonGreedy

@@ -46,7 +46,7 @@ class Greedy(SelectionPolicy):
         chosen: dict[str, str | None] = {}
         undecided = []
         for state in states:
-            if state.drafter is not None and places.take(state.drafter):
+            if state.drafter is not None and places.reserve(state.drafter):
                 chosen[state.request.id] = state.drafter
             else:
                 undecided.append(state)

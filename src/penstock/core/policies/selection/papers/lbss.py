@@ -69,7 +69,7 @@ class Lbss(SelectionPolicy):
         exploiting: list[RequestState] = []
         for state in states:
             course = self._courses.setdefault(state.request.id, _Course())
-            if state.round < course.until and places.take(state.drafter):
+            if state.round < course.until and places.reserve(state.drafter):
                 chosen[state.request.id] = state.drafter
                 continue
             if state.round >= course.until:
@@ -126,7 +126,7 @@ class Lbss(SelectionPolicy):
         room = places.room(places.drafters)
         for state, index in zip(states, assign(values, room, times.alone), strict=True):
             name = None if index is None else drafters[index].name
-            places.take(name)
+            places.reserve(name)
             chosen[state.request.id] = name
             self._courses[state.request.id].drawn = self._draw(places)
 
@@ -173,11 +173,11 @@ class Lbss(SelectionPolicy):
 
     # --- learning -------------------------------------------------------------------------------
 
-    def observe(self, outcomes: Sequence[Outcome], view: View) -> None:
-        self._observed.observe(outcomes, view)
+    def on_step(self, outcomes: Sequence[Outcome], view: View) -> None:
+        self._observed.on_step(outcomes, view)
 
-    def forget(self, request_id: str) -> None:
-        self._observed.forget(request_id)
+    def release_request(self, request_id: str) -> None:
+        self._observed.release_request(request_id)
         self._courses.pop(request_id, None)
 
 

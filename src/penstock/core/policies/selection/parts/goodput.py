@@ -110,7 +110,7 @@ class ObservedGoodput:
         self._by_request: defaultdict[str, dict[str, Mean]] = defaultdict(dict)
         self.by_model: dict[str, Mean] = {}
 
-    def observe(self, outcomes: Sequence[Outcome], view: View) -> None:
+    def on_step(self, outcomes: Sequence[Outcome], view: View) -> None:
         """Take in a step's drafted or skipped rounds, for the request's drafter."""
         batches = Counter(o.state.drafter for o in outcomes if o.state.drafter is not None)
         times = RoundTimes(view, len(outcomes))
@@ -138,7 +138,7 @@ class ObservedGoodput:
         mean = self._by_request.get(request_id, {}).get(model) or self.by_model.get(model)
         return 0.0 if mean is None else mean.value
 
-    def forget(self, request_id: str) -> None:
+    def release_request(self, request_id: str) -> None:
         self._by_request.pop(request_id, None)
 
 

@@ -39,7 +39,7 @@ class Pace:
         drafted = self.rows / self.requests - 1
         return max(1, round(self.rows / self.steps - drafted))
 
-    def observe(self, outcomes: Sequence[Outcome], view: View) -> None:
+    def on_step(self, outcomes: Sequence[Outcome], view: View) -> None:
         passed = math.inf if self.last is None else view.now - self.last
         self.last = view.now
         rows = 0
@@ -75,7 +75,7 @@ class _Pauses:
     seconds: float = 0.0
     num: int = 0
 
-    def observe(self, seconds: float) -> None:
+    def add_pause(self, seconds: float) -> None:
         if self.seconds > 0:
             seconds = min(seconds, _LONGEST_PAUSE * self.seconds)
         self.num += 1
@@ -103,15 +103,15 @@ class ReviewTime:
         """Note the end of a request: the host is busy after the step that is observed next."""
         self._next_is_usual = False
 
-    def observe(self, pause: float) -> None:
+    def add_pause(self, pause: float) -> None:
         """Take in a step that began `pause` seconds after the one before."""
         if self._is_usual and 0 <= pause < math.inf:
             if not self._num_reviews:
-                self._plain.observe(pause)
+                self._plain.add_pause(pause)
                 # What is not measured any more must not prevent reviews for good.
                 self._reviews.seconds *= _REVIEWS_DECAY
             elif self._plain.num:
-                self._reviews.observe((pause - self._plain.seconds) / self._num_reviews)
+                self._reviews.add_pause((pause - self._plain.seconds) / self._num_reviews)
         self._num_reviews = 0
         self._is_usual, self._next_is_usual = self._next_is_usual, True
 
@@ -139,7 +139,7 @@ class Favourite:
         self._num_unasked = 0
         self._num_sharing = 1
 
-    def observe(self, saved: Mapping[str, float], num_sharing: int) -> None:
+    def add_saved(self, saved: Mapping[str, float], num_sharing: int) -> None:
         """Take in the expected savings of a chosen request, in seconds per token by drafter."""
         if not self._num or not self._is_like(num_sharing):
             self._saved, self._best, self._num, self._num_sharing = {}, 0.0, 0, num_sharing

@@ -29,7 +29,7 @@ class Places:
             if left is not None and state.drafter is not None:
                 self._left[state.drafter] = left + 1
 
-    def take(self, name: str | None) -> bool:
+    def reserve(self, name: str | None) -> bool:
         """Take a place if there is one; there is always room for no drafter."""
         if name is None:
             return True
@@ -47,7 +47,7 @@ class Places:
 
     def first_with_room(self, names: Iterable[str]) -> str | None:
         """Take a place with the first drafter that has one."""
-        return next((n for n in names if self.take(n)), None)
+        return next((n for n in names if self.reserve(n)), None)
 
     def by_preference(self, state: RequestState, models: Iterable[str]) -> str | None:
         """Take a place with the first model that has room, best the present drafter."""
