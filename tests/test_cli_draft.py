@@ -119,6 +119,7 @@ def test_which_model_is_meant(family: dict[str, Path]) -> None:
     assert drafter_checkpoint(str(family["near"])) == ("near", family["near"])
 
 
+@pytest.mark.slow
 async def test_users_are_served(family: dict[str, Path], oracle: Oracle) -> None:
     verifier = ScriptedVerifier(oracle)
     prompt = "Once upon a time"

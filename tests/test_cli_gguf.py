@@ -116,6 +116,7 @@ def test_a_file_that_is_one_of_several(cli: Cli, tmp_path: Path, is_named: bool)
         assert f"{path}: is part 1 of 3 of a model; parts are not read yet" in err
 
 
+@pytest.mark.slow
 def test_serve_with_a_tokenizer_that_is_not_known(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_gguf(path, CASE, "F32", ORIGINALS["gpt-2"](), "klingon")

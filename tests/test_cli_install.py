@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from tests.products import first_fast
 
+pytestmark = pytest.mark.slow
+
 EXTRA = ("torch", "transformers", "fastapi", "starlette", "uvicorn", "grpc", "google")
 
 NEEDS_THE_EXTRA = [

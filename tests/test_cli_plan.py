@@ -145,6 +145,7 @@ def admission_of(
     return build
 
 
+@pytest.mark.slow
 def test_the_server_takes_what_is_printed(cli, trace, admission_of) -> None:
     taken = set()
     for name, flags, settings in configurations(cli, trace):

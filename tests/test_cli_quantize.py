@@ -12,6 +12,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("quantised")
 
 
+@pytest.mark.slow
 def test_a_quantised_pair_speculates(folders: Path, cli: Cli) -> None:
     """A target in 8 bits and a drafter in 4: the target's own tokens."""
     for name, weights in (("target-small", "int8"), ("draft-tiny", "int4")):

@@ -121,6 +121,7 @@ def test_targets_reach_the_policy_and_the_report(cli: Cli) -> None:
     assert report["slo_goodput"] == 0
 
 
+@pytest.mark.slow
 def test_speculation_by_rate_curve_and_record(cli: Cli, tmp_path: Path) -> None:
     record = tmp_path / "r.jsonl.gz"
     record.write_bytes(gzip.compress(b'{"eagle": [4, 3, 2, 1, 2]}\n'))
@@ -442,6 +443,7 @@ def test_values_take_the_type_of_their_option(text: str, wanted: Any, value: Any
     assert type(parsed) is type(value)
 
 
+@pytest.mark.slow
 def test_draft_servers_across_links(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "servers.yaml"
     path.write_text(

@@ -99,6 +99,7 @@ def test_what_is_in_force_and_where_it_is_from(tmp_path: Path) -> None:
     assert key not in text
 
 
+@pytest.mark.slow
 def test_mistakes_in_variables_and_files_say_where(tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text("port: 1\nmax_body_bytes: 3\n")

@@ -18,6 +18,8 @@ from tests.serving.harness import RunningServer, model_server
 
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
 
+pytestmark = pytest.mark.slow
+
 DRAFTERS = ("none", "model", "ngram", "suffix", "chain", "text")
 SAID = "čas <tool_call>日本<|eos|> <číslo></tool_call>"
 SAMPLINGS = {"greedy": {"temperature": 0}, "seeded": {"temperature": 1, "seed": 3}}

@@ -16,6 +16,8 @@ from tests.serving.harness import RunningServer, eventually, running_server, ser
 
 from penstock.config import hash_of_key
 
+pytestmark = pytest.mark.slow
+
 QUICK = {"header_timeout_s": 0.5, "body_timeout_s": 0.5, "write_timeout_s": 0.5}
 KEYED = {
     "tenants": {

@@ -19,6 +19,8 @@ from tests.serving.scripted import free_port
 from penstock.core.types import FinishReason, Request, SamplingParams, StopStrings
 from penstock.engine.tokenizer import load_tokenizer
 
+pytestmark = pytest.mark.slow
+
 WEIGHTS = Path(__file__).parents[2] / "src/penstock/zoo/weights"
 NUM_CLIENTS = 6
 ENDS: dict[str, dict[str, Any]] = {

@@ -68,6 +68,7 @@ def test_too_many_waiting_requests(slow_server: RunningServer) -> None:
     assert 1 <= int(full.value.response.headers["Retry-After"]) <= 60
 
 
+@pytest.mark.slow
 def test_a_stream_that_is_left_before_its_first_output_frees_its_place(slow_server) -> None:
     body: dict[str, Any] = {"prompt": "a", "n": 4}
 
@@ -134,6 +135,7 @@ async def test_64_streams_lose_and_repeat_nothing(server, tokenizer) -> None:
     eventually(lambda: is_free(server))
 
 
+@pytest.mark.slow
 def test_an_engine_killed_in_mid_stream() -> None:
     config = serve_config(served_model_name="toy")
     with running_server(config, SLOW_FACTORY) as server, client_of(server) as ai:
@@ -162,6 +164,7 @@ def test_an_engine_killed_under_a_whole_answer() -> None:
     assert "the engine process died" in answer.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_a_request_that_would_wait_too_long_is_refused_at_once() -> None:
     """Its timeout is shorter than the queue before it: 429 now, and not 504 later."""
     few = {"admission": {"name": "vllm_v1", "options": {"max_num_seqs": 1}}}

@@ -46,6 +46,7 @@ def test_drafters_change_nothing_but_the_speed(real_server, fields) -> None:
     assert near["mean_acceptance_length"] > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", first_fast([8, 32]))
 def test_many_at_once_with_every_drafter(real_server: RunningServer, batch: int) -> None:
     """Half of them greedy, half sampled."""
@@ -69,6 +70,7 @@ def test_many_at_once_with_every_drafter(real_server: RunningServer, batch: int)
     assert texts("near", seed=100)[1::2] != alone[1::2], "other seeds would be seen"
 
 
+@pytest.mark.slow
 def test_metrics_tell_drafters_apart(real_server: RunningServer) -> None:
     def by_drafter(name: str) -> dict[str, float]:
         text = httpx.get(f"{real_server.url}/metrics", timeout=60).text

@@ -110,6 +110,7 @@ def test_a_whole_conversation(tools: openai.OpenAI) -> None:
     assert made.output_text == "sunny"
 
 
+@pytest.mark.slow
 def test_a_stream_that_fails(tools: openai.OpenAI) -> None:
     with (
         running_server(serve_config(served_model_name="toy"), SLOW_FACTORY) as server,

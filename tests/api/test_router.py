@@ -42,6 +42,7 @@ def routed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Routed]:
         yield Routed(url, (first, second))
 
 
+@pytest.mark.slow
 def test_chats_and_completions_reach_both_servers(routed: Routed) -> None:
     before = routed.served()
     with openai.OpenAI(base_url=f"{routed.url}/v1", api_key="none", max_retries=0) as ai:

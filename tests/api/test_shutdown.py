@@ -31,6 +31,7 @@ def exit_code(process: BaseProcess, timeout: float) -> int | None:
     return process.exitcode
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sig", first_fast([signal.SIGTERM, signal.SIGINT, signal.SIGHUP]))
 def test_what_runs_is_finished_and_nothing_new_is_taken(sig: signal.Signals) -> None:
     with server_process(SLOW_FACTORY) as (process, url):
@@ -60,6 +61,7 @@ def test_what_outlasts_the_grace_period_ends_with_an_error() -> None:
         assert exit_code(process, 5) == 0
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_it_at_once() -> None:
     with server_process(SLOW_FACTORY) as (process, url):
         engine = engine_pid(url)

@@ -30,6 +30,7 @@ def logits(folder: Path) -> torch.Tensor:
         return model(torch.arange(8, 40)[None]).logits
 
 
+@pytest.mark.slow
 def test_the_silent_layers_make_the_first_ones_always_right(weights, tmp_path) -> None:
     silent = silence(weights, DRAFTER_LAYERS)
     whole = logits(write_checkpoint(tmp_path / "whole", weights))

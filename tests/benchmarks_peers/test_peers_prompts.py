@@ -4,6 +4,8 @@ import pytest
 
 from lab.bench.real_prompts import real_prompts, token_ids
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def prompts():

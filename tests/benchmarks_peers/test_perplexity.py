@@ -13,6 +13,8 @@ from lab.bench.perplexity import FIRST, OURS, THEIRS, WINDOW, Perplexity, main, 
 from penstock.engine.backends import load_runner
 from penstock.zoo.registry import model_path
 
+pytestmark = pytest.mark.slow
+
 MODEL = model_path("draft-tiny")
 
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.core.fakes import ToyExecutor
 from tests.core.world import ADMISSIONS, World, make_request
+from tests.products import first_fast
 
 import penstock.sim.run
 from penstock.config import PolicyConfig
@@ -61,11 +62,12 @@ def happenings(rng: random.Random, world: World, num_arrived: int) -> list[Event
     return events
 
 
-@pytest.mark.parametrize(("name", "options"), CASES)
+@pytest.mark.parametrize("case", first_fast(CASES, 4))
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 2**32), fairness=st.booleans())
-def test_who_waits_is_found_again_when_estimates_have_moved(name, options, seed, fairness) -> None:
+def test_who_waits_is_found_again_when_estimates_have_moved(case, seed, fairness) -> None:
     """Arrivals, cancels, preemption in tight memory, tenants with other weights."""
+    name, options = case
     rng, learn = random.Random(seed), Estimators(profile(0.1))
     scheduler = Scheduler(
         BlockPool(14, 4),
@@ -92,6 +94,7 @@ def test_who_waits_is_found_again_when_estimates_have_moved(name, options, seed,
     assert all(queue.first is None for queue in scheduler.table.waiting.queues)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("admission", ["vllm_v1", "sarathi"])
 def test_deadlines_by_lengths_that_are_not_foretold(monkeypatch, admission) -> None:
     rng, num = np.random.default_rng(0), 400

@@ -5,6 +5,7 @@ import dataclasses
 import random
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.core.fakes import ToyDrafter, ToyExecutor
@@ -117,6 +118,7 @@ def test_all_requests_end_and_nothing_is_left(world: World, coming: list[Request
     world.check_empty()
 
 
+@pytest.mark.slow
 @quietly
 @given(world=worlds(st.just(Chaos())), coming=requests())
 def test_in_a_calm_world_requests_finish_or_are_refused(world, coming) -> None:

@@ -444,6 +444,7 @@ def test_joint_of_three_positions_is_the_targets(costs, drafter_seed) -> None:
     assert p_value(costs, drafter_seed) > 1e-3
 
 
+@pytest.mark.slow
 def test_other_parts_in_every_round_are_exact_and_false_reports_are_caught(switching) -> None:
     assert p_value(None, num_samples=4_000) > 1e-3
     assert {(0, 2), (1, 1), (2, 0)} <= switching.seen

@@ -151,6 +151,7 @@ def test_output_is_valid_and_the_same_with_any_drafts(engine, tokenizer, samplin
         assert accepted > 8, "forced tokens at least"
 
 
+@pytest.mark.slow
 def test_in_lanes_of_their_own(engine: Engine, tokenizer: Tokenizer) -> None:
     params = SAMPLINGS["coupled"]
     alone, _ = run(make_loop(engine), make_requests(tokenizer, params, 8, "none"))

@@ -88,6 +88,7 @@ def test_threads_end_with_their_executor() -> None:
     assert not thread.is_alive()
 
 
+@pytest.mark.slow
 def test_drafter_and_target_are_at_work_together(engine, monkeypatch) -> None:
     """Each waits inside its step until the other is inside, too."""
     meet = threading.Barrier(2)

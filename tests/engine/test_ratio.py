@@ -141,6 +141,7 @@ def without_context(table: torch.Tensor) -> torch.Tensor:
     return table[0, 0].expand_as(table).contiguous()
 
 
+@pytest.mark.slow
 def test_lengths_by_evidence_behind_a_rejection_are_exact_with_fresh_noise_only() -> None:
     """With old noise the next draft would be made just where its tokens are good."""
     plain = make_loop()

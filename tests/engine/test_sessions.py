@@ -229,6 +229,7 @@ def test_stopping_by_survival(make) -> None:
     assert sizes[0] > sizes[-1] == 0
 
 
+@pytest.mark.slow
 def test_in_ratio_mode_stopping_ignores_the_sampled_token(make) -> None:
     """With every seed the first token comes from one distribution: all stop before it, or none."""
     for least in (0.05, 0.3, 0.5):

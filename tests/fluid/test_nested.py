@@ -148,6 +148,7 @@ def simulated(policy: NestedThresholds, horizon: float, seed: int) -> tuple[Line
     return line, *run([line], arrivals, lambda kv: 0.05 + 2e-4 * kv)
 
 
+@pytest.mark.slow
 def test_the_algorithm_keeps_the_bounds() -> None:
     delta, iterations, runs = 0.2, 4000, 30
     policy = nested_thresholds(TOY, segments_of(SMALL, 3), 10**6, delta, iterations)

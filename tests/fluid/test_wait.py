@@ -62,6 +62,7 @@ def simulated(
     return lines, run(lines, arrivals, lambda kv: 0.05 + 2e-4 * kv)[0]
 
 
+@pytest.mark.slow
 def test_the_algorithm_keeps_every_bound() -> None:
     policy = wait_thresholds(TOY, SMALL, 10**6, headroom=0.1)
     lines, peak = simulated(SMALL, policy.thresholds, 2000.0, seed=8)

@@ -7,6 +7,7 @@ A change that is meant to decide otherwise writes them anew, and says so.
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,16 +21,12 @@ KNOWN: dict[str, str] = json.loads(PLANS.read_text()) if PLANS.exists() else {}
 
 
 def cases() -> list[Any]:
-    """`make test` runs two of an admission policy's six scenarios: tenants step by step, and the
-    usual prompts counted."""
-    literal = {f"admission {name}, {load}" for name in LITERAL for load in ("high", "long")}
-    slow = {
-        name
-        for name in SCENARIOS
-        if (name.startswith("counted ") and not name.endswith(", high"))
-        or (name.startswith("admission ") and name.endswith((", high", ", long")))
-    } - literal
-    return [pytest.param(name, marks=[pytest.mark.slow] * (name in slow)) for name in SCENARIOS]
+    """`make test` runs one scenario of each policy and pipeline, and those that take no time."""
+    policy = re.compile(r"(selection|allocation|pipeline) \w+|counted .*, high|goodspeed, .*")
+    fast = {name for name in SCENARIOS if policy.fullmatch(name) or name.startswith("real KV")}
+    fast |= {f"admission {name}, high" for name in LITERAL}
+    fast |= {"admission fluid_guided, targets", "draft servers, goodspeed, async"}
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name not in fast)) for name in SCENARIOS]
 
 
 @pytest.mark.parametrize("name", cases())

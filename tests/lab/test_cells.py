@@ -16,6 +16,7 @@ def doubled(number: int) -> Figures:
     return {"double": 2 * number}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num", [1, 2])
 def test_what_is_there_is_not_measured_again(num: int, tmp_path: Path) -> None:
     path = tmp_path / "cells.jsonl"

@@ -34,6 +34,7 @@ def test_it_is_as_wide_as_the_longest() -> None:
     assert padded.gather.scratch_bytes == 500 * padded.gather.bytes_per_token
 
 
+@pytest.mark.slow
 def test_every_model_of_a_padded_engine_has_it() -> None:
     engine = load_padded(LiveScene(WEIGHTS, {}, num_turns=2, new_tokens=8), batch=1)
     runners = [engine.executor.target, *(d.runner for d in engine.executor.drafters.values())]

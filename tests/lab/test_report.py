@@ -20,6 +20,7 @@ def picture(path: Path) -> None:
     draw(path, "Toys", [[left, Plot({"wait": (x, -x)})]])
 
 
+@pytest.mark.slow
 def test_a_picture_is_written_as_png_and_svg_and_again_the_same(tmp_path: Path) -> None:
     for name in ("one", "two"):
         picture(tmp_path / f"{name}.png")

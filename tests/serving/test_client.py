@@ -69,6 +69,7 @@ async def test_requests_share_a_stream_and_are_all_finished() -> None:
         await until_free(client)
 
 
+@pytest.mark.slow
 async def test_an_idle_engine_does_not_spin() -> None:
     async with client_of(FACTORY) as client:
         with await client.submit("someone", [request("a")]) as stream:
@@ -140,6 +141,7 @@ async def test_an_engine_that_cannot_be_loaded_says_why_in_one_line() -> None:
     assert str(failure.value) == f"{TOKENIZER}: not a checkpoint, really"
 
 
+@pytest.mark.slow
 async def test_an_engine_that_cannot_be_restarted_is_tried_again(tmp_path: Path) -> None:
     shutil.copy(TOKENIZER / "tokenizer.json", tmp_path)
     fragile = EngineConfig(target=tmp_path, allocation=PolicyConfig(name="fixed"))

@@ -79,6 +79,7 @@ def test_our_own_back_off_never_meets_the_limit(clock, monkeypatch, lasting_s) -
     assert num_refused(clock, arrivals_of(), lasting_s) == 0
 
 
+@pytest.mark.slow
 def test_the_comparison_with_the_limit_can_fail(clock, monkeypatch) -> None:
     """Did a stream that breaks at once start the pauses anew, the limit would be met."""
     monkeypatch.setattr("penstock.serving.link.random.uniform", lambda low, high: low)
@@ -139,6 +140,7 @@ async def test_a_server_that_connects_in_a_loop(limited: World) -> None:
     assert await refused(limited, draft_server="bad") == 1
 
 
+@pytest.mark.slow
 async def test_strangers_in_a_loop(limited: World) -> None:
     found = []
     async with undisturbed(limited, "cleo", "dora"):

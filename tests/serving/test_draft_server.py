@@ -214,6 +214,7 @@ async def restart_in_the_middle(
     return outputs
 
 
+@pytest.mark.slow
 async def test_a_user_who_leaves_closes_the_request(family, oracle) -> None:
     verifier = ScriptedVerifier(oracle)
     verifier.delay_s = 0.05
@@ -225,6 +226,7 @@ async def test_a_user_who_leaves_closes_the_request(family, oracle) -> None:
         assert client.num_open == 0
 
 
+@pytest.mark.slow
 async def test_requests_beyond_the_limit_wait_here(family, oracle, monkeypatch) -> None:
     monkeypatch.setattr(
         "tests.serving.scripted_verifier.LIMITS",
@@ -325,6 +327,7 @@ async def test_without_a_stream_requests_are_refused_after_a_while(
     await stack.__aexit__(None, None, None)
 
 
+@pytest.mark.slow
 async def test_requests_that_are_given_up_are_opened_again(family, oracle) -> None:
     """As when the engine behind the verification server dies."""
     verifier = ScriptedVerifier(oracle)
@@ -376,6 +379,7 @@ async def test_a_hopeless_request_ends_in_an_error(family, oracle, monkeypatch) 
         assert len(verifier.opens) == 6
 
 
+@pytest.mark.slow
 async def test_a_refused_request_is_tried_again_for_a_while(family, oracle, monkeypatch) -> None:
     """As when the verification server has too much to do."""
     monkeypatch.setattr("penstock.serving.edge._RETRY_S", 0.001)
@@ -450,6 +454,7 @@ async def test_users_say_how_far_to_draft(family, oracle, drafter, longest, most
         assert max(len(d.token_ids) for d in verifier.drafts) == most
 
 
+@pytest.mark.slow
 async def test_verification_that_does_not_wait(family: dict[str, Path], oracle: Oracle) -> None:
     """Every draft comes too late; every assignment is answered all the same, and once."""
     verifier = ScriptedVerifier(oracle, Mangling(duplicate=True))
@@ -486,6 +491,7 @@ async def test_a_released_request_is_answered_and_forgotten(family, oracle) -> N
         assert [d.request_id for d in verifier.drafts].count("@1") == 1
 
 
+@pytest.mark.slow
 async def test_draining(family: dict[str, Path], oracle: Oracle) -> None:
     verifier = ScriptedVerifier(oracle)
     verifier.delay_s = 0.05

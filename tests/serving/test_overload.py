@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.products import first_fast
 from tests.serving.edges import drafting, edge_client
 from tests.serving.scripted import greedy, scripted_server
 from tests.serving.scripted_verifier import ScriptedVerifier, target_oracle
@@ -60,16 +61,14 @@ REFUSALS: list[tuple[pb.Refused.Code, int, str, str | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("code", "status", "name", "retry_after"), REFUSALS)
+@pytest.mark.parametrize("refusal", first_fast(REFUSALS))
 async def test_users_hear_the_same_as_at_the_centre(
     family: dict[str, Path],
     monkeypatch: pytest.MonkeyPatch,
-    code: pb.Refused.Code,
-    status: int,
-    name: str,
-    retry_after: str | None,
+    refusal: tuple[pb.Refused.Code, int, str, str | None],
 ) -> None:
     """After it has been tried for a while; and when there is room again they are served."""
+    code, status, name, retry_after = refusal
     monkeypatch.setattr("penstock.serving.edge._RETRY_S", 0.001)
     verifier = ScriptedVerifier(target_oracle(family["target"]))
     verifier.refuse_opens = code

@@ -201,6 +201,7 @@ async def test_drafts_that_come_twice_late_and_out_of_order(world: World) -> Non
             assert draft_server.texts[name].num_accepted > NUM_TOKENS / 4
 
 
+@pytest.mark.slow
 async def test_targets_come_with_a_request(world: World) -> None:
     before = await metrics_of(world)
     async with scripted_server(world.address) as draft_server:

@@ -143,6 +143,7 @@ async def test_hello_twice(guarded: World) -> None:
     assert "come once" in details
 
 
+@pytest.mark.slow
 async def test_random_bytes(guarded: World) -> None:
     rng = random.Random(0)
     async with undisturbed(guarded):
@@ -195,6 +196,7 @@ async def test_nothing_compressed_is_taken(guarded: World) -> None:
     assert draft_server.num_received == 0
 
 
+@pytest.mark.slow
 async def test_a_flood_of_nothing_is_read_slowly(guarded: World) -> None:
     async with undisturbed(guarded), connected(guarded, "bad") as draft_server:
         begun = time.monotonic()
@@ -219,6 +221,7 @@ async def test_a_flood_of_nothing_is_read_slowly(guarded: World) -> None:
             assert 120 * (time.monotonic() - begun) > 50
 
 
+@pytest.mark.slow
 async def test_a_flood(guarded: World, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "penstock.serving.verification")
     async with undisturbed(guarded), connected(guarded, "flood") as draft_server:
@@ -241,6 +244,7 @@ async def test_a_flood(guarded: World, caplog: pytest.LogCaptureFixture) -> None
     assert "flood: too many messages: at most 300" in caplog.text
 
 
+@pytest.mark.slow
 async def test_a_reader_that_does_not_read(guarded, monkeypatch, caplog) -> None:
     """What waits for it is bounded; then its stream is ended."""
     caplog.set_level(logging.INFO, "penstock.serving.verification")
@@ -398,6 +402,7 @@ async def test_cherry_picked_tokens_change_nothing(guarded: World) -> None:
     assert draft_server.texts["r"].output == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_central", [False, True], ids=["edge", "central"])
 @pytest.mark.parametrize("method", ["order", "send_verdict"])
 async def test_an_error_ends_one_stream_alone(guarded, monkeypatch, method, is_central) -> None:

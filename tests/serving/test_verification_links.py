@@ -47,6 +47,7 @@ def credentials(folder: Path, name: str | None) -> grpc.ChannelCredentials:
     return channel_credentials(folder / "ca.pem", folder / f"{name}.pem", folder / f"{name}.key")
 
 
+@pytest.mark.slow
 async def test_a_certificate_is_an_identity(secured: World, certificates: Path) -> None:
     own = credentials(certificates, "edge")
     async with scripted_server(secured.address, credentials=own) as draft_server:
@@ -77,6 +78,7 @@ async def test_no_tls_where_it_is_needed(secured: World) -> None:
     assert code is grpc.StatusCode.UNAVAILABLE
 
 
+@pytest.mark.slow
 async def test_a_welcome_tells_the_targets_ends_of_text(family, tmp_path) -> None:
     shutil.copytree(family["target"], tmp_path / "target")
     (tmp_path / "target" / "generation_config.json").write_text('{"eos_token_id": [9, 7]}')
@@ -158,6 +160,7 @@ async def _lie(liar: ScriptedServer) -> None:
             await liar.send(draft=liar.draft(assign, tokens, weights=weights))
 
 
+@pytest.mark.slow
 async def test_the_engine_dies(world: World) -> None:
     """Streams end, so that draft servers open their requests again; nothing is lost."""
     # Asked for first: on a busy machine the answer may take longer than the request.
@@ -187,6 +190,7 @@ async def test_the_engine_dies(world: World) -> None:
     assert 0 < num_left < NUM_TOKENS
 
 
+@pytest.mark.slow
 async def test_a_frozen_server_delays_others_once(world: World) -> None:
     """It gets orders and never answers."""
     expected = world.alone(greedy())
@@ -207,6 +211,7 @@ async def test_a_frozen_server_delays_others_once(world: World) -> None:
         assert not frozen.refused
 
 
+@pytest.mark.slow
 async def test_a_server_that_stops_says_so(family: dict[str, Path]) -> None:
     with ExitStack() as running:
         world = running.enter_context(verified_world(family))

@@ -18,6 +18,7 @@ def rate(ranks: list[int], *, sends_ahead: bool = True, **more: Any) -> float:
     return rates(report(servers, RankedAcceptance({"a": ranks})))[0]
 
 
+@pytest.mark.slow
 def test_with_a_perfect_drafter_there_is_no_round_trip() -> None:
     """Drafting is what takes longest: a token in 10 ms."""
     step = VERIFY_S + 4 * ROW_S
@@ -36,10 +37,12 @@ def test_runners_up_are_found() -> None:
     assert rate([0, 0, 0, 1]) > 1.15 * rate([0, 0, 0, 2])
 
 
+@pytest.mark.slow
 def test_further_lines_take_time() -> None:
     assert rate([0, 0, 1], row_seconds=0.01) < rate([0, 0, 1])
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_run() -> None:
     ranks = [0, 0, 1, 0, 2, 0, 0, 0, 1]
     assert rate(ranks) == rate(ranks)

@@ -58,6 +58,7 @@ def test_under_load_it_is_ahead_of_what_is_shipped() -> None:
         assert ours < 0.95 * other(name, workload).latency.mean(), name
 
 
+@pytest.mark.slow
 def test_steps_end_where_they_would_take_longer() -> None:
     """With prompts in plenty nearly every step is one that the next position would make slower."""
     workload = make_workload("high", num_requests=1500, rate=60.0, arrivals="poisson", seed=3)
@@ -149,6 +150,7 @@ def overload() -> Workload:
     return Workload("overload", prompts, np.full(960, 100), arrivals - arrivals[0])
 
 
+@pytest.mark.slow
 def test_a_late_request_does_not_make_all_others_late(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = fluid(overload(), options=TARGETS)
     assert ours.figures()["requests_completed"] == 960
@@ -172,6 +174,7 @@ def test_no_request_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     assert waits[0] < 22 * TARGETS["ttft_p99"] < waits[1]
 
 
+@pytest.mark.slow
 def test_learned_step_times_make_up_for_a_profile_that_is_wrong() -> None:
     """One measured of small steps only, while the machine did something else."""
     wrong = replace(PAPER_LINEAR, token_counts=(1, 32, 64), token_seconds=(0.01, 0.05, 0.9))

@@ -41,6 +41,7 @@ def served(workload: Workload, allocation: str, **changes: Any) -> Report:
     return run(setup, workload)
 
 
+@pytest.mark.slow
 def test_the_summary_counts_them_by_tenant() -> None:
     report = served(mixed(), "on_time")
     figures = report.figures()

@@ -17,6 +17,8 @@ from penstock.sim.acceptance import GeometricAcceptance
 from penstock.sim.run import Setup, run
 from penstock.sim.workloads import make_workload
 
+pytestmark = pytest.mark.slow
+
 KINDS = ("admission", "selection", "allocation")
 NUMBERS = (
     *(math.nan, math.inf, -math.inf, -1.0, 0.0, 1e-300, 0.5, 1.0, 7.0, 1e300),

@@ -182,6 +182,7 @@ def test_a_worker_s_complaint_is_one_line(cli: Cli) -> None:
     assert run("--workers", 2) == (code, "", err)
 
 
+@pytest.mark.slow
 def test_runs_over_seeds(cli: Cli, tmp_path: Path) -> None:
     run = partial(cli, "simulate", *LOW, "--requests", 100, "--rate", 50)
     found = [json.loads(run("--seeds", 3, "--workers", n, "--json")[1]) for n in (1, 2)]

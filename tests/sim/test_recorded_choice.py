@@ -13,6 +13,7 @@ DATA = Path(os.environ.get("PENSTOCK_DATA", Path(__file__).parents[2] / "../shar
 REQUESTS = 24
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fifth", first_fast(range(5)))
 def test_no_beginning_locks_adaptive_out_of_the_better_drafter(fifth: int) -> None:
     """On gsm8k a token takes 4.6 ms with EAGLE and 9.4 without a draft."""

@@ -33,6 +33,7 @@ def tokens_per_s(policy: str) -> float:
     return float(OUTPUT * (NUM / 2) / (ends[-1] - ends[NUM // 2 - 1]))
 
 
+@pytest.mark.slow
 def test_memory_is_refilled_as_fast_as_it_empties(monkeypatch: pytest.MonkeyPatch) -> None:
     at_once = tokens_per_s("vllm_v1")
     assert tokens_per_s("fluid_guided") > 0.95 * at_once

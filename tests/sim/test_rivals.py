@@ -64,6 +64,7 @@ def test_the_size_aware_order_leaves_the_tail_where_it_was(admission: str) -> No
     assert mean.mean() < 0.7
 
 
+@pytest.mark.slow
 def test_the_order_of_fluid_guided_is_size_aware() -> None:
     workload = long_prompts(100, 0.6)
     default = served("fluid_guided", workload).finished_at

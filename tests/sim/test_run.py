@@ -174,6 +174,7 @@ def test_the_static_budget_is_at_a_corner_and_within_memory() -> None:
         static_budget(PROFILE, work, 5)
 
 
+@pytest.mark.slow
 def test_a_plan_for_recorded_lengths_has_segments_and_a_chance() -> None:
     rng = np.random.default_rng(1)
     lengths = Workload("trace", rng.integers(20, 400, 2000), rng.integers(1, 400, 2000))

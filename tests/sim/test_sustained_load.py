@@ -58,6 +58,7 @@ def test_a_queue_with_a_known_limit(num: int) -> None:
         assert not any(verdict.sustained for verdict in beyond)
 
 
+@pytest.mark.slow
 def test_capacity_is_where_the_criterion_turns() -> None:
     def at(rate: float) -> Workload:
         return make_workload("low", num_requests=2500, rate=rate, seed=2)
@@ -104,6 +105,7 @@ def test_who_is_never_served_is_late() -> None:
     assert not criterion.judge(report).sustained
 
 
+@pytest.mark.slow
 def test_a_load_without_a_setup_is_not_sustained() -> None:
     def setup_at(rate: float) -> Setup | None:
         return Setup(PROFILE, PolicyConfig.from_name("sarathi")) if rate < 12 else None

@@ -72,6 +72,7 @@ class EndsBeforeTurn:
     def on_result(self, plan: StepPlan, result: StepResult) -> None: ...
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", first_fast(["2", "off"]))
 def test_the_first_in_order_waits_for_no_more_ends_than_requests_ran(pipeline: str) -> None:
     watches: list[EndsBeforeTurn] = []

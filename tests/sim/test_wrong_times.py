@@ -130,6 +130,7 @@ def quiet_start(name: str, num_before: int = LATER) -> Watch:
 OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in POLICIES if name != "throughput"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", first_fast(NOISE))
 @pytest.mark.parametrize("name", ["throughput", *OTHERS])
 def test_a_busy_start_is_forgotten_within_32_requests(name: str, noise: str) -> None:
@@ -154,6 +155,7 @@ def test_load_that_comes_and_goes_is_followed_within_64_requests(name: str) -> N
     assert later.num_tokens / later.seconds >= 0.97 * quiet.num_tokens / quiet.seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["throughput", *OTHERS])
 def test_where_drafts_do_not_pay_little_time_is_spent_on_them(name: str) -> None:
     """With a drafter that is hardly ever right, and times that are right from the start."""

@@ -91,6 +91,7 @@ def test_a_norm_that_is_not_rescaled_changes_the_logits(tmp_path):
     assert (old - new).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 def test_transformers_makes_the_same_tokens(tmp_path):
     name = "draft-base"
     made = growth(name, 4)

@@ -18,6 +18,8 @@ from lab.zoo.evidence import (  # noqa: E402
 )
 from lab.zoo.report import DecodeTimes, report  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 
 def _trace(domain, **agreement):
     runs = {n: run_lengths(np.array([c == "1" for c in bits])) for n, bits in agreement.items()}

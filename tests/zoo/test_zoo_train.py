@@ -52,6 +52,7 @@ def _finish(run):
     run_to_end(run, checkpoint_s=1e9, evaluate_every=10_000, show=False)
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss(spec, pools, tmp_path):
     run = TrainingRun(spec, pools, tmp_path / "toy", seed=0)
     before = run.evaluate()

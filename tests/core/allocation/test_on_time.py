@@ -82,6 +82,7 @@ def test_a_target_of_a_heavy_tenant_comes_first() -> None:
     assert own[0] > own[1]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @example(targets=[None, 0.006, 0.01, 0.006], rates=[0.5, 0.875, 0.75, 0.875], budget=6)
 @given(

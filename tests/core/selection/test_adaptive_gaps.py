@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from penstock.config import PolicyConfig
 from penstock.fluid.step_profile import DrafterProfile
@@ -26,6 +27,7 @@ class OwnRow(RecordedAcceptance):
         return self.records[drafter][int(request_id)]
 
 
+@pytest.mark.slow
 def test_what_a_late_replay_shows_is_used_before_it_has_faded() -> None:
     """A text that begins to repeat itself after 1,200 tokens: looking up is then far better."""
     rows = {

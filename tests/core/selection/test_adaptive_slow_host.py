@@ -12,6 +12,8 @@ from penstock.core.learn.times import Times
 from penstock.core.policies.selection.adaptive import Adaptive
 from penstock.core.policies.selection.parts.pace import ReviewTime
 
+pytestmark = pytest.mark.slow
+
 SMALL = Machine(
     {"good": 0.1e-3, "poor": 0.1e-3}, verify=0.3e-3, per_row=0.01e-3, per_catch_up_token=1e-6
 )

@@ -27,6 +27,7 @@ def total(values: np.ndarray, choice: list[int], alone: float) -> float:
 numbers = st.one_of(st.floats(-5, 5, width=16), st.just(-INF))
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_the_sum_is_the_greatest_within_capacities(data: st.DataObject) -> None:
