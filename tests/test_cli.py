@@ -266,6 +266,7 @@ def test_generate_applies_the_chat_template(cli: Cli, chatty: str) -> None:
     assert made[0] == made[1] != made[2]
 
 
+@pytest.mark.slow
 def test_chat_piped(cli: Cli, chatty: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ("--target", chatty, "--max-tokens", "8", "--dtype", "float32")
 

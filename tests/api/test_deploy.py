@@ -36,6 +36,7 @@ def exposed(text: str) -> tuple[set[str], set[str]]:
     return names, set(re.findall(r'[{,](\w+)="', text))
 
 
+@pytest.mark.slow
 def test_dashboard_and_rules_name_metrics_that_exist(http: httpx.Client) -> None:
     http.post("/v1/completions", json={"prompt": "one two three", "max_tokens": 30})
     names, labels = exposed(http.get("/metrics").text)

@@ -63,6 +63,7 @@ def test_chats_and_completions_reach_both_servers(routed: Routed) -> None:
     assert [n - old for n, old in zip(routed.served(), before, strict=True)] == [4, 4]
 
 
+@pytest.mark.slow
 def test_a_stream_comes_through(routed: Routed) -> None:
     with openai.OpenAI(base_url=f"{routed.url}/v1", api_key="none", max_retries=0) as ai:
         chunks = list(

@@ -78,6 +78,7 @@ def test_a_second_signal_ends_it_at_once() -> None:
         eventually(lambda: not psutil.pid_exists(engine))
 
 
+@pytest.mark.slow
 def test_the_engine_does_not_outlive_the_server() -> None:
     with server_process(SLOW_FACTORY) as (process, url):
         engine = engine_pid(url)

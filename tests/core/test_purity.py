@@ -61,6 +61,7 @@ def test_importing_brings_no_strangers(modules_of_packages, package, strangers) 
     assert not brought & strangers
 
 
+@pytest.mark.slow
 def test_a_run_does_not_depend_on_the_hash_seed() -> None:
     """Sets of strings have another order in every process; no decision may hang on it."""
     code = """

@@ -13,7 +13,7 @@ from tests.engine import other_vocabulary
 from tests.engine.added_tokens import ADDED, with_added_tokens, write
 from tests.engine.test_exactness import make_loop, run
 from tests.engine.test_tokenizer import KINDS, save, stream
-from tests.products import covering
+from tests.products import covering, first_fast
 from tokenizers import AddedToken, normalizers
 
 from penstock.config import NGRAM, SUFFIX, EngineConfig
@@ -153,7 +153,7 @@ def requests_of(tokenizer: Tokenizer, sampling: SamplingParams, drafter: str) ->
     return made
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("sampling", first_fast(SAMPLINGS))
 def test_no_drafter_changes_a_text_with_added_tokens(engine: Engine, sampling: str) -> None:
     params, tokenizer = SAMPLINGS[sampling], load_tokenizer(engine.tokenizer_path)
     alone, _ = run(make_loop(engine), requests_of(tokenizer, params, "none"))

@@ -242,6 +242,7 @@ def test_transformers_would_read_it_with_the_same_class(tmp_path, name, model_ty
     assert ours.chat_template == theirs.chat_template
 
 
+@pytest.mark.slow
 def test_a_server_reads_its_chats_without_pytorch() -> None:
     """Which takes longer to import than all the rest of what the front process does."""
     code = (

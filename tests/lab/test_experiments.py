@@ -87,6 +87,7 @@ def is_whole(name: str, tmp_path: Path) -> None:
     assert all(len(row) == len(header) for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", first_fast(["goodspeed_fig2", FAST]))
 def test_the_same_command_writes_the_same_csv_again(name: str, tmp_path: Path) -> None:
     written = []

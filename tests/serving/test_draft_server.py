@@ -7,6 +7,7 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
+from tests.products import first_fast
 from tests.serving.edges import (
     GREEDY,
     SEEDED,
@@ -73,7 +74,7 @@ def check_outputs(oracle: Oracle, outputs: list[Output]) -> None:
         assert ends == [FinishReason.LENGTH]
 
 
-@pytest.mark.parametrize("model", ["same", "near", "far"])
+@pytest.mark.parametrize("model", first_fast(["near", "same", "far"]))
 async def test_edge_requests(family: dict[str, Path], oracle: Oracle, model: str) -> None:
     verifier = ScriptedVerifier(oracle)
     async with linked(verifier, family[model]) as (_, client):
@@ -94,7 +95,7 @@ async def test_edge_requests(family: dict[str, Path], oracle: Oracle, model: str
         assert sum(o.num_accepted for o in outputs) == accepted
 
 
-@pytest.mark.parametrize("shuffle", [1, 2, 5])
+@pytest.mark.parametrize("shuffle", first_fast([5, 1, 2]))
 async def test_repeated_and_reordered_messages(family, oracle, shuffle) -> None:
     verifier = ScriptedVerifier(oracle, Mangling(duplicate=True, shuffle=shuffle))
     async with linked(verifier, family["near"]) as (_, client):
@@ -109,7 +110,7 @@ async def test_repeated_and_reordered_messages(family, oracle, shuffle) -> None:
         assert len(verifier.drafts) == rounds, "a draft was sent twice, or not at all"
 
 
-@pytest.mark.parametrize("num_logprobs", [0, 3, None])
+@pytest.mark.parametrize("num_logprobs", first_fast([3, 0, None]))
 async def test_logprobs(family: dict[str, Path], oracle: Oracle, num_logprobs: int | None) -> None:
     """Each token's own, though messages come twice and in any order and the stream breaks."""
     verifier = ScriptedVerifier(oracle, Mangling(duplicate=True, shuffle=3))
@@ -172,7 +173,7 @@ async def test_a_stop_string_may_begin_before_a_break(family, oracle) -> None:
         assert decode_stop(message.stop) == made.stop._replace(num_made=num_made)
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("sampling", first_fast([SEEDED, GREEDY]), ids=["seeded", "greedy"])
 async def test_a_restarted_verification_server_changes_nothing(family, oracle, sampling) -> None:
     outputs = await restart_in_the_middle(family, oracle, request("r", sampling, 60))
     assert tokens_of(outputs, "r") == expected(oracle, request("r", sampling, 60))

@@ -215,6 +215,7 @@ async def test_targets_come_with_a_request(world: World) -> None:
         assert after[key] - before.get(key, 0.0) == 1
 
 
+@pytest.mark.slow
 async def test_an_expected_length_reaches_the_scheduler() -> None:
     """`wait` begins one request of the short type alone, but not one of the long type."""
     options = {"output_lens": [4, 64], "thresholds": [1, 2]}

@@ -109,6 +109,7 @@ def test_the_memory_is_tight(name: str) -> None:
     assert counted.result.num_preemptions > 5
 
 
+@pytest.mark.slow
 def test_targets_change_nothing_in_it() -> None:
     counted, single = both("fluid_guided", "low", 1, ttft_p99=1.0, tpot_p99=0.05)
     assert_same(counted, single)

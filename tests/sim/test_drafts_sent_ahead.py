@@ -32,6 +32,7 @@ def test_where_a_drafter_is_never_right_nothing_is_gained() -> None:
     assert rate(NEITHER) == pytest.approx(rate(NEITHER, sends_ahead=False), rel=0.1)
 
 
+@pytest.mark.slow
 def test_runners_up_are_found() -> None:
     """Every fourth token is the second choice, with which the drafter goes on; or it is neither."""
     assert rate([0, 0, 0, 1]) > 1.15 * rate([0, 0, 0, 2])

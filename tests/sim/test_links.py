@@ -63,6 +63,7 @@ def test_rounds_wait_for_the_slowest_and_asynchrony_does_not() -> None:
     assert slow > 0.85 * slow_off
 
 
+@pytest.mark.slow
 def test_drafting_ahead_hides_the_round_trip_while_drafts_are_right() -> None:
     def rate(ahead: int, accepted: float) -> float:
         servers = [server("a", draft_ahead=ahead)]

@@ -86,6 +86,7 @@ def test_what_requests_are_ahead_of_their_target_is_spent_on_prompts() -> None:
     assert ours.ttft[10] < 1.05 * served(alone, "fluid_guided", ttft_p99=2.5).ttft[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tpot", [0.005, 0.012])
 def test_a_target_that_cannot_be_met_does_not_stop_the_others(tpot: float) -> None:
     """Decoding alone takes longer than 5 ms, and 12 ms are enough for a few requests only."""

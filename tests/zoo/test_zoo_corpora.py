@@ -10,6 +10,7 @@ from lab.zoo.template import ASSISTANT, BOS, EOS
 from penstock.zoo.registry import DOMAINS, load_prompts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("domain", first_fast(DOMAINS))
 def test_same_seed_same_text(domain):
     first = [e.text for e in islice(examples(domain, "train", 3), 12)]

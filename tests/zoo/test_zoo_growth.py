@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tests.products import first_fast
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -46,7 +47,7 @@ def prompt_ids(path, domain="instruction"):
     return load_tokenizer(path).encode(load_prompts(domain)[0].prompt)
 
 
-@pytest.mark.parametrize("name", bundled_models())
+@pytest.mark.parametrize("name", first_fast(bundled_models()))
 def test_sizes_are_met_at_every_scale(name):
     small = DecoderConfig.from_pretrained(bundled_models()[name].path)
     for asked in np.geomspace(count_parameters(small), 4e9, 25):

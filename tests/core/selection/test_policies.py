@@ -52,6 +52,7 @@ def test_capacities_hold_and_no_place_is_left_unused(policy, beside, capacity) -
         assert max(drafting) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "first"), covering([*LEARNING, "adaptive"], [0, 4], strength=1))
 def test_a_bad_beginning_is_not_held_against_a_drafter_for_ever(policy, first) -> None:
     def rates(number: int) -> dict[str, float]:
@@ -120,6 +121,7 @@ def test_the_same_seed_makes_the_same_choices(policy: str) -> None:
     assert first.now == again.now
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["epsilon_greedy", "lbss"])
 def test_another_seed_makes_others(policy: str) -> None:
     assert play(policy, options={"seed": 1}).played != play(policy).played
