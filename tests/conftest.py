@@ -5,8 +5,11 @@ import hashlib
 import os
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from hypothesis import settings
 
@@ -25,12 +28,19 @@ def pytest_configure(config: pytest.Config) -> None:
     for each other inside a step are slow on cores that another worker is using."""
     if "not slow" in config.option.markexpr:
         settings.load_profile("fast")
+    share_tls_contexts()
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
     if worker and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
     if not worker and not kernels_are_built():
         pytest.exit("the CPU kernels are missing or of older sources: make native", returncode=2)
+
+
+def share_tls_contexts() -> None:
+    """Let httpx's clients have one TLS context: it reads a thousand certificates for each."""
+    transports: Any = httpx._transports.default
+    transports.create_ssl_context = cache(transports.create_ssl_context)
 
 
 def kernels_are_built() -> bool:

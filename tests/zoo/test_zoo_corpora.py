@@ -21,6 +21,7 @@ def test_same_seed_same_text(domain):
 
 
 @pytest.mark.parametrize("domain", first_fast(DOMAINS))
+@pytest.mark.slow
 def test_parts_share_no_prompt(domain):
     def prompts(split, seed):
         return {e.prompt for e in islice(examples(domain, split, seed), 300)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 from typing import Annotated, Any
 
 import typer
@@ -63,10 +64,13 @@ def _program(
 _ClickException: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
+_command = cache(typer.main.get_command)  # reads every command's signature
+
+
 def main() -> None:
     """Run the program. Invalid input ends it with exit code 2 and one line on standard error."""
     try:
-        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
+        code = _command(app)(sys.argv[1:] or ["--help"], standalone_mode=False)
     except typer.Abort:
         code = 130
     except _ClickException as error:
