@@ -121,7 +121,7 @@ def _hold(ctx: Context, now: float) -> _Hold:
     draft.divide(ctx)
     table = ctx.table
     pending = [s for s in table.running.values() if s.draft.order is not None]
-    ready = [s for s in table.solo.values() if s.is_decoding and ctx.has_draft(s)]
+    ready = [s for s in table.solo.values() if s.is_decoding and ctx.is_ready(s)]
     until = ctx.pipeline.hold_until(ready, pending, ctx.view(table.drafters, now))
     deadlines = [s.draft.order.deadline for s in pending if s.draft.order is not None]
     return _Hold(until, min((d for d in deadlines if d is not None), default=None))

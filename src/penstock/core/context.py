@@ -52,8 +52,8 @@ class Context:
         """Return True if the drafter works in a lane beside the target."""
         return drafter.remote or (drafter.has_lane and self.pipeline.drafts_beside)
 
-    def has_draft(self, state: RequestState) -> bool:
-        """Return True if a request waits only for its verification or its prefill."""
+    def is_ready(self, state: RequestState) -> bool:
+        """Return True if the target may take a request now: no draft of it is due or on its way."""
         if state.in_flight:
             return False
         stage = state.draft.stage
@@ -71,7 +71,7 @@ class Context:
         paused = self.table.accounts.paused
         if paused and state.request.id in paused:
             return False
-        return self.has_draft(state) and self.pipeline.joins(state)
+        return self.is_ready(state) and self.pipeline.joins(state)
 
     def view(self, drafters: Mapping[str, Drafter], now: float, room: Room = NO_ROOM) -> View:
         """Return a policy's view, with these drafters only."""

@@ -44,7 +44,7 @@ class Executor(Protocol):
 
 
 class Instrument(Protocol):
-    """Observes the loop: metrics, traces, tests."""
+    """Interface of what watches the loop without changing it, called in the loop's thread."""
 
     def on_plan(self, plan: StepPlan) -> None: ...
 

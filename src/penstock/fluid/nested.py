@@ -69,9 +69,10 @@ def segments_of(
     wave: int = 1,
     speculation: Speculation = NO_SPECULATION,
 ) -> Segments:
-    """Group the types, ordered by decode steps, into `num_segments` of equally many (B.2).
+    """Cut the request types, ordered by decode steps, into segments of equally many types.
 
-    Types that end in the same stage count as one. Prompts are the means of those that enter."""
+    (WAIT, appendix B.2.) Types that end at the same step boundary count as one. A segment's prompt
+    length is the mean over all types that reach it, weighted by arrival rate."""
     last_step = max(speculation.num_steps(t.decode_len) for t in traffic)
     steps = {t: _stage_end(speculation.num_steps(t.decode_len), wave, last_step) for t in traffic}
     lengths = sorted(set(steps.values()))

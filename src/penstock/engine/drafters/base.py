@@ -25,10 +25,11 @@ class LocalDrafter(ABC):
     def replay(
         self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]
     ) -> tuple[Replayed, ...]:
-        """Read verified text without drafting, and count the tokens predicted if an order asks.
+        """Read verified text into the KV cache without drafting.
 
-        Each output token counts once; those of `ratio` requests do not: unbiased evidence would
-        need the target's probabilities."""
+        If an order asks, also count the output tokens that the drafter would have drafted; each
+        counts once over all replays. Texts of requests with `ratio` verification are read but not
+        counted: unbiased evidence would need the target's probabilities."""
 
     def learn(self, sampling: SamplingParams, draft: Draft, verdict: Verdict) -> None:  # noqa: B027
         """Learn from the verdict on a draft of this drafter."""
