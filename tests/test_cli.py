@@ -385,16 +385,16 @@ def started(cli: Cli, family: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[
 @pytest.mark.parametrize(
     ("options", "allocation", "pipeline"),
     [
-        ((), "throughput", "off"),
-        (("--pipeline", "async"), "throughput", "async"),
-        (("--drafters-listen", "127.0.0.1:0"), "deadline", "async"),
-        (("--drafters-listen", "127.0.0.1:0", "--pipeline", "off"), "deadline", "off"),
-        (("--drafters-listen", "127.0.0.1:0", "--pipeline", "auto"), "deadline", "auto"),
-        (("--drafters-listen", "127.0.0.1:0", "--pipeline", "2"), "deadline", "2"),
+        ((), "priced", "off"),
+        (("--pipeline", "async"), "priced", "async"),
+        (("--drafters-listen", "127.0.0.1:0"), "priced", "async"),
+        (("--drafters-listen", "127.0.0.1:0", "--pipeline", "off"), "priced", "off"),
+        (("--drafters-listen", "127.0.0.1:0", "--pipeline", "auto"), "priced", "auto"),
+        (("--drafters-listen", "127.0.0.1:0", "--pipeline", "2"), "priced", "2"),
         (("--drafters-listen", "127.0.0.1:0", "--allocation", "random"), "random", "async"),
     ],
 )
-def test_the_default_allocation_with_draft_servers(started, options, allocation, pipeline) -> None:
+def test_the_defaults_with_draft_servers(started, options, allocation, pipeline) -> None:
     engine = started(*options).engine
     assert engine.allocation.name == allocation
     assert engine.pipeline == pipeline

@@ -47,7 +47,7 @@ def test_the_command_line_goes_before_the_file() -> None:
         ),
         (
             "allocation.options.k_max=4",
-            {"engine": {"allocation": {"options": {"k_max": 4}, "name": "throughput"}}},
+            {"engine": {"allocation": {"options": {"k_max": 4}, "name": "priced"}}},
         ),
         ("kv_tokens=", {"engine": {"kv_tokens": None}}),
     ],

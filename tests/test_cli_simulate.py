@@ -336,9 +336,9 @@ BAD_INPUT = [
     ((*LOW, "--set", "token_budget=x"), "must be a whole number from 1 to 1000000000, not 'x'"),
     ((*FLUID, "--set", "ttft_p99=0"), "ttft_p99 must be a finite number above 0, or null, not"),
     ((*FLUID, "--set", "ttft_p99=inf"), "ttft_p99 must be a finite number above 0, or null, not"),
-    ((*LOW, "--set", "allocation.margin=-1"), "margin must be a finite number of at least 0"),
+    ((*LOW, "--set", "allocation.in_time=-1"), "in_time must be a finite number of at least 0"),
     ((*FLUID, "--set", "order=random"), "order must be arrival or size_aware or slack, not"),
-    ((*LOW, "--set", "allocation.margin=nan"), "margin must be a finite number of at least 0"),
+    ((*LOW, "--set", "allocation.in_time=nan"), "in_time must be a finite number of at least 0"),
     ((*LOW, "--set", "token_budget=8"), "token_budget must be at least max_num_seqs"),
     ((*LOW, "--set", "k"), "OPTION=VALUE"),
     ((*LOW, "--set", "router.k=1"), "allocation."),
@@ -458,7 +458,7 @@ def test_draft_servers_across_links(cli: Cli, tmp_path: Path) -> None:
     figures = {}
     for pipeline in ("off", "async"):
         figures[pipeline] = report_of(cli, *run, "--pipeline", pipeline)
-        by_name = report_of(cli, *run, "--pipeline", pipeline, "--allocation", "deadline")
+        by_name = report_of(cli, *run, "--pipeline", pipeline, "--allocation", "priced")
         assert {**figures[pipeline], "wall_s": 0} == {**by_name, "wall_s": 0}
         assert figures[pipeline]["requests_completed"] == 40
         assert set(figures[pipeline]["tenants"]) == {"alice", "bob"}

@@ -25,7 +25,7 @@ def test_defaults() -> None:
     assert isinstance(config, ServeConfig)
     assert config.engine.target == Path("models/target")
     assert config.engine.admission.make("admission").name == "vllm_v1"
-    assert config.engine.allocation.make("allocation").name == "throughput"
+    assert config.engine.allocation.make("allocation").name == "priced"
 
 
 def test_policies_with_options() -> None:
@@ -79,7 +79,7 @@ def test_settings_cannot_be_changed_afterwards() -> None:
         ),
         (
             engine(allocation={"name": "fixd"}),
-            "engine.allocation: unknown allocation policy 'fixd'; choose from confident, ",
+            "engine.allocation: unknown allocation policy 'fixd'; choose from fixed, ",
         ),
         (
             engine(allocation={"name": "fixed", "options": {"length": 3}}),

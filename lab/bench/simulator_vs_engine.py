@@ -155,7 +155,7 @@ def make_scheduler(
         [],
         admission=make_policy("admission", admission),
         selection=make_policy("selection", "single"),
-        allocation=make_policy("allocation", "throughput"),
+        allocation=make_policy("allocation", "priced"),
         max_model_len=max_model_len,
         learn=Estimators(belief),
         counted=counted,

@@ -65,7 +65,7 @@ def load(args: argparse.Namespace) -> Engine:
         max_model_len=room,
         num_threads=args.threads,
         prefix_caching=False,
-        allocation=PolicyConfig.from_name("throughput", k_max=MOST_DRAFTED),
+        allocation=PolicyConfig.from_name("priced", k_max=MOST_DRAFTED),
     )
     return load_engine(config)
 

@@ -59,13 +59,13 @@ def always_live(
     beside: bool = True,
     seed: int = 0,
 ) -> Setup:
-    """A server with so many requests live. draft_tokens: of every draft; None: by `throughput`.
+    """A server with so many requests live. draft_tokens: of every draft; None: by `priced`.
     capacity: requests of a drafter. beside: whether drafters work beside the target."""
     fixed = PolicyConfig.from_name("fixed", k=draft_tokens)
     return Setup(
         profile,
         admission=PolicyConfig.from_name("vllm_v1", max_num_seqs=live),
-        allocation=PolicyConfig.from_name("throughput") if draft_tokens is None else fixed,
+        allocation=PolicyConfig.from_name("priced") if draft_tokens is None else fixed,
         selection=selection,
         block_size=16,
         acceptance=acceptance,

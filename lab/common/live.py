@@ -41,7 +41,7 @@ from penstock.zoo.registry import (
 )
 
 Prompt = tuple[int, ...]
-THROUGHPUT = PolicyConfig.from_name("throughput")
+PRICED = PolicyConfig.from_name("priced")
 VLLM_V1 = PolicyConfig.from_name("vllm_v1")
 _TOKENS = (8, 64)
 _TURNS = (2, 5)
@@ -92,7 +92,7 @@ def request_of(
 def make_loop(
     engine: Engine,
     selection: PolicyConfig,
-    allocation: PolicyConfig = THROUGHPUT,
+    allocation: PolicyConfig = PRICED,
     pipeline: str = "off",
     admission: PolicyConfig = VLLM_V1,
 ) -> Loop:

@@ -132,8 +132,8 @@ def play(
     times: BarrierTimes | None = None,
 ) -> PlayedRounds:
     """Let a policy allocate `budget` draft tokens a round among clients, each a tenant (c0, c1, …)
-    with one request that never ends. `watch` is called after every round; without `times` each
-    takes a second, and nothing is measured."""
+    with one request that never ends, and drafting beside the target. `watch` is called after every
+    round; without `times` each takes a second, and no times are measured."""
     names = [f"c{i}" for i in range(len(clients))]
     tenants = {name: Tenant(name, (weights or {}).get(name, 1.0)) for name in names}
     states = [
@@ -147,7 +147,15 @@ def play(
     now = 0.0
     for t in range(rounds):
         room = Room(budget, len(clients), len(clients))
-        view = View({}, estimators, now, tenants=tenants, room=room)
+        view = View(
+            {},
+            estimators,
+            now,
+            loads=dict.fromkeys(names, 1),
+            tenants=tenants,
+            beside=frozenset(names),
+            room=room,
+        )
         grants = policy.allocate(candidates, view)
         outcomes = []
         for i, (state, grant) in enumerate(zip(states, grants, strict=True)):
@@ -155,7 +163,9 @@ def play(
             accepted = clients[i].num_accepted(length)
             lengths[t, i], tokens[t, i] = length, accepted + 1
             evidence = clients[i].evidence(length, accepted)
-            outcomes.append(Outcome(state, _verdict(state, t, length, accepted, evidence)))
+            verdict = _verdict(state, t, length, accepted, evidence)
+            estimators.acceptance.on_verdict(verdict)
+            outcomes.append(Outcome(state, verdict))
         if times is not None:
             seconds[t] = _measure(times, lengths[t], estimators, names)
         now += seconds[t]

@@ -2,7 +2,7 @@
 
 Four specialists for four equally frequent domains (`lab.common.families`): no drafter is better
 than another for a mixture. The batch is always full. Drafters work inside the target's step, with
-lengths by `throughput`, or each on a device of its own, with drafts of four tokens.
+lengths by `priced`, or each on a device of its own, with drafts of four tokens.
 
 Compared with the better of no drafter and one for all: `clairvoyant`, which knows the domains and
 is the better of the specialists and of two drafters by domain; `adaptive` and `lbss`, which find

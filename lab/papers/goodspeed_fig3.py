@@ -30,10 +30,11 @@ _H100_BYTES_PER_S, _H100_FLOPS = 3.35e12, 990e12
 _L4_BYTES_PER_S = 300e9
 _LINK_BYTES_PER_S, _ROUND_TRIP_S = 1.25e9, 1e-3
 _ROUNDS, _DWELL = 1200, 100
+_LONGEST = 16  # draft of `priced`, as by default of the others
 _CLOSE, _RANDOM_COSTS, _VERIFIES_LESS, _SENDING = 0.05, (1.05, 1.25), 0.95, 0.001
-FIXED, RANDOM, GOODSPEED = "fixed", "random", "goodspeed"
+FIXED, RANDOM, GOODSPEED, PRICED = "fixed", "random", "goodspeed", "priced"
 NONE = "no drafts"
-POLICIES = (FIXED, RANDOM, GOODSPEED, "goodspeed_adaptive", "deadline", NONE)
+POLICIES = (FIXED, RANDOM, GOODSPEED, PRICED, NONE)
 
 
 @dataclass(frozen=True)
@@ -120,9 +121,11 @@ def run(job: Trial) -> list[ClaimVerdict]:
 
 def spend(policy: str, where: Configuration, budget: int, rounds: int, seed: int) -> Spent:
     """What a thousand tokens take under a policy, in one run of so many rounds."""
-    options: dict[str, Any] = {"k": 0} if policy == NONE else {"total": budget}
-    if policy == FIXED:
-        options["k"] = budget
+    options: dict[str, Any] = {"total": budget}
+    if policy in (FIXED, NONE):
+        options = {"k": 0} if policy == NONE else {**options, "k": budget}
+    elif policy == PRICED:
+        options = {"k_max": _LONGEST}
     world = GeometricClients(jumping_rates(rounds, where.clients, _DWELL, seed), seed)
     times = where.times()
     chosen = make_policy("allocation", FIXED if policy == NONE else policy, options)

@@ -3,8 +3,8 @@
 U(x̄(T)) = Σ log of realised tokens a round since the first. Acceptance jumps by 0.3 every hundred
 rounds, each client in its own time, in place of the paper's changing prompts; with recorded data
 (`--data`) eight clients play the acceptance of look-up and EAGLE on two data sets back, too. Beside
-are drawn `goodspeed_adaptive` and x*, the optimum for who knows acceptance. Utilities are totals
-over the clients, in nats; bands are intervals of 95% over the seeds.
+are drawn `priced` and x*, the optimum for who knows acceptance. Utilities are totals over the
+clients, in nats; bands are intervals of 95% over the seeds.
 
 Three controls. That a mean over 400 rounds and more hardly moves is true of Random-S as well.
 `goodspeed` that is told of every client what another one did must lose what it gains by learning.
@@ -46,8 +46,9 @@ _STEADY = 0.02
 _FIRST = 50
 _NEAR = 0.02
 _BASELINES = ("fixed", "random")
-_MISLED = "goodspeed, misled"
-_POLICIES = (*_BASELINES, "goodspeed", "goodspeed_adaptive", _MISLED)
+_MISLED, _PRICED = "goodspeed, misled", "priced"
+_POLICIES = (*_BASELINES, "goodspeed", _PRICED, _MISLED)
+_LONGEST = 16  # draft of `priced`, as by default of the others
 OPTIMUM = "x*"
 
 
@@ -115,7 +116,7 @@ def settings_of(job: Trial) -> list[Setting]:
 
 def utility(name: str, where: Setting, seed: int) -> FloatArray:
     """U(x̄(T)) for T = 1, 2, … in one run, shape [rounds]."""
-    options: dict[str, Any] = {"total": where.budget}
+    options = {"k_max": _LONGEST} if name == _PRICED else {"total": where.budget}
     policy = make_policy("allocation", name.partition(",")[0], options)
     if name == _MISLED:
         policy = Misled(policy)

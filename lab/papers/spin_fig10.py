@@ -47,7 +47,7 @@ _ADAPTIVE = PolicyConfig.from_name("adaptive")
 _PAPER_GAIN = 2.28
 CHOICE, PACKED, WHOLE = "choice", "choice, packed", "choice, packed, pipeline"
 RANDOM = "random choice, packed, pipeline"
-SERVED, NATIVE, NONE = "native: adaptive, throughput", "native: no drafter", "no drafter, packed"
+SERVED, NATIVE, NONE = "native: adaptive, priced", "native: no drafter", "no drafter, packed"
 
 
 @dataclass(frozen=True)

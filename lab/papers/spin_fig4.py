@@ -3,7 +3,7 @@
 Live, on the bundled family or a larger copy of it (`--family`). As in the paper one drafter drafts
 for everybody, four tokens a round, attention is padded, and the rival is decoding without drafts
 (padding it saves it nothing: all its requests have one position). Beside it stands what this
-project does: packed rows, and lengths by `throughput`, which drafts as much as pays. A quick run
+project does: packed rows, and lengths by `priced`, which drafts as much as pays. A quick run
 serves only the batches that are judged, and half as many tokens as other live figures.
 
 The control is decoding without drafts against its own next turn.
@@ -37,10 +37,10 @@ _PAPER_GAIN = 1.61
 _CLOSE = 0.1
 _PAPER_LOSS, _SERVED_AT = 0.3, 8
 PADDED, PLAIN = "padded, four drafted", "padded, no drafter"
-FIXED, SERVED, NATIVE = "native, four drafted", "native, throughput", "native, no drafter"
+FIXED, SERVED, NATIVE = "native, four drafted", "native, priced", "native, no drafter"
 _SINGLE = PolicyConfig.from_name("single")
 _FOUR = PolicyConfig.from_name("fixed", k=4)
-_PAYS = PolicyConfig.from_name("throughput")
+_PAYS = PolicyConfig.from_name("priced")
 
 Rates = Mapping[int, Mapping[str, FloatArray]]
 """Tokens per second by batch and system: [turns]."""

@@ -87,7 +87,7 @@ def make_world(
         own_lanes=own_lanes,
         drafter_blocks=drafter_blocks,
         selection=Restless(seed) if restless else None,
-        allocation=make_policy("allocation", "throughput") if seed % 2 else None,
+        allocation=make_policy("allocation", "priced") if seed % 2 else None,
     )
     executor = executor_type(4, {d.name: d for d in DRAFTERS}, depth)
     return World(scheduler, executor, chaos=chaos, seed=seed), requests

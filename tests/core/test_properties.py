@@ -75,7 +75,7 @@ def worlds(draw: st.DrawFn, chaos: st.SearchStrategy[Chaos]) -> World:
     }
     allocation = draw(
         st.sampled_from(
-            [("fixed", {"k": 0}), ("fixed", {"k": 7}), ("fixed", {"total": 5}), ("throughput", {})]
+            [("fixed", {"k": 0}), ("fixed", {"k": 7}), ("fixed", {"total": 5}), ("priced", {})]
         )
     )
     max_len, vocab_size = draw(st.sampled_from([(None, None), (24, None), (None, 38), (24, 38)]))

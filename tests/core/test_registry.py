@@ -16,7 +16,7 @@ from penstock.sim.workloads import make_workload
     ("kind", "names"),
     [
         ("admission", {"vllm_v1"}),
-        ("allocation", {"fixed", "throughput"}),
+        ("allocation", {"fixed", "priced"}),
         ("selection", {"single"}),
     ],
 )
@@ -44,13 +44,13 @@ def test_options_reach_the_policy() -> None:
 @pytest.mark.parametrize(
     ("kind", "name", "options", "said"),
     [
-        ("allocation", "fixd", {}, "choose from confident, deadline, fixed, "),
+        ("allocation", "fixd", {}, "choose from fixed, goodspeed, priced, "),
         ("allocation", "fixed", {"length": 4}, "has no option 'length'; options: k, total"),
         ("allocation", "fixed", {"k": "4"}, "k must be a whole number from 0 to 1024, not '4'"),
         ("allocation", "fixed", {"k": True}, "k must be a whole number from 0 to 1024, not True"),
         ("allocation", "fixed", {"k": 2.5}, "k must be a whole number from 0 to 1024, not 2.5"),
         ("allocation", "fixed", {"total": "all"}, "from 0 to 1000000000, or null, not 'all'"),
-        ("allocation", "throughput", {"margin": "1"}, "a finite number of at least 0, not '1'"),
+        ("allocation", "priced", {"in_time": "1"}, "a finite number of at least 0, not '1'"),
         ("selection", "single", {"drafter": 3}, "drafter must be a text, or null, not 3"),
     ],
 )

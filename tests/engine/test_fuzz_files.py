@@ -77,7 +77,7 @@ def test_settings(tmp_path: Path) -> None:
             "drafters": {"draft-tiny": "draft-tiny"},
             "kv_tokens": 4096,
             "admission": {"name": "fluid_guided"},
-            "allocation": {"name": "throughput", "options": {}},
+            "allocation": {"name": "priced", "options": {}},
             "tenants": {"a": {"weight": 2.0}, "b": {"max_waiting_requests": 4}},
         },
     }

@@ -185,10 +185,6 @@ def of_drafters() -> Iterator[tuple[str, Scenario]]:
             kv_tokens=1600,
         )
         yield f"allocation {allocation}", lambda s=shared: simulated(s, short_texts())
-    priced = drafting(
-        allocation=PolicyConfig.from_name("goodspeed_adaptive", total=12, prices=True)
-    )
-    yield "goodspeed_adaptive, prices", lambda: simulated(priced, short_texts())
     for evidence in ("hold", "zero"):
         literal = drafting(
             allocation=PolicyConfig.from_name("goodspeed", on_empty=evidence, total=12)
@@ -242,7 +238,7 @@ def at_the_edge(num: int = 24) -> Workload:
 
 def of_draft_servers() -> Iterator[tuple[str, Scenario]]:
     for allocation in sorted(policies("allocation")):
-        shares_total = allocation in ("random", "goodspeed", "goodspeed_adaptive", "fixed")
+        shares_total = allocation in ("random", "goodspeed", "fixed")
         for pipeline in ("off", "async"):
             setup = Setup(
                 SMALL,

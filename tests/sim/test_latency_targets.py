@@ -13,10 +13,9 @@ from penstock.sim.run import Report, Setup, run
 from penstock.sim.workloads import Workload, make_workload
 
 A100 = load_profile("a100-llama2-7b")
-TIGHT = 0.011
 
 
-def mixed(num: int = 90, rate: float = 14.0) -> Workload:
+def mixed(num: int = 90, rate: float = 14.0, tight: float = 0.011, seed: int = 0) -> Workload:
     """Every third request asks for a tight TPOT, every third for a loose one."""
     rng = np.random.default_rng(1)
     lengths = Workload(
@@ -24,34 +23,42 @@ def mixed(num: int = 90, rate: float = 14.0) -> Workload:
         rng.integers(50, 1500, num),
         rng.integers(30, 300, num),
         tenants=np.array(["a", "b"] * (num // 2)),
-        tpot=np.array([TIGHT, 0.05, np.nan] * (num // 3)),
+        tpot=np.array([tight, 0.05, np.nan] * (num // 3)),
     )
-    return make_workload(lengths, rate=rate, seed=0)
+    return make_workload(lengths, rate=rate, seed=seed)
 
 
-def served(workload: Workload, allocation: str, **changes: Any) -> Report:
+def served(workload: Workload, **options: Any) -> Report:
     setup = Setup(
         A100,
         PolicyConfig.from_name("fluid_guided"),
-        PolicyConfig.from_name(allocation),
+        PolicyConfig.from_name("priced", **options),
         acceptance=GeometricAcceptance({"d": 0.7}),
         drafters=("d",),
-        **changes,
     )
     return run(setup, workload)
 
 
 @pytest.mark.slow
 def test_the_summary_counts_them_by_tenant() -> None:
-    report = served(mixed(), "on_time")
+    report = served(mixed())
     figures = report.figures()
     of_all = figures["latency_targets"]
     assert of_all == {"requests": 60, "met": int(report.met_target.sum())}
     of_tenants = [figures["tenants"][name]["latency_targets"] for name in "ab"]
     assert sum(own["met"] for own in of_tenants) == of_all["met"]
     assert sum(own["requests"] for own in of_tenants) == 60
-    without = served(replace(mixed(), tpot=None).select(slice(6)), "on_time").figures()
+    without = served(replace(mixed(), tpot=None).select(slice(6))).figures()
     assert "latency_targets" not in without
+
+
+@pytest.mark.slow
+def test_more_targets_are_met_than_where_they_are_worth_nothing() -> None:
+    def met(**options: Any) -> int:
+        loads = [mixed(tight=0.0075, seed=seed) for seed in range(4)]
+        return sum(int(served(load, **options).met_target.sum()) for load in loads)
+
+    assert met() > 1.05 * met(in_time=0)
 
 
 def test_a_deadline_is_met_or_missed_by_the_last_token() -> None:

@@ -119,7 +119,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
                 servers,
                 acceptance,
                 pipeline="async",
-                allocation=PolicyConfig.from_name("deadline", total=9),
+                allocation=PolicyConfig.from_name("priced"),
                 seed=seed,
                 seconds=4.0,
             )

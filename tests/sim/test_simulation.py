@@ -99,7 +99,7 @@ class Log:
 
 def make(own_lanes: Sequence[str] = (), **options: Any) -> Scheduler:
     options.setdefault("num_blocks", 80)
-    options.setdefault("allocation", make_policy("allocation", "throughput"))
+    options.setdefault("allocation", make_policy("allocation", "priced"))
     return make_scheduler(drafters=DRAFTERS, own_lanes=own_lanes, **options)
 
 

@@ -109,9 +109,7 @@ def served(
 
 
 POLICIES = {
-    "throughput": {},
-    "confident": {"allocation": PolicyConfig.from_name("confident")},
-    "on_time": {"allocation": PolicyConfig.from_name("on_time")},
+    "priced": {},
     "adaptive": {"selection": PolicyConfig.from_name("adaptive")},
 }
 NOISE = {
@@ -127,12 +125,9 @@ def quiet_start(name: str, num_before: int = LATER) -> Watch:
     return served(POLICIES[name], QUIET, num_before=num_before)
 
 
-OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in POLICIES if name != "throughput"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("noise", first_fast(NOISE))
-@pytest.mark.parametrize("name", ["throughput", *OTHERS])
+@pytest.mark.parametrize("name", POLICIES)
 def test_a_busy_start_is_forgotten_within_32_requests(name: str, noise: str) -> None:
     quiet = quiet_start(name)
     later = served(POLICIES[name], NOISE[noise])
@@ -156,7 +151,7 @@ def test_load_that_comes_and_goes_is_followed_within_64_requests(name: str) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["throughput", *OTHERS])
+@pytest.mark.parametrize("name", POLICIES)
 def test_where_drafts_do_not_pay_little_time_is_spent_on_them(name: str) -> None:
     """With a drafter that is hardly ever right, and times that are right from the start."""
     later = served(POLICIES[name], QUIET, rate=0.05)

@@ -29,10 +29,6 @@ def with_options_of(command: Callable[..., Any], **flags: Any) -> inspect.Signat
     return inspect.Signature([*(p.replace(kind=p.KEYWORD_ONLY) for p in known), *own])
 
 
-DEFAULT_ALLOCATION = "throughput"
-DRAFT_SERVERS_ALLOCATION = "deadline"
-"""Default with draft servers: it accounts for network time."""
-
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
 # --- commands that load models ------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from penstock.cli.models import named_drafters, settings_in, with_models
-from penstock.cli.options import DRAFT_SERVERS_ALLOCATION, NATIVE, VLLM
+from penstock.cli.options import NATIVE, VLLM
 from penstock.config import (
     DEFAULT_TENANT,
     ConfigError,
@@ -42,7 +42,6 @@ _WITH_DRAFT_SERVERS = {
     "drafters": {},
     "pipeline": "async",
     "verification": "coupled",
-    "allocation": {"name": DRAFT_SERVERS_ALLOCATION},
 }
 """Default settings of the engine with draft servers."""
 
@@ -113,10 +112,8 @@ def _put(settings: Settings, where: Where, value: Any, origin: str) -> None:
         value = {"name": value}
     settings.put(where, value, origin)
     if is_policy and settings.at((*where[:2], "name")) is None and len(where) > 2:
-        is_remote = where[1] == "allocation" and settings.at(("drafters", "listen"))
         default = EngineConfig.model_fields[where[1]].default.name
-        name = DRAFT_SERVERS_ALLOCATION if is_remote else default
-        settings.put((*where[:2], "name"), name, "default")
+        settings.put((*where[:2], "name"), default, "default")
 
 
 def _put_keys(settings: Settings, keys: Sequence[str]) -> None:

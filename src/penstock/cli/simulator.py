@@ -179,14 +179,7 @@ class Scenario(Load):
     """A load and a server: policies and drafters."""
 
     admission: Annotated[str, cli.policy_option("admission", "Admission policy")]
-    allocation: Annotated[
-        str | None,
-        cli.policy_option(
-            "allocation",
-            f"Draft lengths, by default {cli.DEFAULT_ALLOCATION}, with draft servers "
-            f"{cli.DRAFT_SERVERS_ALLOCATION}",
-        ),
-    ] = None
+    allocation: Annotated[str, cli.policy_option("allocation", "Draft-length policy")] = "priced"
     selection: Annotated[str, cli.policy_option("selection", "Drafter selection policy")] = "single"
     set: Annotated[
         list[str] | None,
@@ -250,9 +243,8 @@ class Scenario(Load):
         if memory < self.block_size:
             raise PlanError(f"{memory} KV tokens hold no block of {self.block_size}")
         make_pipeline(pipeline)
-        default = cli.DRAFT_SERVERS_ALLOCATION if draft_servers else cli.DEFAULT_ALLOCATION
         names = {"admission": self.admission, "selection": self.selection}
-        names["allocation"] = self.allocation or default
+        names["allocation"] = self.allocation
         policies = chosen_policies(names, self.set or ())
         known = option_types("admission", self.admission)
         wanted = {name: value for name, value in targets.items() if name in known}

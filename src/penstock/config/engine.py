@@ -206,7 +206,7 @@ class EngineConfig(ModelsConfig):
     verification: Literal["coupled", "ratio"] | None = None
     admission: PolicyConfig = PolicyConfig.from_name("vllm_v1")
     selection: PolicyConfig = PolicyConfig.from_name("single")
-    allocation: PolicyConfig = PolicyConfig.from_name("throughput")
+    allocation: PolicyConfig = PolicyConfig.from_name("priced")
     pipeline: str = "off"
     heartbeat_timeout_s: float = Field(default=20.0, gt=0, allow_inf_nan=False)
     fairness: bool = True

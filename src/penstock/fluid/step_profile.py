@@ -325,7 +325,7 @@ class StepTimeCurve:
 
     def _shape(self, sizes: FloatArray | npt.NDArray[np.int64]) -> FloatArray:
         if not len(self._sizes):
-            return np.zeros(len(sizes))
+            return np.zeros(np.shape(sizes))
         within: FloatArray = np.interp(sizes, self._sizes, self._seconds)
         beyond: FloatArray = np.maximum(sizes - self._sizes[-1], 0.0)
         return within + self._tail_slope * beyond

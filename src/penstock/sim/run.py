@@ -57,7 +57,7 @@ class Setup:
 
     profile: StepProfile
     admission: PolicyConfig = PolicyConfig.from_name("vllm_v1")
-    allocation: PolicyConfig = PolicyConfig.from_name("throughput")
+    allocation: PolicyConfig = PolicyConfig.from_name("priced")
     selection: PolicyConfig = PolicyConfig.from_name("single")
     kv_tokens: int | None = None
     block_size: int = 1

@@ -7,7 +7,7 @@ import pytest
 from tests.core.test_allocation import candidates, work
 
 from penstock.core.learn import Estimators
-from penstock.core.policies.allocation.throughput import Throughput
+from penstock.core.policies.allocation.priced import Priced
 from penstock.core.types import TARGET, DraftTime, PhaseTimes, StepResult, Verdict
 
 BATCH = 8
@@ -24,7 +24,7 @@ class Machine:
         self._on_drafts_s = on_drafts_s
         self._first_s = first_s
         self._rng = random.Random(5)
-        self._policy = Throughput(Throughput.Options())
+        self._policy = Priced(Priced.Options())
         self.learn = Estimators()
         self._now = 0.0
 

@@ -14,7 +14,7 @@ from penstock.core.policies.registry import PolicyError, make_policy
 from penstock.core.state import Grant, Outcome, RequestState
 from penstock.core.types import Request, Tenant, Verdict
 
-FAIR = ("goodspeed", "goodspeed_adaptive", "random")
+FAIR = ("goodspeed", "random")
 
 
 def candidates(
@@ -206,74 +206,3 @@ def test_a_step_in_which_a_request_could_not_draft_is_no_round() -> None:
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(PolicyError, match=message):
         make("goodspeed", **options)
-
-
-def rounds(
-    policy: AllocationPolicy,
-    asked: Sequence[DraftCandidate],
-    accepted: Sequence[int],
-    num: int,
-    budget: int = 8,
-    weights: dict[str, float] | None = None,
-) -> list[int]:
-    """Play rounds in which client i never gets more than accepted[i]; the last lengths."""
-    found: list[int] = []
-    for t in range(num):
-        found = lengths(policy.allocate(asked, work(budget, weights=weights)))
-        pairs = zip(asked, found, accepted, strict=True)
-        policy.on_step([outcome(c, n, min(n, a)) for c, n, a in pairs], float(t))
-    return found
-
-
-def test_adaptive_gives_more_to_heavier_tenants() -> None:
-    weights = {"a": 1.0, "b": 3.0}
-    policy = make("goodspeed_adaptive")
-    asked = candidates("a", "b")
-    drafted = [0, 0]
-    for t in range(100):
-        found = lengths(policy.allocate(asked, work(6, weights=weights)))
-        drafted = [d + n for d, n in zip(drafted, found, strict=True)]
-        # Alternating luck: acceptance near 0.7 for both.
-        policy.on_step(
-            [outcome(c, n, min(n, 2 + t % 2)) for c, n in zip(asked, found, strict=True)], t
-        )
-    assert drafted[1] > 1.2 * drafted[0]
-
-
-def test_a_tenant_without_weight_gets_what_is_left() -> None:
-    for name in ("goodspeed", "goodspeed_adaptive", "deadline"):
-        policy = make(name)
-        found = rounds(policy, candidates("a", "b"), [3, 3], 5, weights={"a": 1.0, "b": 0.0})
-        assert found[0] >= found[1]
-
-
-def test_adaptive_fairness_zero_maximises_the_total() -> None:
-    policy = make("goodspeed_adaptive", fairness=0.0)
-    assert rounds(policy, candidates("a", "b"), [8, 0], 100) == [8, 0]
-    even = make("goodspeed_adaptive", fairness=4.0)
-    assert rounds(even, candidates("a", "b"), [8, 1], 200, budget=4)[1] >= 2
-
-
-def test_adaptive_sends_the_price_with_every_grant_if_told_to() -> None:
-    silent = make("goodspeed_adaptive")
-    assert {g.min_survival for g in silent.allocate(candidates("a", "b"), work(3))} == {0.0}
-    policy = make("goodspeed_adaptive", prices=True)
-    grants = policy.allocate(candidates("a", "b"), work(3))
-    # Equal slopes and rates .5: the refused token has survival .25.
-    assert sorted(lengths(grants)) == [1, 2]
-    assert all(g.min_survival == pytest.approx(0.25) for g in grants)
-    plenty = policy.allocate(candidates("a", "b", limit=2), work(50))
-    assert [g.min_survival for g in plenty] == [0.0, 0.0]
-
-
-def test_adaptive_tries_a_client_again_after_bad_luck() -> None:
-    policy = make("goodspeed_adaptive")
-    asked = candidates(*"abcd")
-    rounds(policy, asked, [3, 3, 3, 0], 60, budget=6)
-    tried = 0
-    for t in range(80):
-        found = lengths(policy.allocate(asked, work(6)))
-        tried += found[3] > 0
-        pairs = zip(asked, found, strict=True)
-        policy.on_step([outcome(c, n, min(n, 3)) for c, n in pairs], float(t))
-    assert tried > 10

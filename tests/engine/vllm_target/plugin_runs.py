@@ -320,7 +320,7 @@ def main(target: Path) -> None:
     cases["bad options"] = Case(fluid, extra_args={"penstock_tenant": "nobody", "session_id": 3})
     cases["short drafts"] = Case({}, num_drafts=3, extra_args={"penstock_max_draft_tokens": 1})
     cases["no drafts"] = Case({}, num_drafts=3, extra_args={"penstock_max_draft_tokens": 0})
-    cases["throughput"] = Case({"allocation": {"name": "throughput"}}, num_drafts=3)
+    cases["priced"] = Case({"allocation": {"name": "priced"}}, num_drafts=3)
     shared = {"allocation": {"name": "fixed", "options": {"k": 2}}}
     cases["two each"] = Case(shared, num_drafts=3)
     small = {"admission": {"name": "sarathi", "options": {"token_budget": 16, "max_num_seqs": 8}}}

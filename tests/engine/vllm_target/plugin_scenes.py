@@ -153,7 +153,7 @@ def main() -> None:
     model.play("prefixes", fluid, prefix_caching=True, warm_up=True)
     if arguments.drafts:
         model.play("short drafts", fluid, extra_args={"penstock_max_draft_tokens": 2})
-        model.play("throughput", {"allocation": {"name": "throughput"}})
+        model.play("priced", {"allocation": {"name": "priced"}})
     else:
         model.play("stock", kind=Scheduler)
         model.play("control", kind=Forgetful, num_blocks=TIGHT)

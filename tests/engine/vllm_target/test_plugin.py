@@ -86,7 +86,7 @@ def test_its_own_rule_takes_the_steps_that_vllm_takes(runs: Any, kind: str, stoc
 
 
 @pytest.mark.parametrize(
-    ("case", "longest"), [("short drafts", 1), ("no drafts", 0), ("two each", 2), ("throughput", 3)]
+    ("case", "longest"), [("short drafts", 1), ("no drafts", 0), ("two each", 2), ("priced", 3)]
 )
 def test_drafts_are_as_long_as_requests_and_the_policy_say(runs, case, longest) -> None:
     fact = runs["facts"][case]

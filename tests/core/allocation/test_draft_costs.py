@@ -1,16 +1,17 @@
-"""What `throughput` counts as the cost of drafts: not the step's prefill, but the drafter's own
-reading, and drafts that come to nothing."""
+"""What `priced` counts as the cost of drafts: rows and drafting steps, not the step's prefill, but
+the drafter's own reading, and drafts that come to nothing."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tests.core.fakes import ToyDrafter, ToyExecutor
-from tests.core.test_allocation import FLAT, candidates, learned, lengths_of, work
+from tests.core.test_allocation import FLAT, STEEP, candidates, learned, lengths_of, work
 from tests.core.world import World, make_request, make_scheduler
 
 from penstock.core.kv import BlockPool
 from penstock.core.learn import Estimators
-from penstock.core.policies.allocation.throughput import Throughput
+from penstock.core.policies.allocation.priced import Priced
 from penstock.core.policies.base import DraftCandidate, Room, View
 from penstock.core.policies.registry import make_policy
 from penstock.core.state import Drafter, RequestState
@@ -22,8 +23,45 @@ READING_S = 0.001
 """A token."""
 
 
-def throughput() -> Throughput:
-    return Throughput(Throughput.Options())
+def priced(**options: Any) -> Priced:
+    return Priced(Priced.Options(**options))
+
+
+def test_drafts_are_long_where_rows_are_free_and_none_where_they_are_dear() -> None:
+    good = learned([0.95] * 3, verify=FLAT, draft=1e-4)
+    assert lengths_of(priced(), candidates(20, 20, 20), work(good)) == [8, 8, 8]
+    assert lengths_of(priced(), candidates(2, 0, 20), work(good)) == [2, 0, 8]
+    assert lengths_of(priced(), candidates(9, 9, 9), work(good, budget=4)) == [2, 1, 1]
+    assert lengths_of(priced(), candidates(9, 9), work(good, budget=0)) == [0, 0]
+    dear = learned([0.5] * 2, verify=STEEP, draft=2e-4)
+    assert lengths_of(priced(), candidates(8, 8), work(dear)) == [0, 0]
+    assert lengths_of(priced(k_max=5), candidates(20, 20), work()) == [5, 5], "nothing measured"
+
+
+def test_what_hardly_pays_is_left_out() -> None:
+    """A draft token takes the step from 2.3 to 3.3 ms: it must be right in over 43%, and 45% are
+    a gain of 1%."""
+    for rate, length in ((0.40, 0), (0.44, 0), (0.60, 1)):
+        estimators = learned([rate], verify={1: 0.002, 2: 0.003})
+        estimators.times.overhead = 3e-4
+        assert lengths_of(priced(k_max=1), candidates(1), work(estimators, num_rows=1)) == [length]
+
+
+def test_it_does_not_draft_on_for_a_few() -> None:
+    """Each further step of the drafter takes its time, rows of the target take none: two of forty
+    requests, with more survival, are not worth one."""
+    rates = [0.9, 0.85, *[0.45] * 38]
+    estimators = learned(rates, verify={1: 0.010, 400: 0.010}, draft=5e-4)
+    lengths = lengths_of(priced(), candidates(*[8] * 40), work(estimators, num_rows=40))
+    assert min(lengths) == max(lengths) > 0
+
+
+def test_each_drafter_is_charged_for_its_own_longest_draft() -> None:
+    estimators = learned([0.9, 0.9], verify=FLAT, drafter="cheap", draft=1e-5)
+    learned([0.9, 0.9], verify=FLAT, drafter="dear", draft=0.05, before=estimators)
+    first, second = candidates(8, 8)
+    mixed = [first._replace(drafter="cheap"), second._replace(drafter="dear")]
+    assert lengths_of(priced(), mixed, work(estimators, num_rows=2)) == [8, 0]
 
 
 def with_prompt_rows(view: View, num_rows: int) -> View:
@@ -35,9 +73,9 @@ def test_prefill_in_the_step_makes_no_draft_worth_its_time(rate: float) -> None:
     """A row takes as long beside a prompt, so it is worth as little."""
     estimators = learned([rate] * 4, verify=STEPS, draft=1e-4)
     view = work(estimators)
-    assert lengths_of(throughput(), candidates(8, 8, 8, 8), view) == [0] * 4
+    assert lengths_of(priced(), candidates(8, 8, 8, 8), view) == [0] * 4
     beside = with_prompt_rows(view, 200)
-    assert lengths_of(throughput(), candidates(8, 8, 8, 8), beside) == [0] * 4
+    assert lengths_of(priced(), candidates(8, 8, 8, 8), beside) == [0] * 4
 
 
 def unread(
@@ -61,9 +99,9 @@ def test_reading_must_pay_within_the_tokens_to_come(prompt_len, left, drafts) ->
     for _ in range(50):
         estimators.lengths.ended(4000)  # no request is expected to end early
     candidate, view = unread(prompt_len, left, estimators)
-    assert bool(lengths_of(throughput(), [candidate], view)[0]) == drafts
+    assert bool(lengths_of(priced(), [candidate], view)[0]) == drafts
     candidate.state.kv_of("d").num_computed_tokens = candidate.state.num_known_tokens - 1
-    assert lengths_of(throughput(), [candidate], view)[0] > 0, "what is read costs nothing"
+    assert lengths_of(priced(), [candidate], view)[0] > 0, "what is read costs nothing"
 
 
 def test_one_request_that_is_not_worth_reading_keeps_no_other_from_drafting() -> None:
@@ -71,7 +109,7 @@ def test_one_request_that_is_not_worth_reading_keeps_no_other_from_drafting() ->
     long, view = unread(5000, 20, estimators)
     short = DraftCandidate(RequestState(Request("r1", 2, 20), 1), "d", 8)
     view = replace(view, room=Room(100, 2, 2))
-    first, second = lengths_of(throughput(), [long, short], view)
+    first, second = lengths_of(priced(), [long, short], view)
     assert (first, second > 0) == (0, True)
 
 
@@ -80,13 +118,13 @@ def test_a_drafter_that_mostly_has_nothing_must_draft_for_little() -> None:
     for seconds, drafts in ((0.002, False), (1e-5, True)):
         estimators = learned([0.8], verify=FLAT, draft=seconds)
         view = work(estimators, num_rows=1)
-        assert lengths_of(throughput(), candidates(8), view)[0] > 0
+        assert lengths_of(priced(), candidates(8), view)[0] > 0
         right = Verdict("r0", 0, 0, (), "d", 1, 1, num_decided=1, evidence=1.0)
         for _ in range(100):
             estimators.acceptance.on_verdict(right)
             for _ in range(4):
                 estimators.acceptance.observe_empty("r0", "d")
-        assert bool(lengths_of(throughput(), candidates(8), view)[0]) == drafts
+        assert bool(lengths_of(priced(), candidates(8), view)[0]) == drafts
 
 
 @pytest.mark.parametrize("own_lanes", [(), ("d",)], ids=["inside", "beside"])
@@ -104,7 +142,7 @@ def test_what_drafts_come_to_is_learned_though_nothing_was_verified(eagerness, o
 def steps_until_tried(draft_s: float, reading_s: float, most: int = 20_000) -> int:
     estimators = learned([0.02], verify=FLAT, draft=draft_s)
     candidate, view = unread(100, 10**6, estimators, reading_s)
-    policy = throughput()
+    policy = priced()
     return next(i for i in range(most) if lengths_of(policy, [candidate], view)[0])
 
 

@@ -1,0 +1,334 @@
+"""Draft lengths of the greatest value per second: one objective for time, fairness and latency.
+
+A step with draft lengths S lasts T(S) (`learn.times.round_seconds`) and is worth
+
+    V(S) = Σ_i v_i (1 + f_i Σ_{s ≤ S_i} G_i(s)),
+
+with v_i the value of a token of request i (`parts/values.py`), f_i the probability that its drafter
+finds a draft, and G_i(s) the survival of its s-th token. The plan maximises V / T. At the maximum
+π = V / T is the price of a second: a draft token is bought if v_i f_i G_i(s) is more than π times
+the seconds that it adds. Where drafts take no time this is GoodSpeed's eq. 5; with equal values it
+maximises tokens per second. Prefill in the step is left out: its time does not depend on drafts.
+
+Under given caps the most valuable tokens are best, so all prefixes of that order are compared,
+under several caps at once. A cap is the longest draft of a drafter inside the step, or the latest
+arrival of drafts made beside it. One group of drafters is solved exactly, if its seconds do not
+depend on how many draft and all drafts are found; several groups are solved in turn, each against
+the caps of the others.
+
+Where drafts might not pay, a step without them is made now and then to measure its time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core.learn.acceptance import MOST_POSITIONS
+from penstock.core.learn.times import round_seconds
+from penstock.core.policies.allocation.parts.drafters import fade_unused, reading_seconds
+from penstock.core.policies.allocation.parts.gradient import Fairness
+from penstock.core.policies.allocation.parts.values import TokenValues
+from penstock.core.policies.base import AllocationPolicy, DraftCandidate, View
+from penstock.core.policies.options import MaxDraftTokens, NonNegativeFloat
+from penstock.core.state import Grant, Outcome
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+_LEAST_GAIN = 0.01  # of drafts over none: the best of many estimates is too high
+_DOUBTFUL_GAIN = 0.05  # below it a step without drafts is measured now and then
+_LEAST_OVERHEAD_S = 1e-6  # keeps rates finite before anything is measured
+_IDLE_ROUNDS, _HELD_ROUNDS = 8, 4
+"""Steps of the same requests that a plan holds for, without drafts and with: estimates hardly
+move."""
+_FEW = 0.125  # share of those requests that may change meanwhile
+_FIRST_GAP, _LONGEST_GAP = 4, 64
+"""Steps with doubtful drafts until one without is made: first, and after doubling each time."""
+_MOST_ARRIVALS = 32  # latest arrivals that are compared
+_TRIAL_TOKENS = 4  # draft tokens of a trial
+_NONE = Grant(0)
+
+
+class Priced(AllocationPolicy):
+    """Buys draft tokens that are worth more than the time they take."""
+
+    name: ClassVar[str] = "priced"
+    weighs_time: ClassVar[bool] = True
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        k_max: MaxDraftTokens = 8  # most draft tokens for one request
+        fairness: Fairness = 1.0  # exponent of the tenants' utility
+        in_time: NonNegativeFloat = 4.0  # value of a token in time, beyond that of any token
+
+    options: Options
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        self._values = TokenValues(options.fairness, options.in_time)
+        self._plan: dict[tuple[str, str], Grant] = {}
+        self._is_idle = False
+        self._num_rows = self._num_steps = 0
+        self._num_doubtful, self._gap = 0, _FIRST_GAP
+
+    def allocate(self, candidates: Sequence[DraftCandidate], view: View) -> list[Grant]:
+        if not candidates:
+            return []
+        keys = [(c.state.request.id, c.drafter) for c in candidates]
+        if self._holds(keys, view):
+            self._num_steps += 1
+            held = (self._plan.get(key, _NONE) for key in keys)
+            return [
+                g._replace(num_draft_tokens=min(g.num_draft_tokens, c.limit))
+                for g, c in zip(held, candidates, strict=True)
+            ]
+        offers = _Offers(candidates, view, min(self.options.k_max, MOST_POSITIONS), self._values)
+        lengths, rate = _best_plan(offers)
+        is_idle = not lengths.any()
+        if not is_idle and offers.is_doubtful(rate) and self._is_plain_step_due():
+            return [_NONE] * len(candidates)
+        lengths = offers.with_chained(lengths)
+        grants = offers.grants(lengths, rate)
+        fade_unused(candidates, lengths.tolist(), view, self._num_steps or 1, offers.trials)
+        self._plan = dict(zip(keys, grants, strict=True))
+        self._is_idle, self._num_rows, self._num_steps = is_idle, view.room.num_rows, 1
+        return grants
+
+    def on_step(self, outcomes: Sequence[Outcome], now: float) -> None:
+        self._values.on_step(outcomes, now)
+
+    def _is_plain_step_due(self) -> bool:
+        """Return whether a step without drafts is due, measured where drafts are doubtful."""
+        self._num_doubtful += 1
+        if self._num_doubtful < self._gap:
+            return False
+        self._num_doubtful, self._gap = 0, min(2 * self._gap, _LONGEST_GAP)
+        return True
+
+    def _holds(self, keys: Sequence[tuple[str, str]], view: View) -> bool:
+        """Return whether the last plan is young enough, and made for nearly this step."""
+        if self._num_steps >= (_IDLE_ROUNDS if self._is_idle else _HELD_ROUNDS):
+            return False
+        if not self._is_idle:
+            is_same = view.room.num_rows == self._num_rows and len(keys) == len(self._plan)
+            return (
+                is_same
+                and view.room.budget >= len(keys) * self.options.k_max
+                and all(key in self._plan for key in keys)
+            )
+        most, now = len(self._plan) * _FEW, set(keys)
+        return len(now - self._plan.keys()) <= most and len(self._plan.keys() - now) <= most
+
+
+class _Group(NamedTuple):
+    """Drafters that share one cap: one that drafts inside the step, or all beside it (None)."""
+
+    drafter: str | None
+    caps: FloatArray  # to be compared
+
+
+class _Offers:
+    """Draft tokens that could be bought, the most valuable first, and the step that they join."""
+
+    def __init__(
+        self, candidates: Sequence[DraftCandidate], view: View, k_max: int, values: TokenValues
+    ) -> None:
+        self._candidates, self._view, self._times = candidates, view, view.learn.times
+        self._chained = {n for n, d in view.drafters.items() if d.is_chained}
+        self._limits = np.array([min(c.limit, k_max) for c in candidates], dtype=np.int64)
+        acceptance = view.learn.acceptance
+        keys = [(c.state.request.id, c.drafter) for c in candidates]
+        self._acceptance = np.array([acceptance.mean(*key) for key in keys])
+        found = np.array([acceptance.found(*key) for key in keys])
+        survival = self._survival(int(self._limits.max()))
+        self._price_step(values, found * survival.sum(axis=1))
+        more = found[:, None] * survival
+        gains = self._worth[:, None] * more
+        most = more.sum(axis=1)
+        cost = self._reading * (1 + most) * self.plain_value / self.plain_s
+        gains[self._worth * most <= cost] = 0.0  # reading takes more than it saves
+        order = np.argsort(-gains, axis=None, kind="stable")[: np.count_nonzero(gains)]
+        self.owners, places = np.divmod(order, max(1, gains.shape[1]))
+        self._places = places + 1.0
+        self._gains, self._found = gains.ravel()[order], found[self.owners]
+        first = np.where(places, 0.0, 1.0)
+        self._reads = self._reading[self.owners] * (first + more.ravel()[order])
+        self._assign_groups()
+
+    # --- what is on offer -----------------------------------------------------------------------
+
+    def _survival(self, longest: int) -> FloatArray:
+        """Return G [requests, positions], 0 beyond a request's limit."""
+        acceptance = self._view.learn.acceptance
+        factors = {c.drafter: acceptance.shape_of(c.drafter).factors for c in self._candidates}
+        shapes = np.array([factors[c.drafter][:longest] for c in self._candidates])
+        odds = (self._acceptance / (1 - self._acceptance))[:, None] * shapes
+        survival = np.cumprod(odds / (1 + odds), axis=1)
+        survival[np.arange(longest) >= self._limits[:, None]] = 0.0
+        return np.asarray(survival)
+
+    def _price_step(self, values: TokenValues, most: FloatArray) -> None:
+        """Work out the step without drafts: its seconds and its value."""
+        times, room, candidates = self._times, self._view.room, self._candidates
+        target = times.target(room.num_sampled)
+        self._host = max(times.overhead, _LEAST_OVERHEAD_S)
+        self.plain_s = round_seconds(target, host=self._host)
+        self._prefill_s = times.target(room.num_rows) - target
+        self._worth = values.of_tokens(candidates, self._view, most, self.plain_s)
+        # Requests that do not draft are worth as much as the others, in the mean.
+        mean = float(self._worth.sum()) / len(candidates)
+        self.plain_value = max(room.num_sampled, len(candidates)) * mean
+        # Reading beside the target delays no other request; a chain reads where it needs to.
+        free = self._view.beside | self._chained
+        self._unread = [
+            0.0 if c.drafter in free else reading_seconds(c, self._view) for c in candidates
+        ]
+        self._reading = np.array([self._reading_a_token(i) for i in range(len(candidates))])
+
+    def _reading_a_token(self, index: int) -> float:
+        """Return the seconds of reading per token of a request's output, for which it is done once.
+
+        Not only of its rest: who has made much without drafts would else keep the others, who
+        share the drafter's steps with it, from ever beginning."""
+        if not self._unread[index]:
+            return 0.0
+        state, lengths = self._candidates[index].state, self._view.learn.lengths
+        made = state.num_output_tokens
+        left = lengths.remaining(made, state.num_remaining_tokens)
+        return self._unread[index] / (made + max(1.0, left))
+
+    def _assign_groups(self) -> None:
+        """Sort tokens into groups, each token with the least cap under which it can be bought."""
+        beside = self._view.beside
+        names = list(dict.fromkeys(c.drafter for c in self._candidates))
+        inside = [n for n in names if n not in beside]
+        place = {n: inside.index(n) if n in inside else len(inside) for n in names}
+        self.group_of = np.array([place[c.drafter] for c in self._candidates])[self.owners]
+        self.levels = self._places
+        caps = np.arange(self._limits.max() + 1.0)
+        self.groups = [_Group(name, caps) for name in inside]
+        if len(inside) < len(names):
+            is_beside = self.group_of == len(inside)
+            self.levels = np.where(is_beside, self._arrivals(), self._places)
+            latest = np.unique(self.levels[is_beside])
+            if len(latest) > _MOST_ARRIVALS:
+                latest = np.quantile(latest, np.linspace(0, 1, _MOST_ARRIVALS))
+            self.groups.append(_Group(None, np.append(-1.0, latest)))
+
+    def _arrivals(self) -> FloatArray:
+        """Return [tokens] seconds until a draft up to this token has come; 0 if sent ahead."""
+        times, loads = self._times, self._view.loads
+        starts, each, at_hand = [], [], []
+        for _, drafter, _, num_at_hand in self._candidates:
+            batch = max(1, loads.get(drafter, 1))
+            starts.append(times.draft_seconds(drafter, batch, 0))
+            each.append(times.draft_seconds(drafter, batch, 1) - starts[-1])
+            at_hand.append(num_at_hand)
+        owners, places = self.owners, self._places
+        ready = np.array(starts)[owners] + np.array(each)[owners] * places
+        return np.where(places <= np.array(at_hand)[owners], 0.0, ready)
+
+    # --- what a plan is worth -------------------------------------------------------------------
+
+    def rates(self, caps: FloatArray) -> FloatArray:
+        """Return V / T [plans, tokens] of all prefixes of the tokens under caps [plans, groups]."""
+        times, view = self._times, self._view
+        bought = self.levels <= caps[:, self.group_of]
+        inside, beside = np.zeros(bought.shape), np.zeros(bought.shape)
+        for index, group in enumerate(self.groups):
+            own = bought & (self.group_of == index)
+            longest = np.maximum.accumulate(np.where(own, self.levels, 0.0), axis=1)
+            if group.drafter is None:
+                beside = longest
+            else:
+                batch = (own & (self._places == 1)).cumsum(axis=1)
+                inside += longest * times.curve_of(group.drafter).at(batch)
+        rows = view.room.num_rows + (bought * self._found).cumsum(axis=1)
+        inside += np.where(inside > 0, times.draft_overhead, 0.0)
+        inside += (bought * self._reads).cumsum(axis=1)
+        verify = times.target.at(rows) - self._prefill_s
+        seconds = round_seconds(verify + inside, beside=beside, host=self._host)
+        values = self.plain_value + (bought * self._gains).cumsum(axis=1)
+        affordable = bought.cumsum(axis=1) <= view.room.budget
+        return np.where(bought & affordable, values / seconds, 0.0)
+
+    def lengths(self, caps: FloatArray, last: int) -> IntArray:
+        """Return draft lengths [requests] of the prefix up to a token under caps [groups]."""
+        bought = self.levels[: last + 1] <= caps[self.group_of[: last + 1]]
+        owners = self.owners[: last + 1][bought]
+        return np.bincount(owners, minlength=len(self._candidates))
+
+    def is_doubtful(self, rate: float) -> bool:
+        """Return whether a step without drafts, at best, might be worth more a second."""
+        if all(g.drafter is None for g in self.groups):
+            return False
+        least = self._times.target.least(self._view.room.num_sampled)
+        return rate < (1 + _DOUBTFUL_GAIN) * self.plain_value / max(least, _LEAST_OVERHEAD_S)
+
+    @property
+    def trials(self) -> list[float]:
+        """Steps without drafts that a trial of each candidate's drafts would take."""
+        drafters = {c.drafter for c in self._candidates}
+        drafting = _TRIAL_TOKENS * min(self._times.curve_of(d)(1) for d in drafters)
+        return [(seconds + drafting) / self.plain_s for seconds in self._unread]
+
+    def grants(self, lengths: IntArray, rate: float) -> list[Grant]:
+        """Return grants; drafters that can end their drafts get the price of a position, and room.
+
+        At π = `rate` the least survival that pays is π times the seconds of a position over the
+        value of its token."""
+        times, view, num = self._times, self._view, len(self._candidates)
+        rows = view.room.num_rows + int(lengths.sum())
+        row = float(times.target(rows + num) - times.target(rows)) / num
+        left = view.room.budget - int(lengths.sum())
+        stopping = {n for n, d in view.drafters.items() if d.stops_early}
+        grants = []
+        for i, (_, drafter, _, _) in enumerate(self._candidates):
+            length = int(lengths[i])
+            if not length or drafter not in stopping:
+                grants.append(Grant(length))
+                continue
+            seconds = row + times.curve_of(drafter)(num) / num
+            price = rate * max(0.0, seconds) / float(self._worth[i])
+            more = min(left, int(self._limits[i]) - length)
+            left -= more
+            grants.append(Grant(length + more, min(1.0, price)))
+        return grants
+
+    def with_chained(self, lengths: IntArray) -> IntArray:
+        """Grant chained drafters, which weigh their sources themselves, all remaining room."""
+        left = self._view.room.budget - int(lengths.sum())
+        for i, candidate in enumerate(self._candidates):
+            if candidate.drafter in self._chained:
+                more = min(left, int(self._limits[i] - lengths[i]))
+                lengths[i] += more
+                left -= more
+        return lengths
+
+
+def _best_plan(offers: _Offers) -> tuple[IntArray, float]:
+    """Return the best lengths [requests], and their value a second; none where too little gains."""
+    groups, plain = offers.groups, offers.plain_value / offers.plain_s
+    none = np.zeros(len(groups))
+    best, best_rate = (none, -1), (1 + _LEAST_GAIN) * plain
+    # Of several groups, each in turn, twice; first from no caps, then from no drafts.
+    starts, sweeps = ((-1,), 1) if len(groups) == 1 else ((-1, 0), 2)
+    for start in starts if len(offers.owners) else ():
+        caps = np.array([g.caps[start] for g in groups])
+        for index in [*range(len(groups))] * sweeps:
+            several = np.repeat(caps[None, :], len(groups[index].caps), axis=0)
+            several[:, index] = groups[index].caps
+            rates = offers.rates(several)
+            plan, last = divmod(int(rates.argmax()), rates.shape[1])
+            caps, rate = several[plan], float(rates[plan, last])
+            if rate > best_rate:
+                best, best_rate = (caps, last), rate
+    lengths = offers.lengths(*best)
+    return lengths, best_rate if lengths.any() else plain
+
+
+POLICY = Priced
