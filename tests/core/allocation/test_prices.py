@@ -29,11 +29,11 @@ def granted(asked: Sequence[DraftCandidate], view: View, **options: Any) -> list
     return list(make_policy("allocation", "priced", options).allocate(asked, view))
 
 
-def test_a_price_for_all_and_room_to_go_on_above_it() -> None:
+def test_alike_requests_get_one_price_that_rises_with_the_cost_of_a_row() -> None:
     prices = []
     for row in (1e-5, 1e-4, 4e-4):
         grants = granted(candidates(20, 20, 20), view_of(learned([], verify=rows_of(row))))
-        assert [g.num_draft_tokens for g in grants] == [8] * 3
+        assert all(g.num_draft_tokens for g in grants)
         assert len({g.min_survival for g in grants}) == 1
         prices.append(grants[0].min_survival)
     assert 0 < prices[0] < prices[1] < prices[2] < 1
@@ -57,16 +57,16 @@ def test_a_tenant_of_more_weight_pays_less() -> None:
     assert light.min_survival == pytest.approx(4 * heavy.min_survival)
 
 
-@pytest.mark.parametrize(("row", "length"), [(1e-5, 8), (5e-2, 0)])
-def test_they_do_not_draft_because_a_step_takes_long_anyway(row: float, length: int) -> None:
+@pytest.mark.parametrize(("row", "pays"), [(1e-5, True), (5e-2, False)])
+def test_they_do_not_draft_because_a_step_takes_long_anyway(row: float, pays: bool) -> None:
     """The time of its prefill is lost either way."""
     view = view_of(learned([], verify=rows_of(row), draft=1e-3))
     for num_rows in (3, 500):
         grants = granted(candidates(20, 20, 20), replace(view, room=Room(1000, num_rows, 3)))
-        assert [g.num_draft_tokens for g in grants] == [length] * 3
+        assert [g.num_draft_tokens > 0 for g in grants] == [pays] * 3
 
 
-def test_room_to_go_on_is_within_limits_and_budget() -> None:
+def test_lengths_are_within_limits_and_budget() -> None:
     learn = learned([], verify=FLAT, draft=1e-4)
     for budget, total in ((1000, 18), (9, 9), (0, 0)):
         grants = granted(candidates(2, 20, 20), view_of(learn, budget=budget))

@@ -277,26 +277,23 @@ class _Offers:
         return [(seconds + drafting) / self.plain_s for seconds in self._unread]
 
     def grants(self, lengths: IntArray, rate: float) -> list[Grant]:
-        """Return grants; drafters that can end their drafts get the price of a position, and room.
+        """Return grants; drafters that can end their drafts early get the price of a position.
 
         At π = `rate` the least survival that pays is π times the seconds of a position over the
         value of its token."""
-        times, view, num = self._times, self._view, len(self._candidates)
-        rows = view.room.num_rows + int(lengths.sum())
+        times, num = self._times, len(self._candidates)
+        rows = self._view.room.num_rows + int(lengths.sum())
         row = float(times.target(rows + num) - times.target(rows)) / num
-        left = view.room.budget - int(lengths.sum())
-        stopping = {n for n, d in view.drafters.items() if d.stops_early}
+        stopping = {n for n, d in self._view.drafters.items() if d.stops_early}
         grants = []
-        for i, (_, drafter, _, _) in enumerate(self._candidates):
-            length = int(lengths[i])
-            if not length or drafter not in stopping:
-                grants.append(Grant(length))
-                continue
-            seconds = row + times.curve_of(drafter)(num) / num
-            price = rate * max(0.0, seconds) / float(self._worth[i])
-            more = min(left, int(self._limits[i]) - length)
-            left -= more
-            grants.append(Grant(length + more, min(1.0, price)))
+        for (_, drafter, _, _), length, worth in zip(
+            self._candidates, lengths.tolist(), self._worth.tolist(), strict=True
+        ):
+            price = 0.0
+            if length and drafter in stopping:
+                seconds = row + times.curve_of(drafter)(num) / num
+                price = min(1.0, rate * max(0.0, seconds) / worth)
+            grants.append(Grant(length, price))
         return grants
 
     def with_chained(self, lengths: IntArray) -> IntArray:
