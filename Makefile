@@ -50,14 +50,14 @@ $(VENV)/.ready: $(VENV)/.serve
 serve: $(VENV)/.serve native
 	$(BIN)/penstock serve --port $(PORT)
 
-# Every behaviour at least once, exactness with its negative controls: five minutes on two
-# cores of Zen 3. Of products of parameters a covering array (tests/products.py).
+# Exactness with its negative controls, and what each part does: three minutes on two cores of
+# Zen 3. Of products of parameters a covering array (tests/products.py).
 # One worker more than cores: there is always one that waits for a process.
 test: WORKERS := 3
 test: setup
 	$(BIN)/python -m pytest -m "not slow" $(PARALLEL)
 
-# The rest: products in full, searches for capacities, real servers.
+# The rest: products in full, searches for capacities, most real servers.
 test-slow: setup
 	$(BIN)/python -m pytest -m "slow and not faults" $(PARALLEL)
 

@@ -171,6 +171,7 @@ def test_capacity_of_a_mix_and_of_a_trace(cli: Cli, tmp_path: Path) -> None:
         assert text in out
 
 
+@pytest.mark.slow
 def test_a_trace_that_is_too_short_is_refused_with_the_length_needed(cli: Cli, trace: Path) -> None:
     high = ("--workload", "high", "--profile", "a100-llama2-7b", "--admission", "fluid_guided")
     code, out, err = cli("capacity", *high, "--requests", 500)
@@ -266,6 +267,7 @@ fairness: true
 """
 
 
+@pytest.mark.slow
 def test_a_scenario_file_is_as_its_options(cli: Cli, tmp_path: Path) -> None:
     file = tmp_path / "scenario.yaml"
     file.write_text(SCENARIO)

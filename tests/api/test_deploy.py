@@ -70,6 +70,7 @@ def test_alerts_say_what_is_wrong() -> None:
     assert all(rule["annotations"]["summary"] and rule["labels"]["severity"] for rule in alerts)
 
 
+@pytest.mark.slow
 def test_the_manifests_settings_and_probes(http: httpx.Client) -> None:
     config, deployment, service = MANIFEST
     settings = yaml.safe_load(config["data"]["serve.yaml"])

@@ -12,6 +12,8 @@ from tests.api.routing import router
 from tests.api.samples import samples
 from tests.serving.harness import RunningServer, running_server, serve_config
 
+pytestmark = pytest.mark.slow
+
 USER: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is a penstock?"}]
 
 

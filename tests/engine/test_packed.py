@@ -209,6 +209,7 @@ BLOCKS = {32: 32, 64: 32, 128: 128, 256: 128}
 """Of the kernels, for groups of so many columns."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "group"), covering(KINDS, BLOCKS, strength=1))
 def test_matrices_stay_quantised(name: str, group: int, tmp_path: Path) -> None:
     """With every value that the floats have, exactly."""

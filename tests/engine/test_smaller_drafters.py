@@ -104,6 +104,7 @@ def test_output_is_the_targets_own(engine, alone, pipeline, sampling, drafters, 
     assert " failed: " not in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "pipeline", "drafters"),
     [
@@ -122,6 +123,7 @@ def test_distributions_of_another_size(engine, pipeline, drafters, caplog) -> No
     assert " failed: " not in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "asked", "failing"),
     [

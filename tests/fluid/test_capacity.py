@@ -46,6 +46,7 @@ def test_it_needs_no_more_than_a_second_a_second() -> None:
         assert step.num_prefill_tokens + step.num_kv_tokens <= STAIRS.kv_tokens * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gain", [Speculation(), Speculation(2.0, 3)])
 def test_no_schedule_beats_it(gain: Speculation) -> None:
     """A closed system that always has work: random budgets and caps, best of many."""

@@ -24,6 +24,7 @@ def test_contrast_leaves_the_mean_acceptance_alone(contrast: float) -> None:
         assert rates[name][column] - min(rates[name]) == pytest.approx(contrast)
 
 
+@pytest.mark.slow
 def test_specialists_gain_where_drafters_differ_and_one_request_is_live() -> None:
     requests = Requests(Spot(ALONE, 0.05, 0.4), SMALL)
     one = requests.tokens_per_s("single")

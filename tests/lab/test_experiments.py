@@ -49,6 +49,7 @@ def few_cells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spin_fig12, "_HEADS", 2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("expected_capacities", "few_cells")
 @pytest.mark.parametrize(
     "name", [FAST, *first_fast(sorted(set(experiments()) - MEASURED - {FAST}), 0)]

@@ -28,6 +28,7 @@ def test_a_picture_is_written_as_png_and_svg_and_again_the_same(tmp_path: Path) 
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
 
 
+@pytest.mark.slow
 def test_the_legend_names_every_line_once(tmp_path: Path) -> None:
     picture(tmp_path / "toys.png")
     drawn = (tmp_path / "toys.svg").read_text(encoding="utf-8")

@@ -84,6 +84,7 @@ async def test_an_idle_engine_does_not_spin() -> None:
         assert used[-1] < 0.1
 
 
+@pytest.mark.slow
 async def test_leaving_a_stream_cancels_its_requests(slow: EngineClient) -> None:
     with await slow.submit("someone", [request("a", 400), request("b", 400)]) as stream:
         await anext(stream)
@@ -196,6 +197,7 @@ async def test_closing_ends_the_process_quickly() -> None:
     assert not psutil.pid_exists(pid)
 
 
+@pytest.mark.slow
 async def test_closing_while_the_engine_loads() -> None:
     client = client_of(SLOW_FACTORY)
     starting = asyncio.create_task(client.start())

@@ -83,6 +83,7 @@ def assert_same(counted: Report, single: Report) -> None:
     assert peaks[0] == pytest.approx(peaks[1], rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("admission", "name", "block_size"),
     covering(sorted(ADMISSIONS), WORKLOADS, [1, 16], strength=1),

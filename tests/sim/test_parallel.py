@@ -59,6 +59,7 @@ def searched(pool: Workers, num_requests: int = 1000) -> tuple[MeasuredCapacity,
     return found, asked
 
 
+@pytest.mark.slow
 def test_processes_give_results_in_order() -> None:
     with workers(2) as pool:
         found = list(pool.map(squared, [3, 1, 4, 1]))

@@ -27,6 +27,7 @@ def long_prompts(num: int, rate: float, seed: int = 0) -> Workload:
     return make_workload(lengths, rate=rate, arrivals="poisson", seed=seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "admission",
     first_fast(["vllm_v1", "sarathi", "vllm_v0", "fluid_guided"], 3),

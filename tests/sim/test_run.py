@@ -121,6 +121,7 @@ def test_the_bound_holds_with_and_without_drafts() -> None:
     assert drafted >= alone == pytest.approx(useless)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["low", "high", "nested", "ten_bins"])
 @pytest.mark.parametrize("admission", ["wait", "nested_wait"])
 def test_planned_thresholds_carry_their_load(name: str, admission: str) -> None:

@@ -67,6 +67,7 @@ def test_counting_changes_nothing(admission: str, name: str) -> None:
     assert (reports[0].finished_at != unfair.finished_at).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("admission", "name"), covering(sorted(set(ADMISSIONS) - set(LITERAL)), WORKLOADS, strength=1)
 )
@@ -97,6 +98,7 @@ def ttft_of(report: Report, tenant: str) -> np.ndarray[Any, np.dtype[np.float64]
     return (report.first_token_at - report.arrived_at)[workload.tenants == tenant]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("admission", ["vllm_v1", "sarathi", "fluid_guided"])
 def test_long_outputs_make_way(admission: str) -> None:
     """They hold all memory for minutes, and end at about the same time."""

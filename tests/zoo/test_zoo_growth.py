@@ -63,6 +63,7 @@ def test_sizes_are_met_at_every_scale(name):
         assert (large.head_dim, large.vocab_size) == (small.head_dim, small.vocab_size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "width", "dtype"),
     [("target-small", 4, torch.bfloat16), ("draft-tiny", 16, torch.float32)],

@@ -37,6 +37,7 @@ def test_round_trip_of_any_text(tokenizer, auto, text):
     assert auto.decode(auto(text)["input_ids"]) == text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("domain", DOMAINS)
 def test_chat_template_equals_our_own(auto, domain):
     for example in islice(examples(domain, "held_back", 0), 5):

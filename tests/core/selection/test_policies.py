@@ -114,6 +114,7 @@ def test_nothing_measured_yet_is_no_hindrance(policy: str) -> None:
     assert any(n is not None for chosen in world.played for n in chosen.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_same_seed_makes_the_same_choices(policy: str) -> None:
     first, again = play(policy), play(policy)
