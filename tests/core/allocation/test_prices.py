@@ -88,6 +88,16 @@ def test_a_chain_gets_all_room_that_is_left() -> None:
     assert min(g.num_draft_tokens for g in grants) > 0
 
 
+def test_a_held_plan_of_chains_is_within_another_steps_budget() -> None:
+    """Also where no draft of theirs is expected to pay."""
+    chain = Drafter("d", is_chained=True)
+    policy = make_policy("allocation", "priced")
+    for budget in (16, 3):
+        view = view_of(learned([], verify=STEEP), chain, budget=budget)
+        grants = policy.allocate(candidates(20, 20), view)
+        assert sum(g.num_draft_tokens for g in grants) == budget
+
+
 def drafting(
     row: float, accepted: Sequence[int], num_proposed: int, num_steps: int
 ) -> list[list[bool]]:

@@ -88,10 +88,10 @@ class Priced(AllocationPolicy):
             ]
         offers = _Offers(candidates, view, min(self.options.k_max, MOST_POSITIONS), self._values)
         lengths, rate = _best_plan(offers)
-        is_idle = not lengths.any()
-        if not is_idle and offers.is_doubtful(rate) and self._is_plain_step_due():
+        if lengths.any() and offers.is_doubtful(rate) and self._is_plain_step_due():
             return [_NONE] * len(candidates)
         lengths = offers.with_chained(lengths)
+        is_idle = not lengths.any()
         grants = offers.grants(lengths, rate)
         fade_unused(candidates, lengths.tolist(), view, self._num_steps or 1, offers.trials)
         self._plan = dict(zip(keys, grants, strict=True))
