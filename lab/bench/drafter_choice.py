@@ -47,7 +47,7 @@ from penstock.engine.build import Engine
 from penstock.serving.offline import complete
 from penstock.zoo.registry import DOMAINS
 
-POLICIES = ("adaptive", "lbss")
+POLICIES = ("auto", "lbss")
 BASELINES = ("lbss", "greedy", "epsilon_greedy")
 HINDSIGHT = ("none", "best single", "clairvoyant")
 CLOSE = 0.95
@@ -184,16 +184,16 @@ def verdicts(cells: Sequence[dict[str, Any]]) -> list[ClaimVerdict]:
         rate = {r["name"]: r["tokens_per_s"] for r in c["rows"]}
         where = f"{c['target']}, batch {c['batch']}"
         best = c["hindsight_tokens_per_s"]
-        shares.append((rate["adaptive"] / best, f"{where}, {c['cell']}"))
+        shares.append((rate["auto"] / best, f"{where}, {c['cell']}"))
         if c["cell"] == MIXED:
             gain = f"hindsight {best / rate['best single']:.3f} of best single"
-            own = f"adaptive {rate['adaptive'] / rate['best single']:.3f} of it"
+            own = f"auto {rate['auto'] / rate['best single']:.3f} of it"
             gains.append(bar(where, f"{gain}, {own}", None))
     shares.sort()
     reached = sum(share >= CLOSE for share, _ in shares)
     worst = "; ".join(f"{where} {share:.3f}" for share, where in shares[:6])
     text = f"{CLOSE} of the clairvoyant or more in {reached} of {len(shares)} cells; {worst}"
-    return [bar("adaptive", text, reached == len(shares)), *gains]
+    return [bar("auto", text, reached == len(shares)), *gains]
 
 
 def tables(cells: Sequence[dict[str, Any]]) -> list[ResultTable]:
@@ -207,7 +207,7 @@ def tables(cells: Sequence[dict[str, Any]]) -> list[ResultTable]:
             best = c["hindsight_tokens_per_s"]
             rates = {n: by_name[n]["tokens_per_s"] for n in names if n in by_name}
             shown = {n: f"{r:.0f} {r / best:.3f}" for n, r in rates.items()}
-            switches = by_name["adaptive"]["switches_per_request"]
+            switches = by_name["auto"]["switches_per_request"]
             rows.append({**c, **dict.fromkeys(names, ""), **shown, "switches": switches})
         columns = {"batch": "{batch}", "cell": "{cell}", "best single": "{single[0]} {single[1]}"}
         columns |= {f"{n} ": f"{{{n}}}" for n in names} | {"switches": "{switches:.2f}"}
@@ -221,7 +221,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.add_argument("--targets", type=target_names, default="target-large,target-small")
     options.add_argument("--batches", default="1,8,16")
     options.add_argument("--cells", default=",".join((MIXED, *DOMAINS)))
-    options.add_argument("--policies", default=",".join(("adaptive", *BASELINES)))
+    options.add_argument("--policies", default=",".join(("auto", *BASELINES)))
     options.add_argument("--family", type=Path, help="folder that `penstock zoo grow` has written")
     options.add_argument("--requests", type=int, default=16, help="of a domain")
     options.add_argument("--warm", type=int, default=48, help="of a domain, served before")
@@ -232,10 +232,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if args.quick:
         args.requests, args.warm, args.cells, args.batches = 4, 4, "mixed,chat", "1"
     args.cells, args.policies = args.cells.split(","), args.policies.split(",")
-    if unknown := [n for n in args.policies if n not in ("adaptive", *BASELINES)]:
-        options.error(f"--policies: {unknown[0]!r}; choose from adaptive, {', '.join(BASELINES)}")
-    if "adaptive" not in args.policies:
-        options.error("--policies: without adaptive there is nothing to judge")
+    if unknown := [n for n in args.policies if n not in ("auto", *BASELINES)]:
+        options.error(f"--policies: {unknown[0]!r}; choose from auto, {', '.join(BASELINES)}")
+    if "auto" not in args.policies:
+        options.error("--policies: without auto there is nothing to judge")
     if args.family is not None:
         args.out /= args.family.name
     args.batches = [int(b) for b in args.batches.split(",")]

@@ -105,13 +105,13 @@ def compare(names: Sequence[str], args: argparse.Namespace) -> Results:
         found,
         {"data": "{dataset}", "policy": "{policy}", "requests": "{requests}", **columns},
     )
-    reached = all(r["reaching"] == 1 for r in found if r["policy"] == "adaptive")
-    return Results(found, [bar("adaptive", f"{RECORDED_BAR} for each request", reached)], [shown])
+    reached = all(r["reaching"] == 1 for r in found if r["policy"] == "auto")
+    return Results(found, [bar("auto", f"{RECORDED_BAR} for each request", reached)], [shown])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser(__doc__)
-    options.add_argument("--policies", default="adaptive,lbss,epsilon_greedy,greedy")
+    options.add_argument("--policies", default="auto,lbss,epsilon_greedy,greedy")
     options.add_argument("--seeds", type=int, default=5)
     options.add_argument("--data", type=Path, default=DATA)
     args = options.parse_args(arguments)

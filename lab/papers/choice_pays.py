@@ -5,8 +5,8 @@ than another for a mixture. The batch is always full. Drafters work inside the t
 lengths by `priced`, or each on a device of its own, with drafts of four tokens.
 
 Compared with the better of no drafter and one for all: `clairvoyant`, which knows the domains and
-is the better of the specialists and of two drafters by domain; `adaptive` and `lbss`, which find
-out; for `adaptive, words` the prompts' words say the domain.
+is the better of the specialists and of two drafters by domain; `auto` and `lbss`, which find
+out; for `auto, words` the prompts' words say the domain.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _OUTPUT = 96
 WORTH_IT = 1.1
 _NO_LOSS = 0.95
 
-CHOOSERS = ("clairvoyant", "adaptive, words", "adaptive", "lbss")
+CHOOSERS = ("clairvoyant", "auto, words", "auto", "lbss")
 _CONTROL = "at random"
 """Gives every request the drafter of a domain, but not of its own but for chance."""
 
@@ -148,8 +148,8 @@ def measure(spot: Spot, grid: MapGrid, none: float) -> Gains:
         one,
         {
             "clairvoyant": max(knows),
-            "adaptive, words": requests.tokens_per_s("adaptive", k_max, words=True),
-            "adaptive": requests.tokens_per_s("adaptive", k_max),
+            "auto, words": requests.tokens_per_s("auto", k_max, words=True),
+            "auto": requests.tokens_per_s("auto", k_max),
             "lbss": requests.tokens_per_s("lbss"),
             _CONTROL: requests.at_random(),
         },

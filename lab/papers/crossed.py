@@ -117,7 +117,7 @@ def scene(name: str) -> Scene:
     return Scene(spin_profile("7B"), 2000, fit, "1.1B", "async", one_type, 40, 10.0, _texts)
 
 
-METHODS = {WAIT: "fluid_guided", GOODSPEED: "priced", LBSS: "adaptive"}
+METHODS = {WAIT: "fluid_guided", GOODSPEED: "priced", LBSS: "auto"}
 """The papers' own, and what stands in its place here."""
 OWN = dict(zip(METHODS, SETTINGS, strict=True))
 SYSTEMS = (BASE, *METHODS, *METHODS.values(), PLACEBO)
@@ -131,7 +131,7 @@ def parts(system: str, where: Scene, seed: int) -> dict[str, Any]:
         LBSS: {"selection": PolicyConfig.from_name("lbss", seed=seed)},
         "fluid_guided": {"admission": PolicyConfig.from_name("fluid_guided")},
         "priced": {"allocation": PolicyConfig.from_name("priced")},
-        "adaptive": {"selection": PolicyConfig.from_name("adaptive")},
+        "auto": {"selection": PolicyConfig.from_name("auto")},
     }
     drafterless: dict[str, Any] = {"drafters": (), "pipeline": "off"}
     if system in (NO_DRAFTS, WAIT_ALONE):

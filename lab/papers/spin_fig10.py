@@ -43,11 +43,11 @@ _FIXED = PolicyConfig.from_name("fixed", k=_DRAFTED)
 _SINGLE = PolicyConfig.from_name("single")
 _LBSS = PolicyConfig.from_name("lbss")
 _RANDOM = PolicyConfig.from_name("epsilon_greedy", explore=1.0)
-_ADAPTIVE = PolicyConfig.from_name("adaptive")
+_AUTO = PolicyConfig.from_name("auto")
 _PAPER_GAIN = 2.28
 CHOICE, PACKED, WHOLE = "choice", "choice, packed", "choice, packed, pipeline"
 RANDOM = "random choice, packed, pipeline"
-SERVED, NATIVE, NONE = "native: adaptive, priced", "native: no drafter", "no drafter, packed"
+SERVED, NATIVE, NONE = "native: auto, priced", "native: no drafter", "no drafter, packed"
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def systems_of(engines: Engines) -> list[LiveSystem]:
     ):
         systems.append(LiveSystem(name, engine, make_loop(engine, selection, _FIXED, pipeline)))
     systems.append(LiveSystem(NONE, packed, make_loop(packed, _SINGLE), NO_DRAFTER))
-    systems.append(LiveSystem(SERVED, native, make_loop(native, _ADAPTIVE)))
+    systems.append(LiveSystem(SERVED, native, make_loop(native, _AUTO)))
     systems.append(LiveSystem(NATIVE, native, make_loop(native, _SINGLE), NO_DRAFTER))
     return systems
 

@@ -49,7 +49,7 @@ POLICIES = {
     "greedy": PolicyConfig.from_name("greedy"),
     "ε-greedy, printed": PolicyConfig.from_name("epsilon_greedy", explore=0.8),
     "ε-greedy, meant": PolicyConfig.from_name("epsilon_greedy", explore=0.2),
-    "adaptive": PolicyConfig.from_name("adaptive", k_max=4),
+    "auto": PolicyConfig.from_name("auto", k_max=4),
     **{f"Vanilla {name}": PolicyConfig.from_name("single", drafter=name) for name in SPIN_DRAFTERS},
 }
 _SECONDS = 10.0
@@ -146,7 +146,7 @@ def _of_policies(found: Goodput) -> list[ClaimVerdict]:
         )
     )
     best = [max((found[*c, v] for v in _singles()), key=lambda r: r.mean()) for c in cells]
-    for policy in ("LBSS", "adaptive"):
+    for policy in ("LBSS", "auto"):
         claim = f"choice pays: {policy} against the best single drafter of each cell"
         claims.append(_against(claim, [found[*c, policy] for c in cells], best))
     hard = {p: found["7B", "hard", p] for p in ("LBSS", *_PAPER_GAINS)}

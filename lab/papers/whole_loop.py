@@ -4,7 +4,7 @@ itself and all together.
 A machine sees a calm, in which requests are few, and then a rush, in which they come three times as
 fast as it could serve them without drafts; both are judged by the mean latency of their requests.
 The base is `vllm_v1`, four draft tokens from one drafter for everybody. Switched on are
-`fluid_guided` after WAIT, `priced` after GoodSpeed's question of lengths, and `adaptive` after
+`fluid_guided` after WAIT, `priced` after GoodSpeed's question of lengths, and `auto` after
 Spin's of drafters.
 
 Two machines. `a100` has the measured step times of Llama-2-7B with memory for 20,000 tokens, long
@@ -46,7 +46,7 @@ NAME = "whole_loop"
 _ADMISSION, _ALLOCATION, _SELECTION = (
     {"admission": PolicyConfig.from_name("fluid_guided")},
     {"allocation": PolicyConfig.from_name("priced")},
-    {"selection": PolicyConfig.from_name("adaptive")},
+    {"selection": PolicyConfig.from_name("auto")},
 )
 BASE, ALL, PLACEBO = "base", "all", "placebo"
 PARTS: Mapping[str, Mapping[str, PolicyConfig]] = {

@@ -56,7 +56,7 @@ def test_a_text_with_unknown_tokens_is_not_drafted_for(pipeline: str, named: boo
     assert {o.request_id for o in orders_of(world)} == {"r0"}
 
 
-POLICIES = ("single", "greedy", "epsilon_greedy", "lbss", "adaptive")
+POLICIES = ("single", "greedy", "epsilon_greedy", "lbss", "auto")
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, "rotating"])
@@ -83,7 +83,7 @@ def test_policies_choose_among_those_that_can_read(policy: str) -> None:
             break
     world.turn()
     world.check_outputs()
-    assert seen or policy == "adaptive"
+    assert seen or policy == "auto"
 
 
 def test_requests_of_which_only_lengths_are_known_have_readable_tokens() -> None:

@@ -180,7 +180,7 @@ def of_drafters() -> Iterator[tuple[str, Scenario]]:
         yield f"selection {selection}, beside", lambda s=beside: simulated(s, short_texts())
     for allocation in sorted(policies("allocation")):
         shared = drafting(
-            selection=PolicyConfig.from_name("adaptive"),
+            selection=PolicyConfig.from_name("auto"),
             allocation=PolicyConfig.from_name(allocation),
             kv_tokens=1600,
         )
@@ -191,7 +191,7 @@ def of_drafters() -> Iterator[tuple[str, Scenario]]:
         )
         yield f"goodspeed, {evidence}", lambda s=literal: simulated(s, short_texts())
     for pipeline in ("off", "async", "2", "4", "auto"):
-        beside = drafting(selection=PolicyConfig.from_name("adaptive"), pipeline=pipeline)
+        beside = drafting(selection=PolicyConfig.from_name("auto"), pipeline=pipeline)
         yield f"pipeline {pipeline}", lambda s=beside: simulated(s, short_texts(), COMINGS)
         scarce = drafting(
             selection=PolicyConfig.from_name("lbss"), pipeline=pipeline, kv_tokens=1024
@@ -203,7 +203,7 @@ def of_drafters() -> Iterator[tuple[str, Scenario]]:
                 admission,
                 **({"token_budget": 40, "max_num_seqs": 24} if admission == "sarathi" else {}),
             ),
-            selection=PolicyConfig.from_name("adaptive"),
+            selection=PolicyConfig.from_name("auto"),
             fairness=True,
             tenant_weights={"t1": 3.0},
         )

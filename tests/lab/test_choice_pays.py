@@ -42,8 +42,8 @@ def rates(**gains: float) -> Gains:
 def test_verdicts_say_where_it_pays_and_who_gains() -> None:
     found = {
         Spot(INSIDE, 0.05, 0.0): rates(lbss=0.8),
-        Spot(INSIDE, 0.05, 0.2): rates(clairvoyant=1.2, adaptive=1.15, lbss=1.05),
-        Spot(INSIDE, 0.5, 0.2): rates(clairvoyant=1.05, adaptive=0.96, lbss=0.9),
+        Spot(INSIDE, 0.05, 0.2): rates(clairvoyant=1.2, auto=1.15, lbss=1.05),
+        Spot(INSIDE, 0.5, 0.2): rates(clairvoyant=1.05, auto=0.96, lbss=0.9),
     }
     clairvoyant, words, words_elsewhere, *_, lbss, lbss_elsewhere = verdicts(found)
     assert clairvoyant.outcome == "holds in part"

@@ -15,7 +15,7 @@ REQUESTS = 24
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fifth", first_fast(range(5)))
-def test_no_beginning_locks_adaptive_out_of_the_better_drafter(fifth: int) -> None:
+def test_no_beginning_locks_auto_out_of_the_better_drafter(fifth: int) -> None:
     """On gsm8k a token takes 4.6 ms with EAGLE and 9.4 without a draft."""
     path = DATA / "accept_gsm8k.jsonl.gz"
     if not path.is_file():
@@ -24,4 +24,4 @@ def test_no_beginning_locks_adaptive_out_of_the_better_drafter(fifth: int) -> No
     first = fifth * len(rows["eagle"]) // 5
     part = {drafter: own[first : first + REQUESTS] for drafter, own in rows.items()}
     alone = seconds_of("single", {"drafter": "eagle"}, part).sum()
-    assert alone / seconds_of("adaptive", {}, part).sum() > 0.95
+    assert alone / seconds_of("auto", {}, part).sum() > 0.95

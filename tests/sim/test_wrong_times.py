@@ -110,7 +110,7 @@ def served(
 
 POLICIES = {
     "priced": {},
-    "adaptive": {"selection": PolicyConfig.from_name("adaptive")},
+    "auto": {"selection": PolicyConfig.from_name("auto")},
 }
 NOISE = {
     "all three times as long": busy(3.0, 1.0, 3.0),

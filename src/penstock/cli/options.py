@@ -87,7 +87,7 @@ SettingsOption = Annotated[
         "--set",
         metavar="KEY=VALUE",
         help="Any setting of the configuration file, as in vllm.tensor_parallel=2 or "
-        "selection=adaptive; may be repeated. Values are YAML; `engine.` may be omitted.",
+        "selection=lbss; may be repeated. Values are YAML; `engine.` may be omitted.",
     ),
 ]
 BatchOption = Annotated[str, typer.Option(help="Batch sizes, separated by commas.")]

@@ -53,7 +53,7 @@ def test_capacities_hold_and_no_place_is_left_unused(policy, beside, capacity) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("policy", "first"), covering([*LEARNING, "adaptive"], [0, 4], strength=1))
+@pytest.mark.parametrize(("policy", "first"), covering([*LEARNING, "auto"], [0, 4], strength=1))
 def test_a_bad_beginning_is_not_held_against_a_drafter_for_ever(policy, first) -> None:
     def rates(number: int) -> dict[str, float]:
         return {"d0": 0.05 if number <= first else 0.9}
@@ -200,7 +200,7 @@ def test_requests_that_differ_get_different_drafters() -> None:
         ("lbss", {"alpha": 5, "beta": 2}, "multiple of beta"),
         ("lbss", {"alpha": 0, "beta": 1}, "alpha must be a whole number from 1"),
         ("lbss", {"switching_weight": -1.0}, "at least 0"),
-        ("adaptive", {"k_max": 0}, "k_max must be a whole number from 1 to 1024"),
+        ("auto", {"k_max": 0}, "k_max must be a whole number from 1 to 1024"),
     ],
 )
 def test_bad_options_are_refused_in_one_line(policy, options, message) -> None:

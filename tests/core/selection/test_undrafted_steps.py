@@ -5,11 +5,11 @@ import itertools
 from tests.core.selection.rounds import Machine
 
 from penstock.core.policies.base import View
-from penstock.core.policies.selection.adaptive import Adaptive
+from penstock.core.policies.selection.auto import Auto
 from penstock.core.state import Outcome, RequestState
 from penstock.core.types import Request, Verdict
 
-MACHINE = Machine({"a": 1e-3})
+MACHINE = Machine({"a": 1e-3, "b": 1e-3})
 NUM_STEPS, STEP_S = 500, 0.01
 
 
@@ -22,7 +22,7 @@ def state_of(number: int) -> RequestState:
 
 def num_replays_after_steps(drafter: str | None) -> int:
     """How many requests are read after steps in which the drafter was used, or none."""
-    policy, drafters = Adaptive(Adaptive.Options()), MACHINE.make_drafters()
+    policy, drafters = Auto(Auto.Options()), MACHINE.make_drafters()
     estimators, known = MACHINE.estimators(), state_of(0)
     draft = (drafter, 1, 1, 1, 1.0) if drafter else ()
     for step in range(NUM_STEPS):

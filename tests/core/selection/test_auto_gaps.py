@@ -1,4 +1,4 @@
-"""`adaptive` keeps looking at a request that is very long."""
+"""`auto` keeps looking at a request that is very long."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -40,7 +40,7 @@ def test_what_a_late_replay_shows_is_used_before_it_has_faded() -> None:
         Setup(
             replace(load_profile("a100-llama2-7b"), drafters=(HEAD, LOOKUP)),
             admission=PolicyConfig.from_name("vllm_v1", max_num_seqs=1),
-            selection=PolicyConfig.from_name("adaptive"),
+            selection=PolicyConfig.from_name("auto"),
             block_size=16,
             acceptance=OwnRow(rows),
             drafters=tuple(rows),

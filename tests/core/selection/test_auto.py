@@ -27,7 +27,7 @@ def play(
     **changes: Any,
 ) -> Rounds:
     machine = changes.pop("machine", None) or Machine(SECONDS)
-    policy = make_policy("selection", "adaptive", options)
+    policy = make_policy("selection", "auto", options)
     return Rounds(policy, machine, lambda _: rates, **changes).run(rounds)
 
 
@@ -55,7 +55,7 @@ def test_a_chain_is_charged_for_the_tokens_that_its_model_makes() -> None:
     def chosen(looked_up: float) -> Counter[str | None]:
         machine = Machine({"model": 4e-3, "chain": 4e-3})
         rates = {"model": 0.76, "chain": 0.7}
-        world = Rounds(make_policy("selection", "adaptive"), machine, lambda _: rates)
+        world = Rounds(make_policy("selection", "auto"), machine, lambda _: rates)
         world.drafters["chain"].is_chained = True
         for _ in range(300):
             drafted = Verdict("r", 0, 0, drafter="chain", num_proposed=5)
@@ -75,7 +75,7 @@ def test_what_is_learned_within_a_request_moves_it() -> None:
     names = ("d0", "d1", "d2")
     machine = Machine(dict.fromkeys(names, 1e-3), beside=True)
     rates = mixed_rates(names, spread=1.5)
-    policy = make_policy("selection", "adaptive")
+    policy = make_policy("selection", "auto")
     world = Rounds(policy, machine, rates, max_tokens=300, live=4).run(400)
     right = wrong = 0
     for number, name in [(int(i), n) for c in world.played[-200:] for i, n in c.items()]:
@@ -107,7 +107,7 @@ def test_a_replay_is_worth_its_time_where_it_may_change_the_choice() -> None:
     def num_read(per_catch_up_token: float) -> float:
         names = ("d0", "d1", "d2")
         machine = Machine(dict.fromkeys(names, 1e-3), per_catch_up_token=per_catch_up_token)
-        policy = make_policy("selection", "adaptive", {"explore": 0.001})
+        policy = make_policy("selection", "auto", {"explore": 0.001})
         rates = mixed_rates(names, spread=1.5)
         world = Rounds(policy, machine, rates, max_tokens=200, live=1).run(1500)
         return world.num_replayed / len(world.finished)
@@ -118,7 +118,7 @@ def test_a_replay_is_worth_its_time_where_it_may_change_the_choice() -> None:
 
 def test_what_a_replay_says_is_acted_upon_in_the_next_round() -> None:
     """Not when the request is looked at again anyway, by when half of it may be over."""
-    policy = make_policy("selection", "adaptive")
+    policy = make_policy("selection", "auto")
     world = Rounds(policy, Machine({"one": 0.5e-3, "two": 0.5e-3}), lambda _: {})
     state = RequestState(Request("r", 20, 400), 0)
     asked: set[str] = set()

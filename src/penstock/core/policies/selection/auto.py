@@ -1,0 +1,322 @@
+"""Automatic selection: the drafter that is expected to save a request the most seconds to its end.
+
+The acceptance to expect comes from ended requests with alike prompts (`learn.prior`), and from the
+request's own drafts. A request that accepts less than expected from one drafter is expected to
+accept less from all.
+
+In a replay a drafter that is not used reads the text and says what it would have drafted. It is
+ordered where its answer should save the request more than the reading takes, and for the sake of
+later requests out of a budget of seconds. Where replays tell nothing (draft servers, `ratio`), what
+is expected of a new request is drawn from its distribution (Thompson sampling).
+
+A request's drafter is chosen at its start, after rounds that double, and when a replay has an
+answer. One drafter alone is given to all: the draft lengths decide whether it drafts
+(`allocation/priced.py`)."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.core.learn.acceptance import MOST_POSITIONS
+from penstock.core.learn.prior import AcceptancePrior
+from penstock.core.policies.base import ReplayProposal, SelectionPolicy, View, usable
+from penstock.core.policies.options import LONGEST_DRAFT, Range, Seed, Share
+from penstock.core.policies.selection.parts.places import assign
+from penstock.core.policies.selection.parts.savings import Savings
+from penstock.core.state import Drafter, Outcome, RequestState
+from penstock.core.types import Replayed, Request
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+_OWN_DECAY = 0.98  # memory of a request's drafts a round; chosen by hand, like the next ones
+_ALIKE = 4.0  # tokens of other requests that tell as much as one independent token
+_SHARED = 0.5  # part of a request's deviation, in log-odds, that all drafters share
+_HIGHEST = 0.98  # acceptance that is expected at most
+_FIRST_GAP, _LONGEST_GAP = 2, 16
+"""Rounds between a request's decisions, first and, after doubling, longest."""
+_DEMAND_WEIGHT = 0.05  # weight of a request in the demand for drafters
+_STEP_WEIGHT = 0.02  # weight of a step in the mean number of requests
+_FEWEST_TOKENS = 24  # output tokens from which on a replay says enough for later requests
+_EARLY_REQUESTS = 64.0  # ended requests up to which the budget is nearly constant
+_UNDRAFTED = 0.1  # weight of steps without drafts in the budget: drafts hardly pay there
+_TAIL, _TAIL_WEIGHT = 3**0.5, 1 / 6
+"""Outer node of the three-point Gauss-Hermite rule for a normal variable, and its weight."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is known of one running request."""
+
+    words: IntArray
+    prior: FloatArray  # [J] acceptance to expect
+    drawn: FloatArray  # [J] the same, drawn
+    counts: FloatArray  # [2, J] accepted and decided tokens, faded by rounds
+    totals: FloatArray  # not faded
+    next_round: int  # of the next decision
+    gap: int = _FIRST_GAP
+    taught: set[str] = field(default_factory=set)  # drafters that replayed for later requests
+    has_news: bool = False  # a replay has answered since
+
+    def note(self, column: int, accepted: float, decided: float) -> None:
+        """Count draft tokens, drafted or replayed."""
+        for counts in (self.counts, self.totals):
+            counts[:, column] += accepted, decided
+
+
+@dataclass(slots=True)
+class _Budget:
+    """Seconds for what serves later requests: a share of the steps', falling with requests."""
+
+    share: float
+    total_s: float = 0.0
+    spent_s: float = 0.0
+    num_ended: int = 0
+
+    def pays(self, seconds: float) -> bool:
+        ended = self.num_ended / _EARLY_REQUESTS
+        share = self.share * (math.log1p(ended) / ended if ended else 1.0)
+        return self.spent_s + seconds <= share * self.total_s
+
+
+class Auto(SelectionPolicy):
+    """Chooses by expected savings, over requests and drafters together."""
+
+    name: ClassVar[str] = "auto"
+    weighs_time: ClassVar[bool] = True
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        # Longest draft in the worth of a drafter.
+        k_max: Annotated[int, Range(at_least=1, at_most=LONGEST_DRAFT)] = 8
+        explore: Share = 0.1  # share of the time for later requests' sake; falls with requests
+        seed: Seed = 0
+
+    options: Options
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        self._rng = np.random.default_rng(options.seed)
+        self._prior = AcceptancePrior()
+        self._models: dict[str, int] = {}
+        self._columns: dict[str, int] = {}
+        self._known: dict[str, _Known] = {}
+        self._demand: dict[str, float] = {}
+        self._budget = _Budget(options.explore)
+        self._num_sharing = 1.0
+        self._proposals: dict[tuple[str, str], ReplayProposal] = {}
+
+    # --- choosing -------------------------------------------------------------------------------
+
+    def select(self, states: Sequence[RequestState], view: View) -> dict[str, str | None]:
+        drafters = usable(view.drafters)
+        only = next(iter(drafters.values())) if len(drafters) == 1 else None
+        if only is not None and only.max_num_seqs is None:
+            return {state.request.id: only.name for state in states}
+        chosen: dict[str, str | None] = {}
+        due = []
+        for state in states:
+            known = self._known.get(state.request.id)
+            has_left = state.drafter is not None and state.drafter not in drafters
+            is_due = known is None or known.has_news or state.round >= known.next_round
+            if is_due or has_left:
+                due.append(state)
+            else:
+                chosen[state.request.id] = state.drafter
+        if due and drafters:
+            chosen |= self._choose(due, drafters, view)
+        return chosen if drafters else {state.request.id: None for state in states}
+
+    def _choose(
+        self, states: Sequence[RequestState], drafters: Mapping[str, Drafter], view: View
+    ) -> dict[str, str | None]:
+        columns = [self._column(d) for d in drafters.values()]
+        known = [self._know(state, drafters) for state in states]
+        expected, drawn = self._rates(known)
+        sharing = max(round(self._num_sharing), len(states))
+        longest = min(self.options.k_max, MOST_POSITIONS)
+        savings = Savings(states, drafters, view, sharing, longest)
+        demand = self._want(list(drafters), savings.if_shared(expected[:, columns]))
+        means = values = savings.at(expected[:, columns], demand)
+        if self._budget.pays(0.0):
+            values = savings.at(drawn[:, columns], demand)
+        if self.options.explore:
+            self._propose(states, known, drafters, savings, expected[:, columns], means, demand)
+        room = [
+            None if d.max_num_seqs is None else d.max_num_seqs - _others(d, states, view.loads)
+            for d in drafters.values()
+        ]
+        names = list(drafters)
+        chosen: dict[str, str | None] = {}
+        for i, index in enumerate(assign(values, room)):
+            request_id = states[i].request.id
+            chosen[request_id] = None if index is None else names[index]
+            value = 0.0 if index is None else float(means[i, index])
+            self._budget.spent_s += max(0.0, float(means[i].max()), 0.0) - value
+            if index is not None:
+                mean = float(known[i].prior[columns[index]])
+                view.learn.acceptance.expect(request_id, names[index], mean, self._prior.strength)
+        return chosen
+
+    def _know(self, state: RequestState, drafters: Mapping[str, Drafter]) -> _Known:
+        """Return what is known of a request, with its next decision and all drafters."""
+        known = self._known.get(state.request.id)
+        num = len(self._models)
+        if known is None:
+            counts, totals = np.zeros((2, 2, num))
+            nothing = np.empty(0)
+            known = _Known(_words_of(state.request), nothing, nothing, counts, totals, 0)
+            self._known[state.request.id] = known
+        known.next_round = state.round + known.gap
+        known.gap = min(2 * known.gap, _LONGEST_GAP)
+        if len(known.prior) < num:
+            missing = ((0, 0), (0, num - known.counts.shape[1]))
+            known.counts, known.totals = (np.pad(c, missing) for c in (known.counts, known.totals))
+            self._prior.grow(num)
+            known.prior, tokens = self._prior.expect(known.words)
+            independent = 1 + tokens / _ALIKE
+            drawn = self._rng.beta(
+                1 + known.prior * independent, 1 + (1 - known.prior) * independent
+            )
+            untold = [self._columns[n] for n, d in drafters.items() if not _can_replay(d, state)]
+            known.drawn = known.prior.copy()
+            known.drawn[untold] = drawn[untold]
+        known.has_news = False
+        return known
+
+    def _rates(self, known: Sequence[_Known]) -> tuple[FloatArray, FloatArray]:
+        """Return expected acceptance [S, J], and the same from drawn priors."""
+        accepted, decided = np.stack([k.counts for k in known], axis=1)
+        strength = self._prior.strength
+        found = []
+        for priors in ([k.prior for k in known], [k.drawn for k in known]):
+            prior = np.stack(priors).clip(1 - _HIGHEST, _HIGHEST)
+            # How much more of its drafts the request accepts than expected.
+            right = accepted.sum(axis=1, keepdims=True) + strength / 2
+            wrong = (decided - accepted).sum(axis=1, keepdims=True) + strength / 2
+            usual = (decided * prior).sum(axis=1, keepdims=True) + strength / 2
+            unusual = (decided * (1 - prior)).sum(axis=1, keepdims=True) + strength / 2
+            shift = (right / wrong * unusual / usual) ** _SHARED
+            odds = prior / (1 - prior) * np.where(decided > 0, 1.0, shift)
+            rates = odds / (1 + odds)
+            rates = (accepted + strength * rates) / (decided + strength)
+            found.append(rates.clip(1 - _HIGHEST, _HIGHEST))
+        return found[0], found[1]
+
+    def _want(self, names: Sequence[str], saved: FloatArray) -> FloatArray:
+        """Learn, and return, the share of requests [J] for which each drafter would be best."""
+        best = np.where(saved.max(axis=1) > 0, saved.argmax(axis=1), -1)
+        for j, name in enumerate(names):
+            share, keep = float((best == j).mean()), (1 - _DEMAND_WEIGHT) ** len(best)
+            self._demand[name] = keep * self._demand.get(name, share) + (1 - keep) * share
+        return np.array([self._demand[name] for name in names])
+
+    def _column(self, drafter: Drafter) -> int:
+        """Return the model's column: drafters with one model share what is known of it."""
+        column = self._columns.get(drafter.name)
+        if column is None:
+            model = drafter.model or drafter.name
+            column = self._columns[drafter.name] = self._models.setdefault(model, len(self._models))
+        return column
+
+    # --- replays --------------------------------------------------------------------------------
+
+    @property
+    def proposes_replays(self) -> bool:
+        return bool(self._proposals)
+
+    def replays(self, states: Sequence[RequestState], view: View) -> list[ReplayProposal]:
+        return list(self._proposals.values())
+
+    def _propose(
+        self,
+        states: Sequence[RequestState],
+        known: Sequence[_Known],
+        drafters: Mapping[str, Drafter],
+        savings: Savings,
+        rates: FloatArray,
+        values: FloatArray,
+        demand: FloatArray,
+    ) -> None:
+        """Propose replays whose answer should save more than their reading takes, or teaches."""
+        columns = [self._columns[n] for n in drafters]
+        decided = np.stack([k.counts[1, columns] for k in known])
+        outputs = np.array([[s.num_output_tokens] for s in states])
+        read = np.minimum(savings.unread, outputs)
+        # Deviation of the mean that the tokens of a replay will give.
+        told = read / (self._prior.strength + decided + read) / (self._prior.strength + decided + 1)
+        hopeful = rates + _TAIL * np.sqrt(rates * (1 - rates) * told)
+        better = savings.at(hopeful.clip(None, _HIGHEST), demand) + savings.reading
+        best = np.maximum(0.0, values.max(axis=1, keepdims=True))
+        gains = _TAIL_WEIGHT * np.maximum(0.0, better - best)
+        for i, j in zip(*np.nonzero(gains), strict=True):
+            state, own = states[i], known[i]
+            name, drafter = list(drafters.items())[j]
+            num_tokens = state.num_output_tokens
+            if not num_tokens or name == state.drafter or not _can_replay(drafter, state):
+                continue
+            seconds = float(savings.reading[i, j])
+            if gains[i, j] <= seconds:
+                has_taught = name in own.taught or num_tokens < _FEWEST_TOKENS
+                if has_taught or not self._budget.pays(seconds):
+                    continue
+                self._budget.spent_s += seconds
+                own.taught.add(name)
+            self._proposals[state.request.id, name] = ReplayProposal(state, name, evaluate=True)
+
+    def replayed(self, state: RequestState, replayed: Replayed) -> None:
+        self._proposals.pop((state.request.id, replayed.drafter), None)
+        column = self._columns.get(replayed.drafter)
+        known = self._known.get(state.request.id)
+        if column is not None and known is not None and replayed.num_tokens:
+            known.note(column, replayed.num_matched, replayed.num_tokens)
+            known.has_news = True
+
+    # --- learning -------------------------------------------------------------------------------
+
+    def on_step(self, outcomes: Sequence[Outcome], view: View) -> None:
+        drafted = sum(o.verdict.num_drafted for o in outcomes)
+        seconds = view.learn.times.target(max(1, len(outcomes) + drafted))
+        self._budget.total_s += len(outcomes) * seconds * (1.0 if drafted else _UNDRAFTED)
+        if outcomes:
+            self._num_sharing += _STEP_WEIGHT * (len(outcomes) - self._num_sharing)
+        for state, verdict in outcomes:
+            column = self._columns.get(verdict.drafter or "")
+            known = self._known.get(state.request.id)
+            if column is not None and known is not None and verdict.num_decided:
+                known.counts *= _OWN_DECAY
+                known.note(column, verdict.evidence, verdict.num_decided)
+
+    def release_request(self, request_id: str) -> None:
+        known = self._known.pop(request_id, None)
+        for key in [k for k in self._proposals if k[0] == request_id]:
+            del self._proposals[key]
+        self._budget.num_ended += 1
+        if known is not None and known.totals.any():
+            missing = ((0, 0), (0, len(self._models) - known.totals.shape[1]))
+            self._prior.learn(known.words, known.prior, *np.pad(known.totals, missing))
+
+
+def _words_of(request: Request) -> IntArray:
+    """Return hashable words of prompt and tenant as integers, possibly repeated."""
+    tenant = zlib.crc32(request.tenant.encode()) + (1 << 40)
+    return np.append(np.asarray(request.prompt_token_ids or (), dtype=np.int64), tenant)
+
+
+def _can_replay(drafter: Drafter, state: RequestState) -> bool:
+    return not drafter.remote and not state.request.sampling.is_ratio
+
+
+def _others(drafter: Drafter, states: Sequence[RequestState], loads: Mapping[str, int]) -> int:
+    """Return the number of requests outside `states` that keep the drafter."""
+    return loads.get(drafter.name, 0) - sum(s.drafter == drafter.name for s in states)
+
+
+POLICY = Auto
