@@ -13,10 +13,12 @@ import httpx
 import pytest
 from tests.conftest import Cli
 from tests.engine.small_family import write_family
+from tests.serving.program import program
 
 import penstock
 from penstock.cli.models import named_drafters, with_models
 from penstock.config import NGRAM, ConfigError, ServeConfig
+from penstock.core.policies.bundles import BUNDLES
 from penstock.core.policies.registry import policies
 from penstock.zoo.registry import DEFAULT_DRAFTER, ModelCard
 
@@ -64,8 +66,9 @@ def test_the_version(cli: Cli) -> None:
 def test_help_names_the_policies(cli: Cli, command: str) -> None:
     code, out, _ = cli(command, "--help")
     assert code == 0
-    for kind in ("admission", "allocation", "selection")[: 1 if command == "serve" else 3]:
-        assert ", ".join(policies(kind)) in " ".join(out.split())
+    shown = [BUNDLES, *map(policies, ("admission", "allocation", "selection"))]
+    for names in shown[: 1 if command == "serve" else 4]:
+        assert ", ".join(names) in " ".join(out.split())
 
 
 def test_without_arguments_there_is_help(cli: Cli) -> None:
@@ -86,6 +89,8 @@ def test_without_arguments_there_is_help(cli: Cli) -> None:
         (["serve", "--dtype", "int4"], "engine.dtype: Input should be 'auto', 'float32'"),
         (["serve", "--set", "drafter_weights=int3"], "engine.drafter_weights: Input should be"),
         (["serve", "--set", "verification=hope"], "engine.verification: Input should be 'coupled'"),
+        (["serve", "--policy", "best"], "engine.policy: unknown policy 'best'; choose from auto, "),
+        (["generate", "Hi", "--set", "policy=best"], "engine.policy: unknown policy 'best'; "),
         (["serve", "--admission", "first"], "unknown admission policy 'first'; choose from "),
         (["serve", "--set", "selection=best"], "unknown selection policy 'best'; choose from "),
         (["serve", "--set", "allocation=all"], "unknown allocation policy 'all'; choose from "),
@@ -363,6 +368,13 @@ def test_serve_announces_itself_and_serves(checkpoints: dict[str, Path]) -> None
         assert process.stdout.read() == ""
 
 
+@pytest.mark.slow
+def test_a_bundle_serves_the_bundled_family(tmp_path: Path) -> None:
+    with program(tmp_path / "log", "--policy", "spin") as server:
+        assert server.text("def add(a, b):", max_tokens=8)
+        server.stop()
+
+
 @pytest.fixture
 def started(cli: Cli, family: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ServeConfig]:
     """Runs `penstock serve` up to its start; returns the settings in force."""
@@ -392,6 +404,9 @@ def started(cli: Cli, family: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[
         (("--drafters-listen", "127.0.0.1:0", "--pipeline", "auto"), "priced", "auto"),
         (("--drafters-listen", "127.0.0.1:0", "--pipeline", "2"), "priced", "2"),
         (("--drafters-listen", "127.0.0.1:0", "--allocation", "random"), "random", "async"),
+        (("--drafters-listen", "127.0.0.1:0", "--policy", "goodspeed"), "goodspeed", "off"),
+        (("--policy", "spin", "--set", "allocation.k=2"), "fixed", "auto"),
+        (("--set", "policy=spin", "--allocation", "priced", "--pipeline", "2"), "priced", "2"),
     ],
 )
 def test_the_defaults_with_draft_servers(started, options, allocation, pipeline) -> None:

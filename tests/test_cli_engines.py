@@ -41,14 +41,8 @@ def test_the_command_line_goes_before_the_file() -> None:
         ("tenants.team-a.weight=2", {"engine": {"tenants": {"team-a": {"weight": 2}}}}),
         ("pipeline=off", {"engine": {"pipeline": False}}),
         ("selection=lbss", {"engine": {"selection": {"name": "lbss"}}}),
-        (
-            "admission.max_num_seqs=4",
-            {"engine": {"admission": {"options": {"max_num_seqs": 4}, "name": "vllm_v1"}}},
-        ),
-        (
-            "allocation.options.k_max=4",
-            {"engine": {"allocation": {"options": {"k_max": 4}, "name": "priced"}}},
-        ),
+        ("admission.max_num_seqs=4", {"engine": {"admission": {"options": {"max_num_seqs": 4}}}}),
+        ("allocation.options.k_max=4", {"engine": {"allocation": {"options": {"k_max": 4}}}}),
         ("kv_tokens=", {"engine": {"kv_tokens": None}}),
     ],
 )
@@ -59,6 +53,7 @@ def test_settings_by_key(text: str, values: dict[str, Any]) -> None:
 def test_a_policy_keeps_its_options_where_it_is_named_again() -> None:
     file = {"engine": {"admission": {"name": "sarathi", "options": {"max_num_seqs": 2}}}}
     assert put(file, "admission=sarathi") == file
+    assert put({}, "admission.max_num_seqs=2", "admission=sarathi") == file
     assert put(file, "admission.max_num_seqs=3", admission="vllm_v1") == {
         "engine": {"admission": {"name": "vllm_v1", "options": {"max_num_seqs": 3}}}
     }
@@ -170,17 +165,17 @@ def test_every_old_name_is_a_setting(name: str) -> None:
 
 
 def test_old_names_work_and_warn(cli: Cli) -> None:
-    code, out, err = cli("config", "show", "--json", "--selection", "lbss", "--no-fairness")
+    code, out, err = cli("config", "show", "--json", "--log-format", "json", "--no-fairness")
     assert code == 0
-    assert '"setting": "engine.selection.name", "value": "lbss", "from": "--set selection"' in out
+    assert '"setting": "log_format", "value": "json", "from": "--set log_format"' in out
     assert err == (
-        "penstock: --selection is an old name and goes with the next release; use "
-        "--set selection=lbss\n"
+        "penstock: --log-format is an old name and goes with the next release; use "
+        "--set log_format=json\n"
         "penstock: --no-fairness is an old name and goes with the next release; use "
         "--set fairness=false\n"
     )
-    code, _, err = cli("serve", "--selection")
-    assert (code, err) == (2, "penstock: Invalid value: --selection takes a value\n")
+    code, _, err = cli("serve", "--log-format")
+    assert (code, err) == (2, "penstock: Invalid value: --log-format takes a value\n")
 
 
 @pytest.mark.parametrize(

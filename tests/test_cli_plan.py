@@ -96,7 +96,9 @@ def _text(value: Any) -> str:
 
 
 def test_targets_reach_the_policy_that_knows_them(cli: Cli) -> None:
-    runs = plan(cli, *MIX, "--ttft-p99", "2")["expected_by_configuration"]
+    arguments = (*MIX, "--ttft-p99", "2", "--policy", "wait")
+    runs = plan(cli, *arguments)["expected_by_configuration"]
+    assert runs["policy wait"]["options"]["gated"]
     assert runs["penstock"]["options"] == {"ttft_p99": 2.0}
     assert "ttft_p99" not in runs["vllm"]["options"]
     assert all("slo_goodput" in figures for figures in runs.values())

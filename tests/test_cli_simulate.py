@@ -13,6 +13,7 @@ from tests.conftest import Cli
 from tests.products import slow
 
 from penstock.cli.simulator import parse_value
+from penstock.core.policies.bundles import BUNDLES
 from penstock.core.policies.options import PositiveInt
 from penstock.core.policies.registry import policies
 from penstock.sim.profiles import load_profile, save_profile
@@ -76,6 +77,15 @@ def test_simulate_tells_long_prompts_from_short_ones(cli: Cli, tmp_path: Path) -
     _, out, _ = cli("simulate", *load)
     assert "means by prompt length" in out
     assert "3,700 to 4,000" in out
+
+
+@pytest.mark.parametrize("policy", BUNDLES)
+def test_every_bundle_serves_a_workload_with_drafters(cli: Cli, policy: str) -> None:
+    drafters = ("--drafter", "a=0.7", "--drafter", "b=0.5", "--requests", 40)
+    report = report_of(cli, "simulate", *HIGH, *drafters, "--policy", policy)
+    assert report["admission"] == BUNDLES[policy].admission
+    assert report["requests_completed"] == 40
+    assert report["draft_tokens_accepted"] > 0
 
 
 @pytest.mark.parametrize("admission", sorted(policies("admission")))
@@ -334,6 +344,7 @@ BAD_INPUT = [
     ((*LOW, "--arrivals", "weekly"), "unknown arrivals"),
     (("--workload", "low", "--rate", "1", "--admission", "fifo"), "choose from"),
     ((*LOW, "--selection", "x"), "unknown selection"),
+    ((*LOW, "--policy", "x"), "unknown policy 'x'; choose from auto, vllm, "),
     ((*LOW, "--set", "budget=1"), "token_budget, max"),
     ((*LOW, "--set", "token_budget=x"), "must be a whole number from 1 to 1000000000, not 'x'"),
     ((*FLUID, "--set", "ttft_p99=0"), "ttft_p99 must be a finite number above 0, or null, not"),

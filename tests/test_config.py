@@ -14,6 +14,7 @@ from penstock.config import (
     read_profile,
     read_yaml,
 )
+from penstock.core.policies.bundles import BUNDLES
 
 
 def engine(**settings: Any) -> dict[str, Any]:
@@ -26,6 +27,26 @@ def test_defaults() -> None:
     assert config.engine.target == Path("models/target")
     assert config.engine.admission.make("admission").name == "vllm_v1"
     assert config.engine.allocation.make("allocation").name == "priced"
+
+
+@pytest.mark.parametrize("name", BUNDLES)
+def test_a_bundle_gives_what_is_not_set(name: str) -> None:
+    bundle, config = BUNDLES[name], parse_config(engine(policy=name)).engine
+    parts = (config.admission.name, config.selection.name, config.allocation.name, config.pipeline)
+    assert parts == (bundle.admission, bundle.selection, bundle.allocation, bundle.pipeline)
+    assert not config.admission.make("admission").may_idle
+    assert parse_config({"engine": config.model_dump()}).engine == config
+    own = {"pipeline": False, "selection": {"name": "greedy"}, "allocation": None}
+    over = parse_config(engine(policy=name, **own)).engine
+    assert (over.pipeline, over.selection.name) == ("off", "greedy")
+    assert (over.admission, over.allocation) == (config.admission, config.allocation)
+
+
+def test_options_without_a_name_are_for_the_policy_of_the_bundle() -> None:
+    options = {"options": {"max_num_batched_tokens": 512}}
+    admission = parse_config(engine(policy="wait", admission=options)).engine.admission
+    assert admission.name == "nested_wait"
+    assert admission.options == {"gated": True, "max_num_batched_tokens": 512}
 
 
 def test_policies_with_options() -> None:
@@ -77,6 +98,7 @@ def test_settings_cannot_be_changed_afterwards() -> None:
             "engine.drafters: 'ngram+ngram+m.gguf': a chain goes on with one model, not with "
             "'ngram+m.gguf'; ",
         ),
+        (engine(policy="best"), "engine.policy: unknown policy 'best'; choose from auto, vllm, "),
         (
             engine(allocation={"name": "fixd"}),
             "engine.allocation: unknown allocation policy 'fixd'; choose from fixed, ",

@@ -83,12 +83,15 @@ def test_what_is_in_force_and_where_it_is_from(tmp_path: Path) -> None:
         f"  vllm: {{args: {{hf_token: {SECRET}}}}}\nmetrics_keys: ['{key}']\n"
     )
     env = {"PENSTOCK_ENGINE__KV_TOKENS": "128", "PENSTOCK_API_KEY": SECRET, "PENSTOCK_PORT": "2"}
-    found = shown("--config", str(path), "--port", "3", "--no-speculation", env=env)
+    options = ("--port", "3", "--no-speculation", "--policy", "spin")
+    found = shown("--config", str(path), *options, env=env)
     assert found["port"] == (3, "option")
     assert found["engine.kv_tokens"] == (128, "PENSTOCK_ENGINE__KV_TOKENS")
     assert found["engine.dtype"] == ("float32", f"{path}:4")
     assert found["engine.block_size"] == (16, "default")
     assert found["engine.drafters"] == ({}, "option")
+    assert found["engine.policy"] == ("spin", "option")
+    assert found["engine.selection.name"] == ("lbss", "policy spin")
     assert found["engine.tenants.a.api_keys"] == (["(hidden)"], f"{path}:5")
     assert found["engine.tenants.default.api_keys"] == (["(hidden)"], "option")
     assert found["engine.vllm.args.hf_token"] == ("(hidden)", f"{path}:6")

@@ -70,8 +70,9 @@ def _mistakes(file: Path) -> list[ConfigError]:
 def show(**options: Any) -> None:
     """Show the settings of `penstock serve` with the same options, and the origin of each value.
 
-    Origins: an option, a variable, a line of the file, or the default. Secrets are hidden."""
-    from penstock.cli.settings import with_origins
+    Origins: an option, a variable, a line of the file, the bundle (policy NAME), or the default.
+    Secrets are hidden."""
+    from penstock.cli.settings import PARTS, with_origins
     from penstock.config import ConfigError
     from penstock.config.sources import leaves
 
@@ -79,11 +80,11 @@ def show(**options: Any) -> None:
     with one_line(ConfigError):
         config, given = with_origins(options)
     rows = []
+    parts = {("engine", part) for part in PARTS}
     for where, value in leaves(config.model_dump(mode="json")):
-        origin = given.origin(where) if given.at(where) is not None else None
-        rows.append(
-            {"setting": ".".join(where), "value": _shown(where, value), "from": origin or "default"}
-        )
+        default = f"policy {config.engine.policy}" if where[:2] in parts else "default"
+        origin = (given.origin(where) if given.at(where) is not None else None) or default
+        rows.append({"setting": ".".join(where), "value": _shown(where, value), "from": origin})
     if as_json:
         print(dumps(rows))
         return

@@ -9,13 +9,16 @@ from typing import Annotated, Any
 
 import typer
 
+from penstock.core.policies.bundles import AUTO, BUNDLES
 from penstock.core.policies.registry import policy_names
 
 
 def policy_option(kind: str, what: str) -> typer.models.OptionInfo:
     """Return an option that takes the name of a policy. what: start of its help."""
     known = ", ".join(policy_names(kind))
-    made: typer.models.OptionInfo = typer.Option(metavar="NAME", help=f"{what}: {known}.")
+    made: typer.models.OptionInfo = typer.Option(
+        metavar="NAME", help=f"{what}: {known}. Default: the bundle's."
+    )
     return made
 
 
@@ -28,6 +31,15 @@ def with_options_of(command: Callable[..., Any], **flags: Any) -> inspect.Signat
     ]
     return inspect.Signature([*(p.replace(kind=p.KEYWORD_ONLY) for p in known), *own])
 
+
+BUNDLE_OPTION: typer.models.OptionInfo = typer.Option(
+    metavar="NAME",
+    show_default=False,
+    help=f"Bundle of the four policies: {', '.join(BUNDLES)}. [{AUTO}]",
+)
+PolicyOption = Annotated[str | None, BUNDLE_OPTION]
+PartOption = Annotated[str | None, typer.Option(metavar="NAME", hidden=True)]
+"""A policy in place of the bundle's."""
 
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
@@ -117,5 +129,5 @@ PlotOption = Annotated[Path | None, typer.Option(metavar="FILE.png", help="Plot 
 
 PIPELINE_HELP = (
     "off: draft, then verify. N: micro-batches, drafted and verified in turn. auto: off or N by "
-    "measured times. async: verify the drafts that are ready."
+    "measured times. async: verify the drafts that are ready. Default: the bundle's."
 )

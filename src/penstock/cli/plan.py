@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.cli import options as cli
 from penstock.cli.figures import print_side_by_side
 from penstock.cli.simulator import (
     Load,
@@ -42,6 +44,7 @@ _BASES = {
 @simulates
 def plan(
     load: Load,
+    policy: cli.PolicyOption = None,
     delta: Annotated[
         float | None,
         typer.Option(
@@ -53,7 +56,7 @@ def plan(
     """Plan a deployment for a workload at its rate.
 
     Thresholds, static limits and the memory bound come from the fluid model, the expected figures
-    from a short simulation of each configuration.
+    from a short simulation of each configuration, and of the bundle that `--policy` names.
     """
     from penstock.fluid.memory import DELTA
     from penstock.sim.planner import PlanError, mean_rate, plan_deployment
@@ -69,8 +72,12 @@ def plan(
         )
         shown = made.select(slice(load.requests or _REQUESTS))
         with_thresholds(base, shown)
+        configurations = planned.configurations
+        if policy is not None:
+            bundled = Scenario(**vars(load), policy=policy).setup()
+            configurations[f"policy {policy}"] = with_thresholds(bundled, shown).admission
     with workers_of(load.workers, load.ray) as pool:
-        expected = _expected(base, planned, shown, load, pool)
+        expected = _expected(base, configurations, shown, load, pool)
     if load.json:
         figures = _figures(planned, offered)
         figures |= {"expected": expected["penstock"], "expected_by_configuration": expected}
@@ -81,13 +88,12 @@ def plan(
 
 def _expected(
     base: Setup,
-    planned: DeploymentPlan,
+    configurations: Mapping[str, PolicyConfig],
     workload: Workload,
     load: Load,
     workers: Workers,
 ) -> dict[str, dict[str, Any]]:
-    """Return the figures of a run per configuration, by the names of `serve_flags`."""
-    configurations = planned.configurations
+    """Return the figures of a run per configuration."""
     expected = {}
     with progress(len(configurations), "simulating") as advance:
         job = partial(_figures_of, base, workload, load)
@@ -137,22 +143,24 @@ def _print(planned: DeploymentPlan, rate: float, expected: dict[str, dict[str, A
     print(f"{algorithm} at {rate:.4g} requests/s, stages of {steps} steps")
     for name, values in thresholds.items():
         print(f"  {name:13}{', '.join(f'{v:.4g}' for v in values)}")
-    _print_memory(planned, expected)
+    planned_for = planned.configurations
+    labelled = {
+        figures["admission"] if name in planned_for else name: figures
+        for name, figures in expected.items()
+    }
+    _print_memory(planned, labelled)
     print(f"static server  {planned.static.token_budget} tokens a step, ", end="")
     print(f"{planned.static.max_num_seqs} requests at once")
     flags = planned.serve_flags
     print(f"penstock serve {flags['penstock']}")
     print(f"  or --config FILE with {dumps(flags['penstock_config'])}")
     print(f"vllm serve     {flags['vllm']}")
-    print_side_by_side(
-        {figures["admission"]: figures for figures in expected.values()},
-        f"expected at {rate:.4g} requests/s, each simulated",
-    )
+    print_side_by_side(labelled, f"expected at {rate:.4g} requests/s, each simulated")
 
 
 def _print_memory(planned: DeploymentPlan, expected: dict[str, dict[str, Any]]) -> None:
     memory = planned.memory
-    peaks = (f"{e['kv_peak_tokens']:,} of {e['admission']}" for e in expected.values())
+    peaks = (f"{e['kv_peak_tokens']:,} of {label}" for label, e in expected.items())
     chance = f"but for a probability {memory.delta:g} within an hour" if memory.delta else "ever"
     print(f"KV tokens      {memory.mean:,.0f} in the mean of the fluid model (M*)")
     print(f"               {memory.batch:,.0f} in a full batch (M^π)")

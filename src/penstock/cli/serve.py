@@ -35,16 +35,11 @@ def serve(
             help="Most prompt and output tokens of a request. Default: the target's own.",
         ),
     ] = None,
-    admission: Annotated[
-        str | None, cli.policy_option("admission", "Admission policy, by default vllm_v1")
-    ] = None,
-    pipeline: Annotated[
-        str | None,
-        typer.Option(
-            metavar="off|N|auto|async",
-            help=f"{cli.PIPELINE_HELP} Default: off; async with --drafters-listen.",
-        ),
-    ] = None,
+    policy: cli.PolicyOption = None,
+    admission: cli.PartOption = None,
+    selection: cli.PartOption = None,
+    allocation: cli.PartOption = None,
+    pipeline: cli.PartOption = None,
     drafters_listen: Annotated[
         str | None,
         typer.Option(

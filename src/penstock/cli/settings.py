@@ -23,27 +23,23 @@ from penstock.config import (
     read_settings,
     yaml_value,
 )
+from penstock.core.policies.bundles import AUTO, BUNDLES
 
 OPTION = "option"
 """Origin of a setting given by its own option."""
 
 _ENGINE, _VLLM = "engine", ("engine", VLLM)
 _POLICIES = get_args(PolicyKind)
+PARTS = (*_POLICIES, "pipeline")
+"""Settings that override parts of a bundle."""
 
 _PLACES: dict[str, Where] = {
     **{name: (name,) for name in ("host", "port", "served_model_name")},
-    **{name: (_ENGINE, name) for name in ("target", "dtype", "device", "admission", "pipeline")},
+    **{name: (_ENGINE, name) for name in ("target", "dtype", "device", "policy", *PARTS)},
     **{name: (_ENGINE, name) for name in ("kv_tokens", "max_model_len")},
     "drafters_listen": ("drafters", "listen"),
 }
 """Settings by option."""
-
-_WITH_DRAFT_SERVERS = {
-    "drafters": {},
-    "pipeline": "async",
-    "verification": "coupled",
-}
-"""Default settings of the engine with draft servers."""
 
 
 def in_force(options: Mapping[str, Any]) -> ServeConfig:
@@ -76,7 +72,9 @@ def assembled(given: Settings) -> dict[str, Any]:
     settings = _without_null(given.values)
     engine = _without_null(settings_in(settings.get(_ENGINE), _ENGINE))
     if settings_in(settings.get("drafters"), "drafters"):
-        engine = {**_WITH_DRAFT_SERVERS, **engine}
+        chosen = BUNDLES.get(str(engine.get("policy")), BUNDLES[AUTO])
+        defaults = {"drafters": {}, "verification": "coupled", "pipeline": chosen.remote_pipeline}
+        engine = {**defaults, **engine}
     return {**settings, _ENGINE: with_models(engine)}
 
 
@@ -104,16 +102,17 @@ def put_options(settings: Settings, options: Mapping[str, Any]) -> None:
 def _put(settings: Settings, where: Where, value: Any, origin: str) -> None:
     """Put one setting. Raises: ConfigError.
 
-    The name of the same policy keeps its options; options without a name are the default's."""
-    is_policy = where[:1] == (_ENGINE,) and where[1:2] and where[1] in _POLICIES
-    if is_policy and len(where) == 2 and isinstance(value, str):
-        if settings.at((*where, "name")) == value:
+    The name of the same policy keeps its options, as do options without a name."""
+    is_policy = len(where) == 2 and where[0] == _ENGINE and where[1] in _POLICIES
+    if is_policy and isinstance(value, str):
+        name = settings.at((*where, "name"))
+        if name == value:
             return
-        value = {"name": value}
+        if name is None and settings.at((*where, "options")):
+            where = (*where, "name")
+        else:
+            value = {"name": value}
     settings.put(where, value, origin)
-    if is_policy and settings.at((*where[:2], "name")) is None and len(where) > 2:
-        default = EngineConfig.model_fields[where[1]].default.name
-        settings.put((*where[:2], "name"), default, "default")
 
 
 def _put_keys(settings: Settings, keys: Sequence[str]) -> None:

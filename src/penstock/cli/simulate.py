@@ -45,8 +45,8 @@ def simulate(
         ),
     ] = None,
     pipeline: Annotated[
-        str, typer.Option(metavar="off|N|auto|async", help=cli.PIPELINE_HELP)
-    ] = "off",
+        str | None, typer.Option(metavar="off|N|auto|async", help=cli.PIPELINE_HELP)
+    ] = None,
     seeds: cli.SeedsOption = 1,
     plot: cli.PlotOption = None,
 ) -> None:
@@ -67,7 +67,7 @@ def simulate(
                 raise PlotError("--plot draws one run: take it without --seeds")
             check_target(plot)
     setup, made = runs[0]
-    title = f"{made.name}, {scenario.admission}, {setup.profile.name}"
+    title = f"{made.name}, {setup.admission.name}, {setup.profile.name}"
     if seeds > 1:
         with workers_of(scenario.workers, scenario.ray) as pool:
             by_seed = _run_each(runs, scenario, pool)

@@ -14,9 +14,10 @@ import typer
 
 from penstock.cli import options as cli
 from penstock.cli.terminal import one_line
+from penstock.core.policies.bundles import AUTO
 
 if TYPE_CHECKING:
-    from penstock.config import PolicyConfig
+    from penstock.config import PolicyConfig, PolicyKind
     from penstock.fluid.step_profile import StepProfile
     from penstock.sim.parallel import Workers
     from penstock.sim.run import Setup
@@ -178,9 +179,12 @@ class Load:
 class Scenario(Load):
     """A load and a server: policies and drafters."""
 
-    admission: Annotated[str, cli.policy_option("admission", "Admission policy")]
-    allocation: Annotated[str, cli.policy_option("allocation", "Draft-length policy")] = "priced"
-    selection: Annotated[str, cli.policy_option("selection", "Drafter selection policy")] = "single"
+    policy: Annotated[str, cli.BUNDLE_OPTION] = AUTO
+    admission: Annotated[str | None, cli.policy_option("admission", "Admission policy")] = None
+    allocation: Annotated[str | None, cli.policy_option("allocation", "Draft-length policy")] = None
+    selection: Annotated[str | None, cli.policy_option("selection", "Drafter selection policy")] = (
+        None
+    )
     set: Annotated[
         list[str] | None,
         typer.Option(
@@ -224,11 +228,12 @@ class Scenario(Load):
         typer.Option(metavar="NAME=B[xK]", help="A drafter's largest batch, and its instances."),
     ] = None
 
-    def setup(self, draft_servers: Path | None = None, pipeline: str = "off") -> Setup:
+    def setup(self, draft_servers: Path | None = None, pipeline: str | None = None) -> Setup:
         """Return the server, without thresholds that depend on the load.
 
         Raises: ProfileError, PolicyError, WorkloadError, PlanError.
         """
+        from penstock.core.policies.bundles import bundle
         from penstock.core.policies.registry import make_pipeline, option_types
         from penstock.sim.acceptance import AcceptanceByDrafter, parse_drafters
         from penstock.sim.domains import load_acceptance
@@ -242,11 +247,11 @@ class Scenario(Load):
         memory = self.kv_tokens or profile.kv_tokens
         if memory < self.block_size:
             raise PlanError(f"{memory} KV tokens hold no block of {self.block_size}")
+        policies, chosen = self._policies(), bundle(self.policy)
+        if pipeline is None:
+            pipeline = chosen.remote_pipeline if draft_servers else chosen.pipeline
         make_pipeline(pipeline)
-        names = {"admission": self.admission, "selection": self.selection}
-        names["allocation"] = self.allocation
-        policies = chosen_policies(names, self.set or ())
-        known = option_types("admission", self.admission)
+        known = option_types("admission", policies["admission"].name)
         wanted = {name: value for name, value in targets.items() if name in known}
         fit = None if self.acceptance is None else load_acceptance(self.acceptance)
         local = parse_drafters(self.drafter or (), self.seed, fit).models
@@ -267,6 +272,23 @@ class Scenario(Load):
             tenant_weights=_weights(self.tenant_weight or ()),
             seed=self.seed,
         )
+
+    def _policies(self) -> dict[str, PolicyConfig]:
+        """Return the bundle's policies by kind with the given ones. Raises: PolicyError."""
+        from penstock.config import PolicyConfig
+
+        given: dict[PolicyKind, str | None] = {
+            "admission": self.admission,
+            "selection": self.selection,
+            "allocation": self.allocation,
+        }
+        policies: dict[str, PolicyConfig] = {
+            kind: PolicyConfig.from_bundle(kind, self.policy)
+            if name is None
+            else PolicyConfig.from_name(name)
+            for kind, name in given.items()
+        }
+        return with_options(policies, self.set or ())
 
     def _profile(self) -> StepProfile:
         """Return the profile with the given drafter times. Raises: ProfileError, WorkloadError."""
@@ -325,33 +347,38 @@ def with_thresholds(base: Setup, workload: Workload) -> Setup:
     return base
 
 
-def chosen_policies(names: Mapping[str, str], settings: Sequence[str]) -> dict[str, PolicyConfig]:
-    """Return the policies by kind. names: by kind. settings: `--set` texts. Raises: PolicyError."""
-    from penstock.config import PolicyConfig
+def with_options(
+    policies: Mapping[str, PolicyConfig], settings: Sequence[str]
+) -> dict[str, PolicyConfig]:
+    """Return policies by kind with `--set` texts. Raises: PolicyError."""
     from penstock.core.policies.registry import PolicyError, make_policy, option_types
 
-    options: dict[str, dict[str, Any]] = {kind: {} for kind in names}
+    options: dict[str, dict[str, Any]] = {kind: {} for kind in policies}
     for text in settings:
         key, given, value = text.partition("=")
         kind, dot, option = key.partition(".")
         if not dot:
             kind, option = "admission", key
-        if not given or kind not in names:
-            prefixes = " or ".join(f"{kind}." for kind in sorted(names))
+        if not given or kind not in policies:
+            prefixes = " or ".join(f"{kind}." for kind in sorted(policies))
             raise PolicyError(
                 f"--set takes OPTION=VALUE, with a prefix {prefixes} or none, not {text!r}"
             )
         if option in options[kind]:
             raise PolicyError(f"--set: {option!r} is given twice")
-        wanted = option_types(kind, names[kind]).get(option)
+        wanted = option_types(kind, policies[kind].name).get(option)
         try:
             options[kind][option] = parse_value(value.strip(), wanted)
         except ValueError:
             # The policy itself raises the error.
             options[kind][option] = value
-    for kind, name in names.items():
-        make_policy(kind, name, options[kind])
-    return {kind: PolicyConfig.from_name(name, **options[kind]) for kind, name in names.items()}
+    made = {
+        kind: policy.from_name(policy.name, **{**policy.options, **options[kind]})
+        for kind, policy in policies.items()
+    }
+    for kind, policy in made.items():
+        make_policy(kind, policy.name, policy.options)
+    return made
 
 
 def parse_value(text: str, wanted: Any) -> Any:

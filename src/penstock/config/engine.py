@@ -7,11 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    Field,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 
 from penstock.config.model import ConfigError, Model, address_in
 from penstock.config.profiles import ProfilePath
 from penstock.config.tenants import DEFAULT_TENANT, TenantConfig, TenantShare
+from penstock.core.policies.bundles import AUTO, BUNDLES, bundle
 from penstock.core.policies.registry import make_pipeline, make_policy
 from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, TARGET
 
@@ -68,6 +75,13 @@ class PolicyConfig(Model):
     @classmethod
     def from_name(cls, name: str, /, **options: Any) -> Self:
         return cls(name=name, options=options)
+
+    @classmethod
+    def from_bundle(cls, kind: PolicyKind, policy: str = AUTO) -> Self:
+        """Return a bundle's policy of a kind. Raises PolicyError."""
+        chosen = bundle(policy)
+        options = chosen.admission_options if kind == "admission" else {}
+        return cls.from_name(getattr(chosen, kind), **options)
 
     def with_defaults(self, options: Mapping[str, Any]) -> Self:
         """Return the policy with these options where it has none of its own."""
@@ -192,9 +206,15 @@ def model_name(path: Path) -> str:
     return path.stem if path.suffix.lower() == ".gguf" else path.name
 
 
+_BUNDLED: Any = Field(default=None, validate_default=True)
+"""Default of a policy: the bundle's."""
+
+
 class EngineConfig(ModelsConfig):
     """Models, and the policies that schedule them.
 
+    policy: bundle of the four policies below, each of which overrides its part; options without a
+        name are for the bundle's
     verification: None is `coupled` for requests with a seed and `ratio` for the others
     pipeline: off (draft and verify in turns), a number of micro-batches, auto (the fastest of these
         by measured times) or async (verify the drafts that are ready). Drafters work beside the
@@ -204,10 +224,11 @@ class EngineConfig(ModelsConfig):
     fairness: between tenants, by weight, in admission, preemption and decoding"""
 
     verification: Literal["coupled", "ratio"] | None = None
-    admission: PolicyConfig = PolicyConfig.from_name("vllm_v1")
-    selection: PolicyConfig = PolicyConfig.from_name("single")
-    allocation: PolicyConfig = PolicyConfig.from_name("priced")
-    pipeline: str = "off"
+    policy: str = AUTO
+    admission: PolicyConfig = _BUNDLED
+    selection: PolicyConfig = _BUNDLED
+    allocation: PolicyConfig = _BUNDLED
+    pipeline: str = _BUNDLED
     heartbeat_timeout_s: float = Field(default=20.0, gt=0, allow_inf_nan=False)
     fairness: bool = True
     tenants: dict[str, TenantConfig] = Field(default_factory=dict)
@@ -222,18 +243,36 @@ class EngineConfig(ModelsConfig):
             raise ValueError("each API key must belong to one tenant only")
         return tenants
 
+    @field_validator("policy")
+    @classmethod
+    def _is_bundle(cls, policy: str) -> str:
+        bundle(policy)
+        return policy
+
     @field_validator("pipeline", mode="before")
     @classmethod
-    def _is_pipeline(cls, pipeline: Any) -> str:
+    def _is_pipeline(cls, pipeline: Any, info: ValidationInfo) -> str:
         """Accept false: YAML reads a bare `off` so."""
+        if pipeline is None:
+            return BUNDLES[info.data.get("policy", AUTO)].pipeline
         name = "off" if pipeline is False else str(pipeline)
         make_pipeline(name)
         return name
 
-    @field_validator("admission", "selection", "allocation")
+    @field_validator("admission", "selection", "allocation", mode="wrap")
     @classmethod
-    def _can_be_made(cls, policy: PolicyConfig, info: ValidationInfo) -> PolicyConfig:
+    def _can_be_made(
+        cls, given: Any, handler: ValidatorFunctionWrapHandler, info: ValidationInfo
+    ) -> PolicyConfig:
         kind: Any = info.field_name
+        # An unknown bundle is reported by itself.
+        bundled = PolicyConfig.from_bundle(kind, info.data.get("policy", AUTO))
+        if given is None:
+            return bundled
+        is_part = isinstance(given, dict) and given.get("name") is None
+        policy: PolicyConfig = handler({**given, "name": bundled.name} if is_part else given)
+        if is_part:
+            policy = policy.with_defaults(bundled.options)
         policy.make(kind)
         return policy
 
@@ -254,7 +293,7 @@ class PluginConfig(Model):
     allocation: None verifies drafts of the length that vLLM's proposer makes. profile: step times;
     None learns them while serving."""
 
-    admission: PolicyConfig = PolicyConfig.from_name("vllm_v1")
+    admission: PolicyConfig = PolicyConfig.from_bundle("admission")
     allocation: PolicyConfig | None = None
     fairness: bool = True
     tenants: dict[str, TenantShare] = Field(default_factory=dict)

@@ -17,6 +17,7 @@ from penstock.core.kv import BlockPool
 from penstock.core.learn import Estimators, seed_estimators
 from penstock.core.learn.times import drafter_profiles
 from penstock.core.loop import Instrument
+from penstock.core.policies.bundles import AUTO, BUNDLES
 from penstock.core.policies.registry import make_pipeline
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter
@@ -56,16 +57,16 @@ class Setup:
     the others. fairness: between tenants, of weight 1 without `tenant_weights`."""
 
     profile: StepProfile
-    admission: PolicyConfig = PolicyConfig.from_name("vllm_v1")
-    allocation: PolicyConfig = PolicyConfig.from_name("priced")
-    selection: PolicyConfig = PolicyConfig.from_name("single")
+    admission: PolicyConfig = PolicyConfig.from_bundle("admission")
+    allocation: PolicyConfig = PolicyConfig.from_bundle("allocation")
+    selection: PolicyConfig = PolicyConfig.from_bundle("selection")
     kv_tokens: int | None = None
     block_size: int = 1
     acceptance: AcceptanceModel | None = None
     drafters: tuple[str, ...] = ()
     capacities: Mapping[str, DrafterCapacity] = field(default_factory=dict)
     draft_servers: tuple[DraftServer, ...] = ()
-    pipeline: str = "off"
+    pipeline: str = BUNDLES[AUTO].pipeline
     fairness: bool = False
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
     seed: int = 0

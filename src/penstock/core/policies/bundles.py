@@ -1,0 +1,43 @@
+"""Bundles: the choices of all four policies that `--policy` names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.core.policies.registry import PolicyError
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """One policy of each kind, with its own default options but for `admission_options`."""
+
+    admission: str = "vllm_v1"
+    selection: str = "single"
+    allocation: str = "fixed"
+    pipeline: str = "off"
+    remote_pipeline: str = "off"  # with draft servers
+    admission_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+AUTO = "auto"
+"""The default bundle."""
+
+BUNDLES = {
+    AUTO: Bundle(allocation="priced", remote_pipeline="async"),
+    "vllm": Bundle(),
+    "sarathi": Bundle(admission="sarathi"),
+    # Rounds of the paper wait for all draft servers.
+    "goodspeed": Bundle(allocation="goodspeed"),
+    "spin": Bundle(selection="lbss", pipeline="auto", remote_pipeline="auto"),
+    # To the letter it may never answer a client that is alone.
+    "wait": Bundle(admission="nested_wait", admission_options={"gated": True}),
+}
+
+
+def bundle(name: str) -> Bundle:
+    """Return the bundle of a name. Raises: PolicyError."""
+    if name not in BUNDLES:
+        raise PolicyError(f"unknown policy {name!r}; choose from {', '.join(BUNDLES)}")
+    return BUNDLES[name]
