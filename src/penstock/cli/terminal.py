@@ -68,8 +68,15 @@ def whole_numbers(option: str, text: str) -> tuple[int, ...]:
     return numbers
 
 
-def print_table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table, with the first column left-aligned and the others right-aligned."""
+def print_table(
+    title: str | None,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    width: int | None = None,
+) -> None:
+    """Print a table, with the first column left-aligned and the others right-aligned.
+
+    width: of the output if it is no terminal."""
     from rich.console import Console
     from rich.table import Table
 
@@ -78,7 +85,7 @@ def print_table(title: str | None, columns: Sequence[str], rows: Iterable[Sequen
         table.add_column(column, justify="right" if i else "left", no_wrap=not i)
     for row in rows:
         table.add_row(*row)
-    Console(highlight=False).print(table)
+    Console(highlight=False, width=None if sys.stdout.isatty() else width).print(table)
 
 
 @contextmanager

@@ -14,7 +14,13 @@ from penstock.core.context import Context
 from penstock.core.groups import DecodeGroup
 from penstock.core.kv import BlockPool
 from penstock.core.learn import Estimators
-from penstock.core.policies.base import AdmissionPolicy, AllocationPolicy, Pipeline, SelectionPolicy
+from penstock.core.policies.base import (
+    AdmissionPolicy,
+    AllocationPolicy,
+    Pipeline,
+    Prices,
+    SelectionPolicy,
+)
 from penstock.core.policies.pipeline.micro_batches import MicroBatches
 from penstock.core.queues import WaitingRequests
 from penstock.core.state import Drafter
@@ -118,6 +124,13 @@ class Scheduler:
         if not drafters:
             return _TARGET_ALONE
         return (*[n for n, d in drafters.items() if self._ctx.is_beside(d)], TARGET)
+
+    @property
+    def prices(self) -> Prices:
+        """Prices behind the last decisions of all policies."""
+        ctx = self._ctx
+        drafting: Prices = {**ctx.selection.prices, **ctx.allocation.prices}
+        return {**ctx.admission.prices, **drafting, **ctx.pipeline.prices}
 
     @property
     def num_unfinished(self) -> int:

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from penstock.core.policies.admission.parts.growth import Refill, num_that_fit
 from penstock.core.policies.admission.parts.targets import Targets, time_left_of_own
-from penstock.core.policies.base import AdmissionPolicy
+from penstock.core.policies.base import AdmissionPolicy, Prices
 from penstock.core.policies.options import PositiveFloat, PositiveInt
 from penstock.core.queues import OrderName
 from penstock.core.state import RequestState
@@ -67,6 +67,18 @@ class FluidGuided(AdmissionPolicy):
         self._refill = Refill()
         self._best: tuple[StepProfile | None, float, tuple[int, float]] = (None, 0.0, (1, 0.0))
         self._is_steady = False
+        self._step: Step | None = None
+        self._prompt_s = 0.0
+
+    @property
+    def prices(self) -> Prices:
+        if self._step is None:
+            return {}
+        blocked, pool = self._blocked, self._step.pool
+        waits = blocked is not None and blocked[1] == len(self._step.running)
+        is_kept = self._step.waiting and (waits or self._refill.is_pausing)
+        kept = pool.num_free_blocks * pool.block_size if is_kept else 0
+        return {"kv_reserved_tokens": kept, "prompt_token_seconds": self._prompt_s}
 
     def shortage(self, step: Step, state: RequestState) -> tuple[int, int]:
         if num_that_fit(step, [state], _CONFIDENCE):
@@ -74,6 +86,7 @@ class FluidGuided(AdmissionPolicy):
         return step.pool.blocks_for(state.num_known_tokens + int(step.learn.lengths.mean)), 0
 
     def compose(self, step: Step) -> None:
+        self._step = step
         budget = max(self.options.max_num_batched_tokens, step.num_decodes())
         self._refill.is_pausing = self._is_steady = False
         in_order, pauses = self._in_order(step)
@@ -213,7 +226,7 @@ class FluidGuided(AdmissionPolicy):
         hull = self._envelope(step.learn.times.profile, num_decodes, most)
         if urgent or len(hull) == 1:
             return most
-        price = self._price(step, num_decodes, hull, backlog / _HORIZON)
+        price = self._prompt_s = self._price(step, num_decodes, hull, backlog / _HORIZON)
         # The price is often exactly that of the last tokens worth buying.
         price *= 1 + 1e-6
         cheap = max(hull, key=lambda p: price * p[0] - p[1])[0]
