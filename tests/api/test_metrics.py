@@ -1,9 +1,12 @@
 """Metrics of drafters, fed by hand."""
 
+from dataclasses import replace
+
 import pytest
 from tests.api.samples import labelled
 
 from penstock.api.metrics import MAX_POSITIONS, Metrics, RequestMeter, count_response
+from penstock.core.policies.base import Prices
 from penstock.core.types import FinishReason, LatencyTarget, Output, PhaseTimes, Request
 from penstock.serving.messages import EngineStats
 
@@ -44,6 +47,20 @@ def test_accepted_tokens_are_counted_by_position() -> None:
     assert [found[str(p)] for p in range(4)] == [3, 2, 2, 0]
     assert len(found) == MAX_POSITIONS
     assert sum(found.values()) == values(metrics, "spec_decode_num_accepted_tokens_total")["small"]
+
+
+def test_prices_are_those_that_policies_know() -> None:
+    metrics = Metrics("toy")
+    prices = Prices(
+        price_of_second=500.0, draft_token_seconds={"small": 1e-3}, token_value={"secret": 1.0}
+    )
+    stats = replace(STATS, prices=prices)
+    assert values(metrics, "price_of_second", "model_name", stats) == {"toy": 500}
+    assert values(metrics, "draft_token_seconds", "drafter", stats) == {"small": 1e-3}
+    assert values(metrics, "kv_reserved_tokens", "model_name", stats) == {}
+    text = metrics.render(stats, is_up=True, num_restarts=0).decode()
+    assert "# HELP penstock:kv_reserved_tokens Free KV tokens" in text
+    assert "secret" not in text
 
 
 @pytest.mark.parametrize(

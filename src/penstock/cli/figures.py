@@ -29,21 +29,25 @@ def print_figures(figures: dict[str, Any], title: str) -> None:
 
 
 _EXPLAINED = {
-    "time": "time, s", "step": "step", "steps": "steps", "state": "state", "drafter": "drafter",
-    "saved_seconds": "saves, s", "acceptance": "acceptance", "draft_tokens": "draft",
-    "accepted": "accepted", "price_of_second": "price of 1 s", "token_value": "token value",
-    "next_worth": "next: worth", "next_price": "price", "tokens": "tokens", "why": "why",
+    "time": "time, s", "step": "step", "state": "state", "drafter": "drafter",
+    "saved_seconds": "saves, s", "acceptance": "acceptance", "accepted": "accepted",
+    "price_of_second": "price of 1 s", "token_value": "token value", "next_worth": "next: worth",
+    "next_price": "price", "tokens": "tokens", "why": "why",
 }  # fmt: skip
 
 
 def print_explanation(rows: list[dict[str, Any]], title: str) -> None:
     """Print the rows of `sim.explain`, on long lines where the output is no terminal."""
-    shown = ([_cell(row[name]) for name in _EXPLAINED] for row in rows)
-    print_table(title, [*_EXPLAINED.values()], shown, width=190)
+    print_table(title, [*_EXPLAINED.values()], map(_explained, rows), width=190)
 
 
-def _cell(value: float | str | None) -> str:
-    return value if isinstance(value, str) else _number(value)
+def _explained(row: dict[str, Any]) -> list[str]:
+    cells = {n: row[n] if isinstance(row[n], str) else _number(row[n]) for n in _EXPLAINED}
+    if row["steps"] > 1:
+        cells["step"] += f" to {row['step'] + row['steps'] - 1:,}"
+    if row["draft_tokens"] is not None:
+        cells["accepted"] += f" of {row['draft_tokens']}"
+    return [*cells.values()]
 
 
 _TIMES = {"latency_s": "latency", "ttft_s": "time to first token", "tpot_s": "per output token"}

@@ -71,7 +71,7 @@ class Explanation:
         row = self._verified.pop(plan.id, None)
         verdict = next((v for v in result.verdicts if v.request_id == self.request_id), None)
         if row is not None and verdict is not None:
-            row["accepted"] = verdict.num_accepted if verdict.drafter else None
+            row["accepted"] = None if row["drafter"] is None else verdict.num_accepted
             row["tokens"] += len(verdict.token_ids)
 
     def on_output(self, output: Output) -> None:
