@@ -482,14 +482,14 @@ def test_weights_that_are_none(cli: Cli, trace: Path) -> None:
 
 EXPLAINED = (
     *("simulate", "--workload", "high", "--profile", "a100-llama2-7b", "--rate", "40"),
-    *("--requests", "120", "--kv-tokens", "3000", "--drafter", "small=0.7"),
+    *("--requests", "80", "--kv-tokens", "3000", "--drafter", "small=0.7"),
 )
 
 
 @pytest.mark.parametrize("admission", ["fluid_guided", "vllm_v1"])
 def test_explain_tells_why_a_request_got_what_it_got(cli: Cli, admission: str) -> None:
     run = (*EXPLAINED, "--admission", admission)
-    report = report_of(cli, *run, "--explain", 90)
+    report = report_of(cli, *run, "--explain", 70)
     rows = report.pop("explain")
     assert {**report, "wall_s": 0} == {**report_of(cli, *run), "wall_s": 0}, "nothing else changes"
     assert rows[0]["state"] == "arrived"
@@ -507,9 +507,6 @@ def test_explain_tells_why_a_request_got_what_it_got(cli: Cli, admission: str) -
     cheaper = [row["next_worth"] < row["next_price"] for row in bought]
     # A plan holds for some steps, and k_max may end a draft first.
     assert np.mean(cheaper) > 0.8
-    _, out, _ = cli(*run, "--explain", 90)
-    assert "request 90" in out
-    assert "price of 1 s" in out
 
 
 def test_explain_knows_what_policies_know(cli: Cli, tmp_path: Path) -> None:
@@ -524,14 +521,16 @@ def test_explain_knows_what_policies_know(cli: Cli, tmp_path: Path) -> None:
     )
     rows = report_of(cli, *run, "--selection", mine)["explain"]
     assert {row["saved_seconds"] for row in rows if row["state"] == "decode"} == {0.25}
+    _, out, _ = cli(*run)
+    assert all(text in out for text in ("request 3", "acceptance", "arrived", "decode"))
     alone = report_of(cli, *EXPLAINED[:-2], "--admission", "vllm_v1", "--explain", 0)["explain"]
     assert [row["state"] for row in alone][:3] == ["arrived", "prefill", "decode"]
 
 
-@pytest.mark.parametrize("wrong", ["120", "-1", "01", "first", "²"])
+@pytest.mark.parametrize("wrong", ["80", "-1", "01", "first", "²"])
 def test_explain_names_the_requests_that_there_are(cli: Cli, wrong: str) -> None:
     code, _, said = cli(*EXPLAINED, "--admission", "vllm_v1", f"--explain={wrong}")
     assert (code, said.count("\n")) == (2, 1)
-    assert f"--explain takes a request from 0 to 119, not {wrong!r}" in said
+    assert f"--explain takes a request from 0 to 79, not {wrong!r}" in said
     code, _, said = cli(*EXPLAINED, "--admission", "vllm_v1", "--explain=1", "--seeds", 2)
     assert (code, "shows one run" in said) == (2, True)

@@ -6,7 +6,6 @@ import pytest
 from tests.api.samples import labelled
 
 from penstock.api.metrics import MAX_POSITIONS, Metrics, RequestMeter, count_response
-from penstock.core.policies.base import Prices
 from penstock.core.types import FinishReason, LatencyTarget, Output, PhaseTimes, Request
 from penstock.serving.messages import EngineStats
 
@@ -51,10 +50,9 @@ def test_accepted_tokens_are_counted_by_position() -> None:
 
 def test_prices_are_those_that_policies_know() -> None:
     metrics = Metrics("toy")
-    prices = Prices(
-        price_of_second=500.0, draft_token_seconds={"small": 1e-3}, token_value={"secret": 1.0}
-    )
-    stats = replace(STATS, prices=prices)
+    by_drafter, by_request = {"small": 1e-3}, {"secret": 1.0}
+    prices = {"price_of_second": 500.0, "draft_token_seconds": by_drafter}
+    stats = replace(STATS, prices={**prices, "token_value": by_request})
     assert values(metrics, "price_of_second", "model_name", stats) == {"toy": 500}
     assert values(metrics, "draft_token_seconds", "drafter", stats) == {"small": 1e-3}
     assert values(metrics, "kv_reserved_tokens", "model_name", stats) == {}

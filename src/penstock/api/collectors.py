@@ -28,7 +28,6 @@ _PRICES = {
     "draft_token_seconds": "Seconds that one more draft token adds to a step, by drafter.",
     "tenant_token_value": "Value of a token of a tenant's requests, in the mean.",
     "kv_reserved_tokens": "Free KV tokens kept from waiting requests, for running ones to grow.",
-    "prompt_token_seconds": "Seconds that a prompt token may add to a step.",
 }
 _LABELS = {"draft_token_seconds": ("drafter",), "tenant_token_value": ("tenant",)}
 

@@ -28,26 +28,12 @@ def print_figures(figures: dict[str, Any], title: str) -> None:
     print("\n".join(_lines(figures)))
 
 
-_EXPLAINED = {
-    "time": "time, s", "step": "step", "state": "state", "drafter": "drafter",
-    "saved_seconds": "saves, s", "acceptance": "acceptance", "accepted": "accepted",
-    "price_of_second": "price of 1 s", "token_value": "token value", "next_worth": "next: worth",
-    "next_price": "price", "tokens": "tokens", "why": "why",
-}  # fmt: skip
-
-
 def print_explanation(rows: list[dict[str, Any]], title: str) -> None:
-    """Print the rows of `sim.explain`, on long lines where the output is no terminal."""
-    print_table(title, [*_EXPLAINED.values()], map(_explained, rows), width=190)
+    """Print the rows of `sim.explain`."""
+    from penstock.sim.explain import COLUMNS
 
-
-def _explained(row: dict[str, Any]) -> list[str]:
-    cells = {n: row[n] if isinstance(row[n], str) else _number(row[n]) for n in _EXPLAINED}
-    if row["steps"] > 1:
-        cells["step"] += f" to {row['step'] + row['steps'] - 1:,}"
-    if row["draft_tokens"] is not None:
-        cells["accepted"] += f" of {row['draft_tokens']}"
-    return [*cells.values()]
+    cells = ([v if isinstance(v, str) else _number(v) for v in row.values()] for row in rows)
+    print_table(title, [name.replace("_", " ") for name in COLUMNS], cells)
 
 
 _TIMES = {"latency_s": "latency", "ttft_s": "time to first token", "tpot_s": "per output token"}

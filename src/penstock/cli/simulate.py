@@ -56,7 +56,6 @@ def simulate(
 ) -> None:
     """Simulate a workload on the virtual clock, once or with several seeds."""
     from penstock.sim.explain import check_request
-    from penstock.sim.planner import PlanError
     from penstock.sim.plots import PlotError, check_target, plot_run
     from penstock.sim.servers import deal_to_tenants
 
@@ -73,9 +72,7 @@ def simulate(
                 raise PlotError("--plot draws one run: take it without --seeds")
             check_target(plot)
         if explain is not None:
-            if seeds > 1:
-                raise PlanError("--explain shows one run: take it without --seeds")
-            check_request(explain, len(runs[0][1]))
+            check_request(explain, len(runs[0][1]), seeds)
     setup, made = runs[0]
     title = f"{made.name}, {scenario.admission}, {setup.profile.name}"
     if seeds > 1:
@@ -122,9 +119,7 @@ def _run(
     is_sampled: bool = False,
     explain: str | None = None,
 ) -> tuple[dict[str, Any], Sampler | None]:
-    """Return the figures of a run, and its samples if it is to be plotted.
-
-    explain: id of a request, of which `explain` in the figures tells each step."""
+    """Return the figures of a run, `explain` of a request among them, and samples for a plot."""
     from penstock.sim.drafters import DrafterCounts
     from penstock.sim.explain import Explanation
     from penstock.sim.planner import length_classes
@@ -139,14 +134,11 @@ def _run(
         if explain is not None:
             explained.append(Explanation(scheduler, explain))
         if is_sampled:
-            samplers.append(sampler_of(scheduler))
+            assert workload.arrival_time is not None
+            every = float(workload.arrival_time[-1]) / _SAMPLES
+            classes = length_classes(setup.admission.options, workload)
+            samplers.append(Sampler(scheduler, every, classes))
         return [*explained, *samplers]
-
-    def sampler_of(scheduler: Any) -> Sampler:
-        assert workload.arrival_time is not None
-        every = float(workload.arrival_time[-1]) / _SAMPLES
-        classes = length_classes(setup.admission.options, workload)
-        return Sampler(scheduler, every, classes)
 
     with progress(len(workload), "simulating") as advance:
         instruments = (FinishedRequests(advance), drafting)

@@ -22,6 +22,8 @@ SERVE_EXTRA = frozenset(
 )  # fmt: skip
 """Import names of the packages of the extra `serve`."""
 
+_PIPED = 240  # columns of a table in a file or a pipe
+
 
 @contextmanager
 def one_line(*expected: type[Exception]) -> Iterator[None]:
@@ -68,15 +70,8 @@ def whole_numbers(option: str, text: str) -> tuple[int, ...]:
     return numbers
 
 
-def print_table(
-    title: str | None,
-    columns: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    width: int | None = None,
-) -> None:
-    """Print a table, with the first column left-aligned and the others right-aligned.
-
-    width: of the output if it is no terminal."""
+def print_table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table, with the first column left-aligned and the others right-aligned."""
     from rich.console import Console
     from rich.table import Table
 
@@ -85,7 +80,7 @@ def print_table(
         table.add_column(column, justify="right" if i else "left", no_wrap=not i)
     for row in rows:
         table.add_row(*row)
-    Console(highlight=False, width=None if sys.stdout.isatty() else width).print(table)
+    Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED).print(table)
 
 
 @contextmanager

@@ -8,19 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable
+from typing import Any
 
 from penstock.core import admit, draft, observe, verify
 from penstock.core.context import Context
 from penstock.core.groups import DecodeGroup
 from penstock.core.kv import BlockPool
 from penstock.core.learn import Estimators
-from penstock.core.policies.base import (
-    AdmissionPolicy,
-    AllocationPolicy,
-    Pipeline,
-    Prices,
-    SelectionPolicy,
-)
+from penstock.core.policies.base import AdmissionPolicy, AllocationPolicy, Pipeline, SelectionPolicy
 from penstock.core.policies.pipeline.micro_batches import MicroBatches
 from penstock.core.queues import WaitingRequests
 from penstock.core.state import Drafter
@@ -126,10 +121,10 @@ class Scheduler:
         return (*[n for n, d in drafters.items() if self._ctx.is_beside(d)], TARGET)
 
     @property
-    def prices(self) -> Prices:
-        """Prices behind the last decisions of all policies."""
+    def prices(self) -> dict[str, Any]:
+        """Prices behind the last decisions of all policies (`policies.base.Prices`)."""
         ctx = self._ctx
-        drafting: Prices = {**ctx.selection.prices, **ctx.allocation.prices}
+        drafting = {**ctx.selection.prices, **ctx.allocation.prices}
         return {**ctx.admission.prices, **drafting, **ctx.pipeline.prices}
 
     @property

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.core.learn.memory import FluidKV
-from penstock.core.policies.base import Prices
 from penstock.core.types import (
     STEP_TOKENS,
     DraftOrder,
@@ -174,7 +173,7 @@ class EngineStats:
     kv_block_size: int = 1
     steps_by_tokens: tuple[int, ...] = (0,) * (len(STEP_TOKENS) + 1)
     num_step_tokens: int = 0
-    prices: Prices = field(default_factory=Prices)
+    prices: dict[str, Any] = field(default_factory=dict)
 
 
 def frame(message: object) -> bytes:

@@ -7,65 +7,68 @@ from typing import Any
 
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import RequestState
-from penstock.core.types import TARGET, Output, Status, StepPlan, StepResult, VerifyItem
+from penstock.core.types import TARGET, Output, Status, StepPlan, StepResult
 from penstock.sim.workloads import WorkloadError
 
-Row = dict[str, Any]
-"""A step, or several in a row that left the request out for one reason (`steps`); None: unknown.
+COLUMNS = (
+    "time", "step", "steps", "state", "drafter", "saved_seconds", "acceptance", "draft_tokens",
+    "accepted", "price_of_second", "token_value", "next_worth", "next_price", "tokens", "why",
+)  # fmt: skip
+"""Of a row: a step, or `steps` in a row that left the request out for one reason; None: unknown.
 
 next_worth, next_price: value of the first draft token that was not granted, by its survival, and
 the price of its seconds. A plan may hold for some steps, so that they are not always in order."""
 
-COLUMNS = (
-    "time", "step", "steps", "state", "why", "drafter", "saved_seconds", "acceptance",
-    "draft_tokens", "accepted", "price_of_second", "token_value", "next_worth", "next_price",
-    "tokens",
-)  # fmt: skip
 
-
-def check_request(name: str, num_requests: int) -> None:
-    """Check that a run of so many requests has this one. Raises: WorkloadError."""
-    if not name.isdecimal() or str(int(name)) != name or int(name) >= num_requests:
+def check_request(name: str, num_requests: int, num_runs: int) -> None:
+    """Check that there is one run, with this request. Raises: WorkloadError."""
+    if num_runs > 1:
+        raise WorkloadError("--explain shows one run: take it without --seeds")
+    if name not in map(str, range(num_requests)):
         last = num_requests - 1
         raise WorkloadError(f"--explain takes a request from 0 to {last}, not {name!r}")
 
 
 @dataclass(slots=True)
 class Explanation:
-    """Instrument that records a row for each step of the target while the request is there."""
+    """Instrument that records a row for each step of the target while the request is there.
+
+    _verified: rows by plan, until its result. _left_out: kind of the last row's reason, if any."""
 
     scheduler: Scheduler
     request_id: str
-    rows: list[Row] = field(default_factory=list)
-    _verified: dict[int, Row] = field(default_factory=dict)
-    """Rows by plan, until its result is there."""
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    _verified: dict[int, dict[str, Any]] = field(default_factory=dict)
     _num_steps: int = 0
     _left_out: str = ""
-    """Reason of the last row, if the request was left out."""
 
     def on_plan(self, plan: StepPlan) -> None:
-        if plan.lane != TARGET:
-            return
-        self._num_steps += 1
+        self._num_steps += plan.lane == TARGET
         state = self.scheduler.table.requests.get(self.request_id)
-        if state is None:
+        if plan.lane != TARGET or state is None:
             return
         if not self.rows:
             request = state.request
             why = f"prompt {request.prompt_len}, output up to {request.max_tokens}"
-            self._add(request.arrival_time, "arrived", why, step=None, tokens=0)
+            self._add(request.arrival_time, "arrived", why=why, step=None)
         item = next((i for i in plan.items if i.request_id == self.request_id), None)
-        if item is not None:
-            self._left_out = ""
-            self._verify(plan, state, item)
-            return
-        kind, why = _why_left_out(self.scheduler, state)
-        # Memory is short in the steps, too, that give the last of it to others.
-        if kind in (self._left_out, "turn" if self._left_out in ("memory", "kept") else ""):
-            self.rows[-1]["steps"] += 1
+        kind, tokens = "", state.num_output_tokens
+        if item is None:
+            kind, why = _why_left_out(self.scheduler, state)
+            # Memory is short in the steps, too, that give the last of it to others.
+            if kind in (self._left_out, "turn" if self._left_out in ("memory", "kept") else None):
+                self.rows[-1]["steps"] += 1
+                return
+            self._add(plan.created_at, state.status, why=why, tokens=tokens)
+        elif state.is_decoding:
+            known = self._drafting(state, item.num_draft_tokens)
+            self._verified[plan.id] = self._add(plan.created_at, "decode", tokens=tokens, **known)
         else:
-            self._add(plan.created_at, state.status, why, tokens=state.num_output_tokens)
-            self._left_out = kind
+            end = item.start + item.num_scheduled_tokens
+            why = f"{end} of {state.num_known_tokens} known tokens read"
+            row = self._add(plan.created_at, "prefill", tokens=tokens, why=why)
+            self._verified[plan.id] = row
+        self._left_out = kind
 
     def on_result(self, plan: StepPlan, result: StepResult) -> None:
         row = self._verified.pop(plan.id, None)
@@ -76,59 +79,47 @@ class Explanation:
 
     def on_output(self, output: Output) -> None:
         if output.request_id == self.request_id and output.error is not None:
-            self._add(None, output.finish_reason, output.error, tokens=0)
+            self._add(None, output.finish_reason, why=output.error)
 
-    def _add(self, time: float | None, state: str | None, why: str = "", **known: Any) -> Row:
-        own = {"time": time, "step": self._num_steps, "steps": 1, "state": state, "why": why}
+    def _add(self, time: float | None, state: str | None, **known: Any) -> dict[str, Any]:
+        own = {"time": time, "step": self._num_steps, "steps": 1, "state": state, "tokens": 0}
         self.rows.append(dict.fromkeys(COLUMNS) | own | known)
         return self.rows[-1]
 
-    def _verify(self, plan: StepPlan, state: RequestState, item: VerifyItem) -> None:
-        num_tokens, known = state.num_output_tokens, state.num_known_tokens
-        if state.is_decoding:
-            drafting = self._drafting(state, item.num_draft_tokens)
-            row = self._add(plan.created_at, "decode", tokens=num_tokens, **drafting)
-        else:
-            why = f"{item.start + item.num_scheduled_tokens} of {known} known tokens read"
-            row = self._add(plan.created_at, "prefill", why, tokens=num_tokens)
-        self._verified[plan.id] = row
-
-    def _drafting(self, state: RequestState, num_draft_tokens: int) -> Row:
+    def _drafting(self, state: RequestState, num_draft_tokens: int) -> dict[str, Any]:
         """Return what is known of a draft, and of the token behind it that was not granted."""
         drafter, name = state.drafter, state.request.id
         if drafter is None:
             return {"why": "no drafter"} if self.scheduler.table.drafters else {}
         prices, acceptance = self.scheduler.prices, self.scheduler.learn.acceptance
-        price, value = prices.get("price_of_second"), prices.get("token_value", {}).get(name)
-        seconds = prices.get("draft_token_seconds", {}).get(drafter)
-        survival = acceptance.survival(name, drafter, num_draft_tokens + 1)
-        worth = None
-        if value is not None and len(survival) > num_draft_tokens:
-            worth = value * acceptance.found(name, drafter) * survival[-1]
-        return {
+        own = {
             "drafter": drafter,
             "saved_seconds": prices.get("saved_seconds", {}).get(name),
             "acceptance": acceptance.mean(name, drafter),
             "draft_tokens": num_draft_tokens,
-            "price_of_second": price,
-            "token_value": value,
-            "next_worth": worth,
-            "next_price": None if price is None or seconds is None else price * seconds,
+            "price_of_second": prices.get("price_of_second"),
+            "token_value": prices.get("token_value", {}).get(name),
         }
+        survival = acceptance.survival(name, drafter, num_draft_tokens + 1)
+        seconds = prices.get("draft_token_seconds", {}).get(drafter)
+        if own["token_value"] and seconds is not None and len(survival) > num_draft_tokens:
+            found = acceptance.found(name, drafter)
+            own["next_worth"] = own["token_value"] * found * survival[-1]
+            own["next_price"] = own["price_of_second"] * seconds
+        return own
 
 
 def _why_left_out(scheduler: Scheduler, state: RequestState) -> tuple[str, str]:
     """Return the kind of reason why the request is not in the step that was planned, and a text."""
-    table, pool, name = scheduler.table, scheduler.pool, state.request.id
+    table, pool = scheduler.table, scheduler.pool
     if state.status is Status.RUNNING:
         reasons = {
             "its last step is not finished": state.in_flight,
             "its draft is on its way": state.draft.order is not None,
-            "paused for other tenants": name in table.accounts.paused,
+            "paused for other tenants": state.request.id in table.accounts.paused,
             "its prompt has no room in the step": not state.is_decoding,
         }
-        text = next((text for text, holds in reasons.items() if holds), "not in this step")
-        return text, text
+        return (next((text for text, holds in reasons.items() if holds), "not in this step"),) * 2
     ahead = next((i for i, s in enumerate(table.waiting) if s is state), 0)
     queue = f"{ahead} before it" if ahead else "it is next"
     needed = pool.blocks_for(state.num_known_tokens) * pool.block_size
@@ -136,5 +127,5 @@ def _why_left_out(scheduler: Scheduler, state: RequestState) -> tuple[str, str]:
     if needed > free:
         return "memory", f"{queue}; needs {needed} KV tokens, {free} are free"
     if scheduler.prices.get("kv_reserved_tokens"):
-        return "kept", f"{queue}; {free} KV tokens are free, kept for running requests to grow"
+        return "kept", f"{queue}; {free} free KV tokens kept for running requests"
     return "turn", f"{queue}; admission took no more"

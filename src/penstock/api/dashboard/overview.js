@@ -151,8 +151,8 @@ export class Overview {
   #prices() {
     const known = (name, show) => (this.#figures.series(name).length ? show(this.#figures.total(name)) : "–");
     const row = [known("price_of_second", x => x.toPrecision(4) * 1 + " tokens"), known("plain_step_seconds", seconds),
-      known("prompt_token_seconds", seconds), known("kv_reserved_tokens", x => count(x) + " tokens")];
-    table("prices", ["a second is worth", "step without drafts", "a prompt token", "KV kept free to grow"],
+      known("kv_reserved_tokens", x => count(x) + " tokens")];
+    table("prices", ["a second is worth", "step without drafts", "KV kept free to grow"],
       row.every(cell => cell === "–") ? [] : [row], "no policy has prices, or nothing was planned yet");
   }
 

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, TypedDict
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -117,24 +117,13 @@ class Loads(Mapping[str, int]):
         return len(self._counted())
 
 
-class Prices(TypedDict, total=False):
-    """Prices behind a policy's last decisions; what it does not know is left out.
+Prices = Mapping[str, Any]
+"""Prices behind a policy's last decisions, by name; what it does not know is left out.
 
-    price_of_second: value that a second of a step is worth; a token of the mean request is worth 1.
-    plain_step_seconds: of a step without drafts. draft_token_seconds: that one more draft token
-    adds to a step, by drafter. token_value, tenant_token_value: of a token, by request id, and the
-    tenant's mean. saved_seconds: expected of the chosen drafter to the request's end, by request
-    id. kv_reserved_tokens: free, but kept for the growth of running requests.
-    prompt_token_seconds: that a prompt token may add to a step."""
-
-    price_of_second: float
-    plain_step_seconds: float
-    draft_token_seconds: Mapping[str, float]
-    token_value: Mapping[str, float]
-    tenant_token_value: Mapping[str, float]
-    saved_seconds: Mapping[str, float]
-    kv_reserved_tokens: int
-    prompt_token_seconds: float
+price_of_second: value that it is worth; a token of the mean request is worth 1. plain_step_seconds:
+of a step without drafts. draft_token_seconds: that one more adds to a step, by drafter.
+token_value: by request id; tenant_token_value: the mean. saved_seconds: by the drafter, to the
+request's end, by id. kv_reserved_tokens: free, but kept for running requests."""
 
 
 class Policy:
@@ -145,7 +134,7 @@ class Policy:
 
     @property
     def prices(self) -> Prices:
-        """Prices behind the last decisions. Read seldom: they may be worked out here."""
+        """Prices behind the last decisions, worked out when they are read."""
         return {}
 
 

@@ -68,17 +68,15 @@ class FluidGuided(AdmissionPolicy):
         self._best: tuple[StepProfile | None, float, tuple[int, float]] = (None, 0.0, (1, 0.0))
         self._is_steady = False
         self._step: Step | None = None
-        self._prompt_s = 0.0
 
     @property
     def prices(self) -> Prices:
         if self._step is None:
             return {}
-        blocked, pool = self._blocked, self._step.pool
-        waits = blocked is not None and blocked[1] == len(self._step.running)
+        pool, running = self._step.pool, len(self._step.running)
+        waits = self._blocked is not None and self._blocked[1] == running
         is_kept = self._step.waiting and (waits or self._refill.is_pausing)
-        kept = pool.num_free_blocks * pool.block_size if is_kept else 0
-        return {"kv_reserved_tokens": kept, "prompt_token_seconds": self._prompt_s}
+        return {"kv_reserved_tokens": pool.num_free_blocks * pool.block_size if is_kept else 0}
 
     def shortage(self, step: Step, state: RequestState) -> tuple[int, int]:
         if num_that_fit(step, [state], _CONFIDENCE):
@@ -226,7 +224,7 @@ class FluidGuided(AdmissionPolicy):
         hull = self._envelope(step.learn.times.profile, num_decodes, most)
         if urgent or len(hull) == 1:
             return most
-        price = self._prompt_s = self._price(step, num_decodes, hull, backlog / _HORIZON)
+        price = self._price(step, num_decodes, hull, backlog / _HORIZON)
         # The price is often exactly that of the last tokens worth buying.
         price *= 1 + 1e-6
         cheap = max(hull, key=lambda p: price * p[0] - p[1])[0]

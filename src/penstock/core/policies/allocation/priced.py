@@ -291,10 +291,8 @@ class _Offers:
         rows = self._view.room.num_rows + int(lengths.sum())
         row = float(times.target(rows + num) - times.target(rows)) / num
         self._rate = rate
-        self._token_s = {
-            name: float(max(0.0, row + times.curve_of(name)(num) / num))
-            for name in {c.drafter for c in self._candidates}
-        }
+        names = {c.drafter for c in self._candidates}
+        self._token_s = {n: float(max(0.0, row + times.curve_of(n)(num) / num)) for n in names}
         stopping = {n for n, d in self._view.drafters.items() if d.stops_early}
         grants = []
         for (_, drafter, _, _), length, worth in zip(
@@ -309,18 +307,15 @@ class _Offers:
     @property
     def prices(self) -> Prices:
         """Prices of the plan that was granted."""
-        values: dict[str, float] = {}
-        of_tenant: dict[str, list[float]] = {}
-        for candidate, worth in zip(self._candidates, self._worth.tolist(), strict=True):
-            request = candidate.state.request
-            values[request.id] = worth
-            of_tenant.setdefault(request.tenant, []).append(worth)
+        values = zip(self._candidates, self._worth.tolist(), strict=True)
+        owned = [(c.state.request, value) for c, value in values]
+        tenants = {r.tenant for r, _ in owned}
         return {
             "price_of_second": float(self._rate),
             "plain_step_seconds": float(self.plain_s),
             "draft_token_seconds": self._token_s,
-            "token_value": values,
-            "tenant_token_value": {name: fmean(each) for name, each in of_tenant.items()},
+            "token_value": {r.id: v for r, v in owned},
+            "tenant_token_value": {t: fmean(v for r, v in owned if r.tenant == t) for t in tenants},
         }
 
     def with_chained(self, lengths: IntArray) -> IntArray:
