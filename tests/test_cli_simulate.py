@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 from tests.conftest import Cli
 from tests.products import slow
@@ -488,3 +489,59 @@ def test_weights_that_are_none(cli: Cli, trace: Path) -> None:
         status, _, error = cli("simulate", *arguments, "--fairness", "--tenant-weight", text)
         assert status == 2
         assert "NAME=WEIGHT" in error
+
+
+EXPLAINED = (
+    *("simulate", "--workload", "high", "--profile", "a100-llama2-7b", "--rate", "40"),
+    *("--requests", "80", "--kv-tokens", "3000", "--drafter", "small=0.7"),
+)
+
+
+@pytest.mark.parametrize("admission", ["fluid_guided", "vllm_v1"])
+def test_explain_tells_why_a_request_got_what_it_got(cli: Cli, admission: str) -> None:
+    run = (*EXPLAINED, "--admission", admission)
+    report = report_of(cli, *run, "--explain", 70)
+    rows = report.pop("explain")
+    assert {**report, "wall_s": 0} == {**report_of(cli, *run), "wall_s": 0}, "nothing else changes"
+    assert rows[0]["state"] == "arrived"
+    assert rows[0]["why"].startswith("prompt 62, output up to ")
+    assert rows[-1]["tokens"] == int(rows[0]["why"].split()[-1])
+    reason = "kept for running requests" if admission == "fluid_guided" else "needs 62 KV tokens"
+    assert any(reason in row["why"] for row in rows if row["state"] == "waiting")
+    decodes = [row for row in rows if row["state"] == "decode"]
+    for row, after in itertools.pairwise(decodes):
+        if after["step"] == row["step"] + 1:
+            assert after["tokens"] == row["tokens"] + after["accepted"] + 1
+    bought = [row for row in decodes if row["draft_tokens"]]
+    assert all(row["drafter"] == "small" and 0 < row["acceptance"] < 1 for row in decodes)
+    assert all(row["accepted"] <= row["draft_tokens"] for row in decodes)
+    cheaper = [row["next_worth"] < row["next_price"] for row in bought]
+    # A plan holds for some steps, and k_max may end a draft first.
+    assert np.mean(cheaper) > 0.8
+
+
+def test_explain_knows_what_policies_know(cli: Cli, tmp_path: Path) -> None:
+    run = (*EXPLAINED, "--admission", "sarathi", "--allocation", "fixed", "--explain", 3)
+    rows = report_of(cli, *run)["explain"]
+    assert {row["price_of_second"] for row in rows} == {None} == {row["next_price"] for row in rows}
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "from penstock.core.policies.selection.single import Single\n\n\n"
+        "class Mine(Single):\n    name = 'mine'\n    prices = {'saved_seconds': {'3': 0.25}}\n\n\n"
+        "POLICY = Mine\n"
+    )
+    rows = report_of(cli, *run, "--selection", mine)["explain"]
+    assert {row["saved_seconds"] for row in rows if row["state"] == "decode"} == {0.25}
+    _, out, _ = cli(*run)
+    assert all(text in out for text in ("request 3", "acceptance", "arrived", "decode"))
+    alone = report_of(cli, *EXPLAINED[:-2], "--admission", "vllm_v1", "--explain", 0)["explain"]
+    assert [row["state"] for row in alone][:3] == ["arrived", "prefill", "decode"]
+
+
+@pytest.mark.parametrize("wrong", ["80", "-1", "01", "first", "²"])
+def test_explain_names_the_requests_that_there_are(cli: Cli, wrong: str) -> None:
+    code, _, said = cli(*EXPLAINED, "--admission", "vllm_v1", f"--explain={wrong}")
+    assert (code, said.count("\n")) == (2, 1)
+    assert f"--explain takes a request from 0 to 79, not {wrong!r}" in said
+    code, _, said = cli(*EXPLAINED, "--admission", "vllm_v1", "--explain=1", "--seeds", 2)
+    assert (code, "shows one run" in said) == (2, True)

@@ -9,7 +9,13 @@ import httpx
 import pytest
 from tests.api.chromium import Page, chromium, needs_chromium
 from tests.serving.fakes import FACTORY, TOKENIZER
-from tests.serving.harness import RunningServer, running_server, serve_config, server_process
+from tests.serving.harness import (
+    RunningServer,
+    model_server,
+    running_server,
+    serve_config,
+    server_process,
+)
 
 from penstock.config import hash_of_key, parse_config
 from penstock.serving.fork_context import LOAD_ENGINE
@@ -213,6 +219,17 @@ def test_figures_are_those_of_the_server(page: Page, family: RunningServer) -> N
     page.until(lambda: "100%" in page.text("#tenants"))
     page.until(lambda: page.text("#ttft").endswith("s"))
     page.until(lambda: re.fullmatch(r"plan [\d.]+ ms draft [\d.]+ ms receive .*", steps()))
+
+
+def test_prices_are_shown(page: Page) -> None:
+    policies = {"allocation": {"name": "priced"}, "admission": {"name": "fluid_guided"}}
+    drafters = {"draft-tiny": WEIGHTS / "draft-tiny"}
+    with model_server(WEIGHTS / "target-large", drafters, policies) as running:
+        visit(page, running.url)
+        page.until(lambda: "no policy has prices" in page.text("#prices") or page.all("#prices td"))
+        answer_of(running.url, QUESTION, "draft-tiny", max_tokens=40)
+        page.until(lambda: re.search(r"[\d.]+ tokens [\d.]+ ms", page.text("#prices")))
+        assert page.text("#prices").endswith("0 tokens"), "no memory is kept free"
 
 
 @pytest.fixture(scope="module")

@@ -142,10 +142,12 @@ def test_the_dashboard_reads_metrics_that_exist(http: httpx.Client) -> None:
     page = files("penstock.api.dashboard").joinpath("overview.js").read_text(encoding="utf-8")
     read = set(
         re.findall(
-            r'"([a-z_]+_(?:total|seconds|perc|running|waiting|weight)|kv_[a-z_]+_tokens)"', page
+            r'"([a-z_]+_(?:total|seconds?|perc|running|waiting|weight|value)|kv_[a-z_]+_tokens)"',
+            page,
         )
     )
     assert len(read) > 12
+    assert {"price_of_second", "kv_reserved_tokens", "tenant_token_value"} <= read
     assert [name for name in read if f"penstock:{name}" not in known] == []
 
 

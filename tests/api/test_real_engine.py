@@ -8,8 +8,9 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.api.samples import labelled
+from tests.api.samples import labelled, samples
 from tests.products import first_fast
+from tests.serving.fakes import TOKENIZER
 from tests.serving.harness import RunningServer, model_server
 
 PROMPT = "One target, several drafters. "
@@ -122,6 +123,23 @@ def test_metrics_tell_where_the_time_of_a_step_goes(real_server: RunningServer) 
     assert grown["receive"] == 0, "there is no draft server"
     assert after["penstock:kv_cache_capacity_tokens"] == 4096
     assert 0 < after["mean"] < after["bound"]
+
+
+def test_metrics_have_the_prices_of_the_bundled_models() -> None:
+    weights = TOKENIZER.parent
+    policies = {"allocation": {"name": "priced"}, "admission": {"name": "fluid_guided"}}
+    drafters = {"draft-tiny": weights / "draft-tiny"}
+    with model_server(weights / "target-large", drafters, policies) as running:
+        # A plan without drafts counts, too: which one pays depends on the machine.
+        complete(running, "draft-tiny", max_tokens=200)
+        text = httpx.get(f"{running.url}/metrics", timeout=60).text
+    found = samples(text)
+    plain = found["penstock:plain_step_seconds"]
+    assert 1e-4 < plain < 1
+    assert found["penstock:price_of_second"] >= 0.99 / plain
+    assert labelled(text, "draft_token_seconds", "drafter")["draft-tiny"] > 0
+    assert labelled(text, "tenant_token_value", "tenant") == {"default": 1}
+    assert found["penstock:kv_reserved_tokens"] == 0
 
 
 def test_the_largest_numbers_that_are_taken(real_server: RunningServer) -> None:

@@ -46,9 +46,9 @@ def test_acceptance_is_learned_with_outputs_of_any_length(output_len: int) -> No
     )
     watched: list[Acceptance] = []
 
-    def watch(scheduler: Scheduler) -> Acceptance:
+    def watch(scheduler: Scheduler) -> list[Acceptance]:
         watched.append(Acceptance(scheduler))
-        return watched[0]
+        return watched
 
     run(setup, make_workload(lengths, rate=4.0, seed=0), watch=watch)
     assert np.mean(watched[0].seen[100:]) == pytest.approx(0.3, abs=0.01)

@@ -197,9 +197,9 @@ def test_a_plan_for_recorded_lengths_has_segments_and_a_chance() -> None:
 def sampled(every: float) -> tuple[Sampler, Report]:
     made: list[Sampler] = []
 
-    def watch(scheduler: Scheduler) -> Sampler:
+    def watch(scheduler: Scheduler) -> list[Sampler]:
         made.append(Sampler(scheduler, every, [100, 200, 300]))
-        return made[0]
+        return made
 
     report = run(Setup(PROFILE, PolicyConfig.from_name("sarathi")), HIGH, watch=watch)
     return made[0], report

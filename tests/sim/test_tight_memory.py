@@ -77,9 +77,9 @@ class EndsBeforeTurn:
 def test_the_first_in_order_waits_for_no_more_ends_than_requests_ran(pipeline: str) -> None:
     watches: list[EndsBeforeTurn] = []
 
-    def watch(scheduler: Scheduler) -> EndsBeforeTurn:
+    def watch(scheduler: Scheduler) -> list[EndsBeforeTurn]:
         watches.append(EndsBeforeTurn(scheduler))
-        return watches[0]
+        return watches
 
     served(mixed(8.0, 60), "fluid_guided", pipeline, 2048, watch, order="arrival")
     assert max(watches[0].excess) <= 0

@@ -22,6 +22,15 @@ from penstock.serving.messages import EngineStats
 if TYPE_CHECKING:
     from penstock.serving.verification import DraftHub
 
+_PRICES = {
+    "price_of_second": "Value that a second of a step is worth; 1 is a token of the mean request.",
+    "plain_step_seconds": "Expected seconds of a step without drafts.",
+    "draft_token_seconds": "Seconds that one more draft token adds to a step, by drafter.",
+    "tenant_token_value": "Value of a token of a tenant's requests, in the mean.",
+    "kv_reserved_tokens": "Free KV tokens kept from waiting requests, for running ones to grow.",
+}
+_LABELS = {"draft_token_seconds": ("drafter",), "tenant_token_value": ("tenant",)}
+
 _Values = float | Mapping[Any, float]
 """One value, or values by tuples of labels."""
 
@@ -79,6 +88,14 @@ class EngineCollector(Collector):
         )
         yield self._counter("num_preemptions", "Preemptions.", stats.num_preemptions)
         yield from self._steps(stats)
+        yield from self._prices(stats.prices)
+
+    def _prices(self, prices: Mapping[str, Any]) -> Iterator[Metric]:
+        """Yield the prices; without a value those that no policy knows."""
+        for name, text in _PRICES.items():
+            labels, known = _LABELS.get(name, ()), prices.get(name, {})
+            values = {(of,): v for of, v in known.items()} if isinstance(known, Mapping) else known
+            yield self._gauge(name, text, values, labels)
 
     def _refused(self) -> Iterator[Metric]:
         yield self._counter(

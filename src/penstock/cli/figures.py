@@ -28,6 +28,14 @@ def print_figures(figures: dict[str, Any], title: str) -> None:
     print("\n".join(_lines(figures)))
 
 
+def print_explanation(rows: list[dict[str, Any]], title: str) -> None:
+    """Print the rows of `sim.explain`."""
+    from penstock.sim.explain import COLUMNS
+
+    cells = ([v if isinstance(v, str) else _number(v) for v in row.values()] for row in rows)
+    print_table(title, [name.replace("_", " ") for name in COLUMNS], cells)
+
+
 _TIMES = {"latency_s": "latency", "ttft_s": "time to first token", "tpot_s": "per output token"}
 _COUNTS = {
     "throughput_requests_per_s": "requests/s",

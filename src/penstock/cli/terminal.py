@@ -22,6 +22,8 @@ SERVE_EXTRA = frozenset(
 )  # fmt: skip
 """Import names of the packages of the extra `serve`."""
 
+_PIPED = 240  # columns of a table in a file or a pipe
+
 
 @contextmanager
 def one_line(*expected: type[Exception]) -> Iterator[None]:
@@ -78,7 +80,7 @@ def print_table(title: str | None, columns: Sequence[str], rows: Iterable[Sequen
         table.add_column(column, justify="right" if i else "left", no_wrap=not i)
     for row in rows:
         table.add_row(*row)
-    Console(highlight=False).print(table)
+    Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED).print(table)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable
+from typing import Any
 
 from penstock.core import admit, draft, observe, verify
 from penstock.core.context import Context
@@ -118,6 +119,13 @@ class Scheduler:
         if not drafters:
             return _TARGET_ALONE
         return (*[n for n, d in drafters.items() if self._ctx.is_beside(d)], TARGET)
+
+    @property
+    def prices(self) -> dict[str, Any]:
+        """Prices behind the last decisions of all policies (`policies.base.Prices`)."""
+        ctx = self._ctx
+        drafting = {**ctx.selection.prices, **ctx.allocation.prices}
+        return {**ctx.admission.prices, **drafting, **ctx.pipeline.prices}
 
     @property
     def num_unfinished(self) -> int:

@@ -150,7 +150,8 @@ class EngineStats:
     kv_capacity_tokens, kv_block_size: of the target; kv_fluid: demand in the fluid model, if known
     tenant_weights: of the tenants that are configured, or have sent requests
     num_deferred: waiting requests whose grammar or tokenizer is prepared
-    steps_by_tokens, num_step_tokens: as in `engine.steps.Totals`"""
+    steps_by_tokens, num_step_tokens: as in `engine.steps.Totals`
+    prices: of the scheduler's policies"""
 
     num_running: int
     num_waiting: int
@@ -172,6 +173,7 @@ class EngineStats:
     kv_block_size: int = 1
     steps_by_tokens: tuple[int, ...] = (0,) * (len(STEP_TOKENS) + 1)
     num_step_tokens: int = 0
+    prices: dict[str, Any] = field(default_factory=dict)
 
 
 def frame(message: object) -> bytes:

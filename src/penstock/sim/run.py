@@ -255,11 +255,11 @@ def run(
     instruments: Sequence[Instrument] = (),
     *,
     until: float = math.inf,
-    watch: Callable[[Scheduler], Instrument] | None = None,
+    watch: Callable[[Scheduler], Sequence[Instrument]] | None = None,
 ) -> Report:
     """Simulate, to the end or to a given time.
 
-    `workload` must have arrival times. `watch` makes one more instrument, with the scheduler.
+    `workload` must have arrival times. `watch` makes more instruments, with the scheduler.
 
     Raises: PolicyError for an unknown policy or option; ValueError without arrivals."""
     if workload.arrival_time is None:
@@ -270,7 +270,7 @@ def run(
     for server in setup.draft_servers:
         scheduler.apply(server.up(), clock.now())
     if watch is not None:
-        instruments = (*instruments, watch(scheduler))
+        instruments = (*instruments, *watch(scheduler))
     started = time.perf_counter()
     collecting = gc.isenabled()
     # Nothing here forms cycles, and each collection would traverse every request.

@@ -42,6 +42,7 @@ export class Overview {
     this.#tiles();
     this.#drafters();
     this.#tenants();
+    this.#prices();
     this.#totals();
     this.draw();
   }
@@ -118,15 +119,16 @@ export class Overview {
   #drafters() {
     const f = this.#figures, names = "spec_decode_num_drafts_total";
     const memory = name => f.series("drafter_kv_cache_usage_perc").find(s => s.labels.drafter === name)?.value;
+    const price = name => f.series("draft_token_seconds").find(s => s.labels.drafter === name)?.value ?? null;
     const rows = f.values(names, "drafter").map(drafter => {
       const [drafts, proposed, accepted] = ["drafts", "draft_tokens", "accepted_tokens"]
         .map(n => f.growth(`spec_decode_num_${n}_total`, { drafter }, QUANTILE_S));
       const share = proposed ? accepted / proposed : 0, kv = memory(drafter);
       return [{ content: drafter, title: drafter }, f.rate(names, { drafter }).toFixed(1),
-        drafts ? (1 + accepted / drafts).toFixed(2) : "–", kv === undefined ? "–" : percent(kv),
+        drafts ? (1 + accepted / drafts).toFixed(2) : "–", kv === undefined ? "–" : percent(kv), seconds(price(drafter)),
         proposed ? percent(share) : "–", meter(share)];
     });
-    table("drafters", ["", "drafts/s", "mean acceptance length", "KV in use", "accepted", ""], rows, "no drafts yet");
+    table("drafters", ["", "drafts/s", "mean acceptance length", "KV in use", "a token more", "accepted", ""], rows, "no drafts yet");
   }
 
   #tenants() {
@@ -137,12 +139,21 @@ export class Overview {
     }));
     const made = rows.reduce((sum, r) => sum + r.made, 0);
     const weights = rows.reduce((sum, r) => sum + (r.made ? r.weight : 0), 0);
-    table("tenants", ["", "weight", "tokens/s", "prompt tokens/s", "tokens", "by weight", ""], rows.map(r => {
+    table("tenants", ["", "weight", "tokens/s", "prompt tokens/s", "token value", "tokens", "by weight", ""], rows.map(r => {
       const share = made ? r.made / made : 0, due = r.made ? r.weight / weights : 0;
       return [{ content: r.tenant, title: r.tenant }, String(r.weight), f.rate(tokens, { tenant: r.tenant }).toFixed(1),
         f.rate("prompt_tokens_total", { tenant: r.tenant }).toFixed(1),
+        f.series("tenant_token_value").find(s => s.labels.tenant === r.tenant)?.value.toFixed(2) ?? "–",
         r.made ? percent(share) : "idle", r.made ? percent(due) : "–", r.made ? meter(share, due) : ""];
     }), "no requests yet");
+  }
+
+  #prices() {
+    const known = (name, show) => (this.#figures.series(name).length ? show(this.#figures.total(name)) : "–");
+    const row = [known("price_of_second", x => x.toPrecision(4) * 1 + " tokens"), known("plain_step_seconds", seconds),
+      known("kv_reserved_tokens", x => count(x) + " tokens")];
+    table("prices", ["a second is worth", "step without drafts", "KV kept free to grow"],
+      row.every(cell => cell === "–") ? [] : [row], "no policy has prices, or nothing was planned yet");
   }
 
   #totals() {

@@ -4,7 +4,8 @@ The acceptance of the last requests, weighed by the cosine of the prompts' words
 the drafter's mean over all of them, and that towards a first guess. A request counts for few
 tokens, however long it is: its tokens are alike.
 
-Requests are beta-binomial around that: with n tokens, of which a were accepted where p was expected, E[(a − np)² / np(1 − p)] = 1 + (n − 1) / (strength + 1)."""
+Requests are beta-binomial around that: with n tokens, of which a were accepted and p was expected,
+E[(a − np)² / np(1 − p)] = 1 + (n − 1) / (strength + 1)."""
 
 from __future__ import annotations
 

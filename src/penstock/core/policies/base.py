@@ -117,7 +117,28 @@ class Loads(Mapping[str, int]):
         return len(self._counted())
 
 
-class AdmissionPolicy(ABC):
+Prices = Mapping[str, Any]
+"""Prices behind a policy's last decisions, by name; what it does not know is left out.
+
+price_of_second: value that it is worth; a token of the mean request is worth 1. plain_step_seconds:
+of a step without drafts. draft_token_seconds: that one more adds to a step, by drafter.
+token_value: by request id; tenant_token_value: the mean. saved_seconds: by the drafter, to the
+request's end, by id. kv_reserved_tokens: free, but kept for running requests."""
+
+
+class Policy:
+    """Base of the four kinds."""
+
+    def __init__(self, options: Any = None) -> None:
+        self.options = options
+
+    @property
+    def prices(self) -> Prices:
+        """Prices behind the last decisions, worked out when they are read."""
+        return {}
+
+
+class AdmissionPolicy(Policy, ABC):
     """Composes the target's step: schedules, admits and preempts. Only `compose` is required."""
 
     name: ClassVar[str]
@@ -131,9 +152,6 @@ class AdmissionPolicy(ABC):
     """Order in which the requests of a queue are tried."""
     token_budget = 0
     """Positions of a step, drafts included; 0: no speculation."""
-
-    def __init__(self, options: Any = None) -> None:
-        self.options = options
 
     @abstractmethod
     def compose(self, step: Step) -> None:
@@ -173,7 +191,7 @@ class ReplayProposal:
     evaluate: bool = False
 
 
-class SelectionPolicy(ABC):
+class SelectionPolicy(Policy, ABC):
     """Chooses a drafter for every request that leaves the choice open.
 
     weighs_time: it leaves out drafters that take longer than they save; those without requests are
@@ -181,9 +199,6 @@ class SelectionPolicy(ABC):
 
     name: ClassVar[str]
     weighs_time: ClassVar[bool] = False
-
-    def __init__(self, options: Any = None) -> None:
-        self.options = options
 
     @property
     def proposes_replays(self) -> bool:
@@ -194,17 +209,17 @@ class SelectionPolicy(ABC):
     def select(self, states: Sequence[RequestState], view: View) -> dict[str, str | None]:
         """Return a drafter's name (None: no draft) by request id; called once a round for each."""
 
-    def on_step(self, outcomes: Sequence[Outcome], view: View) -> None:  # noqa: B027
+    def on_step(self, outcomes: Sequence[Outcome], view: View) -> None:
         """Take in all verdicts of one target step."""
 
     def replays(self, states: Sequence[RequestState], view: View) -> list[ReplayProposal]:
         """Return proposals, the least important last."""
         return []
 
-    def replayed(self, state: RequestState, replayed: Replayed) -> None:  # noqa: B027
+    def replayed(self, state: RequestState, replayed: Replayed) -> None:
         """Take in the result of a replay."""
 
-    def release_request(self, request_id: str) -> None:  # noqa: B027
+    def release_request(self, request_id: str) -> None:
         """Drop the state of an ended request."""
 
 
@@ -213,7 +228,7 @@ def usable(drafters: Mapping[str, Drafter]) -> dict[str, Drafter]:
     return {n: d for n, d in drafters.items() if d.up and not d.silent}
 
 
-class AllocationPolicy(ABC):
+class AllocationPolicy(Policy, ABC):
     """Decides how many tokens each request may draft.
 
     weighs_time: it grants nothing where drafting takes longer than it saves; drafters without
@@ -221,9 +236,6 @@ class AllocationPolicy(ABC):
 
     name: ClassVar[str]
     weighs_time: ClassVar[bool] = False
-
-    def __init__(self, options: Any = None) -> None:
-        self.options = options
 
     @abstractmethod
     def allocate(self, candidates: Sequence[DraftCandidate], view: View) -> list[Grant]:
@@ -236,14 +248,14 @@ class AllocationPolicy(ABC):
         """Return the largest grant that a request could get: by default the option `k_max`."""
         return int(self.options.k_max)
 
-    def on_step(self, outcomes: Sequence[Outcome], now: float) -> None:  # noqa: B027
+    def on_step(self, outcomes: Sequence[Outcome], now: float) -> None:
         """Take in all verdicts of one target step."""
 
-    def release_request(self, request_id: str) -> None:  # noqa: B027
+    def release_request(self, request_id: str) -> None:
         """Drop the state of an ended request."""
 
 
-class Pipeline(ABC):
+class Pipeline(Policy, ABC):
     """Decides when drafters draft, whether the target waits, and which drafts it verifies.
 
     Admission decides which requests join the step."""
@@ -254,9 +266,6 @@ class Pipeline(ABC):
     class Options:
         """No options."""
 
-    def __init__(self, options: Any = None) -> None:
-        self.options = options
-
     @property
     def drafts_beside(self) -> bool:
         """True if local drafters with lanes use them; else they draft inside the target's step.
@@ -264,7 +273,7 @@ class Pipeline(ABC):
         It may change when a step has ended."""
         return True
 
-    def divide(self, states: Sequence[RequestState]) -> None:  # noqa: B027
+    def divide(self, states: Sequence[RequestState]) -> None:
         """Take in the decoding requests whose drafters work in lanes."""
 
     def next_drafts(self, lane: str, due: Sequence[RequestState]) -> Sequence[RequestState]:
@@ -284,7 +293,5 @@ class Pipeline(ABC):
         """Return True if a request may be verified in the step that `hold_until` let start."""
         return True
 
-    def stepped(  # noqa: B027
-        self, running: Iterable[RequestState], view: View, result: StepResult
-    ) -> None:
+    def stepped(self, running: Iterable[RequestState], view: View, result: StepResult) -> None:
         """Take in the end of a target step."""

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from penstock.core.policies.admission.parts.growth import Refill, num_that_fit
 from penstock.core.policies.admission.parts.targets import Targets, time_left_of_own
-from penstock.core.policies.base import AdmissionPolicy
+from penstock.core.policies.base import AdmissionPolicy, Prices
 from penstock.core.policies.options import PositiveFloat, PositiveInt
 from penstock.core.queues import OrderName
 from penstock.core.state import RequestState
@@ -67,6 +67,16 @@ class FluidGuided(AdmissionPolicy):
         self._refill = Refill()
         self._best: tuple[StepProfile | None, float, tuple[int, float]] = (None, 0.0, (1, 0.0))
         self._is_steady = False
+        self._step: Step | None = None
+
+    @property
+    def prices(self) -> Prices:
+        if self._step is None:
+            return {}
+        pool, running = self._step.pool, len(self._step.running)
+        waits = self._blocked is not None and self._blocked[1] == running
+        is_kept = self._step.waiting and (waits or self._refill.is_pausing)
+        return {"kv_reserved_tokens": pool.num_free_blocks * pool.block_size if is_kept else 0}
 
     def shortage(self, step: Step, state: RequestState) -> tuple[int, int]:
         if num_that_fit(step, [state], _CONFIDENCE):
@@ -74,6 +84,7 @@ class FluidGuided(AdmissionPolicy):
         return step.pool.blocks_for(state.num_known_tokens + int(step.learn.lengths.mean)), 0
 
     def compose(self, step: Step) -> None:
+        self._step = step
         budget = max(self.options.max_num_batched_tokens, step.num_decodes())
         self._refill.is_pausing = self._is_steady = False
         in_order, pauses = self._in_order(step)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -32,7 +33,7 @@ from penstock.core.learn.times import round_seconds
 from penstock.core.policies.allocation.parts.drafters import fade_unused, reading_seconds
 from penstock.core.policies.allocation.parts.gradient import Fairness
 from penstock.core.policies.allocation.parts.values import TokenValues
-from penstock.core.policies.base import AllocationPolicy, DraftCandidate, View
+from penstock.core.policies.base import AllocationPolicy, DraftCandidate, Prices, View
 from penstock.core.policies.options import MaxDraftTokens, NonNegativeFloat
 from penstock.core.state import Grant, Outcome
 
@@ -71,6 +72,7 @@ class Priced(AllocationPolicy):
         super().__init__(options)
         self._values = TokenValues(options.fairness, options.in_time)
         self._plan: dict[tuple[str, str], Grant] = {}
+        self._offers: _Offers | None = None
         self._is_idle = False
         self._num_rows = self._num_steps = 0
         self._num_doubtful, self._gap = 0, _FIRST_GAP
@@ -94,9 +96,13 @@ class Priced(AllocationPolicy):
         is_idle = not lengths.any()
         grants = offers.grants(lengths, rate)
         fade_unused(candidates, lengths.tolist(), view, self._num_steps or 1, offers.trials)
-        self._plan = dict(zip(keys, grants, strict=True))
+        self._plan, self._offers = dict(zip(keys, grants, strict=True)), offers
         self._is_idle, self._num_rows, self._num_steps = is_idle, view.room.num_rows, 1
         return grants
+
+    @property
+    def prices(self) -> Prices:
+        return {} if self._offers is None else self._offers.prices
 
     def on_step(self, outcomes: Sequence[Outcome], now: float) -> None:
         self._values.on_step(outcomes, now)
@@ -284,6 +290,9 @@ class _Offers:
         times, num = self._times, len(self._candidates)
         rows = self._view.room.num_rows + int(lengths.sum())
         row = float(times.target(rows + num) - times.target(rows)) / num
+        self._rate = rate
+        names = {c.drafter for c in self._candidates}
+        self._token_s = {n: float(max(0.0, row + times.curve_of(n)(num) / num)) for n in names}
         stopping = {n for n, d in self._view.drafters.items() if d.stops_early}
         grants = []
         for (_, drafter, _, _), length, worth in zip(
@@ -291,10 +300,23 @@ class _Offers:
         ):
             price = 0.0
             if length and drafter in stopping:
-                seconds = row + times.curve_of(drafter)(num) / num
-                price = min(1.0, rate * max(0.0, seconds) / worth)
+                price = min(1.0, rate * self._token_s[drafter] / worth)
             grants.append(Grant(length, price))
         return grants
+
+    @property
+    def prices(self) -> Prices:
+        """Prices of the plan that was granted."""
+        values = zip(self._candidates, self._worth.tolist(), strict=True)
+        owned = [(c.state.request, value) for c, value in values]
+        tenants = {r.tenant for r, _ in owned}
+        return {
+            "price_of_second": float(self._rate),
+            "plain_step_seconds": float(self.plain_s),
+            "draft_token_seconds": self._token_s,
+            "token_value": {r.id: v for r, v in owned},
+            "tenant_token_value": {t: fmean(v for r, v in owned if r.tenant == t) for t in tenants},
+        }
 
     def with_chained(self, lengths: IntArray) -> IntArray:
         """Grant chained drafters, which weigh their sources themselves, all remaining room."""

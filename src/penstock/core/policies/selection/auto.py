@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from penstock.core.learn.acceptance import MOST_POSITIONS
 from penstock.core.learn.prior import AcceptancePrior
-from penstock.core.policies.base import ReplayProposal, SelectionPolicy, View, usable
+from penstock.core.policies.base import Prices, ReplayProposal, SelectionPolicy, View, usable
 from penstock.core.policies.options import LONGEST_DRAFT, Range, Seed, Share
 from penstock.core.policies.selection.parts.places import assign
 from penstock.core.policies.selection.parts.savings import Savings
@@ -112,6 +112,11 @@ class Auto(SelectionPolicy):
         self._budget = _Budget(options.explore)
         self._num_sharing = 1.0
         self._proposals: dict[tuple[str, str], ReplayProposal] = {}
+        self._saved: dict[str, float] = {}
+
+    @property
+    def prices(self) -> Prices:
+        return {"saved_seconds": self._saved}
 
     # --- choosing -------------------------------------------------------------------------------
 
@@ -160,6 +165,7 @@ class Auto(SelectionPolicy):
             chosen[request_id] = None if index is None else names[index]
             value = 0.0 if index is None else float(means[i, index])
             self._budget.spent_s += max(0.0, float(means[i].max()), 0.0) - value
+            self._saved[request_id] = value
             if index is not None:
                 mean = float(known[i].prior[columns[index]])
                 view.learn.acceptance.expect(request_id, names[index], mean, self._prior.strength)
@@ -296,6 +302,7 @@ class Auto(SelectionPolicy):
 
     def release_request(self, request_id: str) -> None:
         known = self._known.pop(request_id, None)
+        self._saved.pop(request_id, None)
         for key in [k for k in self._proposals if k[0] == request_id]:
             del self._proposals[key]
         self._budget.num_ended += 1
