@@ -42,6 +42,7 @@ def serve(
         str | None,
         typer.Option(
             metavar="off|N|auto|async",
+            hidden=True,
             help=f"{cli.PIPELINE_HELP} Default: off; async with --drafters-listen.",
         ),
     ] = None,
@@ -66,6 +67,13 @@ def serve(
             metavar="KEY",
             envvar="PENSTOCK_API_KEY",
             help="Required API key, of the default tenant. May be repeated.",
+        ),
+    ] = None,
+    state: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER|none",
+            help="Where what was learned is kept for the next start. [~/.cache/penstock/state]",
         ),
     ] = None,
     config: Annotated[

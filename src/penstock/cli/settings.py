@@ -17,6 +17,7 @@ from penstock.config import (
     ServeConfig,
     Settings,
     Where,
+    default_state_folder,
     each_once,
     hash_of_key,
     parse_config,
@@ -33,7 +34,7 @@ _POLICIES = get_args(PolicyKind)
 _PLACES: dict[str, Where] = {
     **{name: (name,) for name in ("host", "port", "served_model_name")},
     **{name: (_ENGINE, name) for name in ("target", "dtype", "device", "admission", "pipeline")},
-    **{name: (_ENGINE, name) for name in ("kv_tokens", "max_model_len")},
+    **{name: (_ENGINE, name) for name in ("kv_tokens", "max_model_len", "state")},
     "drafters_listen": ("drafters", "listen"),
 }
 """Settings by option."""
@@ -58,10 +59,18 @@ def with_origins(options: Mapping[str, Any]) -> tuple[ServeConfig, Settings]:
     given = read_settings(options.get("config"), os.environ)
     try:
         put_options(given, options)
-        return parse_config(assembled(given)), given
+        return _with_state(parse_config(assembled(given)), given), given
     except ConfigError as error:
         origin = given.origin(error.where)
         raise error if origin in (None, OPTION) else ConfigError(f"{origin}: {error}") from error
+
+
+def _with_state(config: ServeConfig, given: Settings) -> ServeConfig:
+    """Return settings with the default folder of what was learned, unless one was given."""
+    if given.at((_ENGINE, "state")) is not None:
+        return config
+    engine = config.engine.model_copy(update={"state": default_state_folder()})
+    return config.model_copy(update={"engine": engine})
 
 
 def engine_with(options: Mapping[str, Any]) -> EngineConfig:

@@ -207,6 +207,13 @@ class SelectionPolicy(ABC):
     def release_request(self, request_id: str) -> None:  # noqa: B027
         """Drop the state of an ended request."""
 
+    def state(self) -> dict[str, Any]:
+        """Return what outlives requests, as JSON values that tell nothing of any prompt."""
+        return {}
+
+    def restore(self, state: Any) -> None:  # noqa: B027
+        """Take over a `state` as priors, before any request; raises as `Estimators.restore`."""
+
 
 def usable(drafters: Mapping[str, Drafter]) -> dict[str, Drafter]:
     """Return the drafters that can take a request now."""
