@@ -29,8 +29,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if "not slow" in config.option.markexpr:
         settings.load_profile("fast")
     share_tls_contexts()
-    # No test begins with what another one has learned.
-    os.environ["PENSTOCK_ENGINE__STATE"] = "none"
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
     if worker and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))

@@ -42,7 +42,6 @@ def serve(
         str | None,
         typer.Option(
             metavar="off|N|auto|async",
-            hidden=True,
             help=f"{cli.PIPELINE_HELP} Default: off; async with --drafters-listen.",
         ),
     ] = None,

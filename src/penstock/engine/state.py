@@ -34,9 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 class StateFile:
-    """File of one combination of models, machine and kernels; the last writer wins.
-
-    selection, drafters: of the engine, restored by `restore`."""
+    """File of one combination of models, machine and kernels; the last writer wins."""
 
     def __init__(
         self, config: EngineConfig, folder: Path, models: Models, drafters: Sequence[LocalDrafter]
@@ -98,10 +96,11 @@ class StateFile:
 
     def _newest(self) -> Path | None:
         """Return the file, or else the newest of the same target, to say why it does not fit."""
-        if self.path.exists():
-            return self.path
         others = glob.escape(self._stem) + "-" + "[0-9a-f]" * 16 + ".json"
+        # The folder may be closed to this user, of which the log has a line.
         with contextlib.suppress(OSError):
+            if self.path.exists():
+                return self.path
             return max(self._folder.glob(others), key=lambda p: p.stat().st_mtime, default=None)
         return None
 
