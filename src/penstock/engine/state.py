@@ -7,6 +7,7 @@ import contextlib
 import glob
 import json
 import logging
+import math
 import os
 import tempfile
 import threading
@@ -49,7 +50,7 @@ class StateFile:
         self.path = self._folder / f"{self._stem}-{digest(self._fingerprint)[:16]}.json"
         self._learn = Estimators()
         self._selection: SelectionPolicy = config.selection.make("selection")
-        self._save_at: float | None = None
+        self._save_at = -math.inf
         self._writer: threading.Thread | None = None
         self._warned = False
 
@@ -75,13 +76,17 @@ class StateFile:
                 self._selection = self._config.selection.make("selection")
         return self._learn, self._selection
 
-    def save_soon(self, now: float, tenants: Collection[str]) -> None:
-        """Write the file in another thread, every few minutes. tenants: as for `save`."""
-        if self._save_at is None:
-            self._save_at = now + _SAVE_EVERY_S
-        if now < self._save_at or (self._writer is not None and self._writer.is_alive()):
+    def is_due(self, now: float) -> bool:
+        """Return True every few minutes of serving."""
+        if now < self._save_at:
+            return False
+        is_first, self._save_at = self._save_at == -math.inf, now + _SAVE_EVERY_S
+        return not is_first
+
+    def save_soon(self, tenants: Collection[str]) -> None:
+        """Write the file in another thread. tenants: as for `save`."""
+        if self._writer is not None and self._writer.is_alive():
             return
-        self._save_at = now + _SAVE_EVERY_S
         learned = self._learned(tenants)
         self._writer = threading.Thread(target=self._write, args=(learned,), name="penstock-state")
         self._writer.start()

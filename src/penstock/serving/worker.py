@@ -178,9 +178,10 @@ class EngineServer:
             self._grammars.pop(output.request_id, None)
         if turn.submitted or turn.collected:
             self._num_steps += turn.collected
-            self._busy_s += self._engine.clock.now() - started_at
-            if self._engine.state is not None:
-                self._engine.state.save_soon(self._engine.clock.now(), self._savers())
+            now, state = self._engine.clock.now(), self._engine.state
+            self._busy_s += now - started_at
+            if state is not None and state.is_due(now):
+                state.save_soon(self._savers())
         if turn.stalled is not None and turn.stalled != self._stalled:
             _log.warning("no request can proceed: %s", turn.stalled)
         self._stalled = turn.stalled

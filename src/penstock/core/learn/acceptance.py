@@ -63,16 +63,13 @@ class SurvivalShape:
         if self._num_since == _SHAPE_EVERY:
             self._draw()
 
-    def state(self) -> list[list[float]]:
-        return [[*self._decided], [*self._accepted], [*self._expected]]
+    def state(self) -> list[tuple[float, ...]]:
+        return [*zip(self._decided, self._accepted, self._expected, strict=True)]
 
     def restore(self, state: Any) -> None:
-        for position, decided, accepted, expected in zip(
-            range(MOST_POSITIONS), *state, strict=True
-        ):
-            self._decided[position] = number(decided)
-            self._accepted[position] = number(accepted, decided)
-            self._expected[position] = number(expected, decided)
+        for i, (decided, *parts) in zip(range(MOST_POSITIONS), state, strict=True):
+            self._decided[i] = number(decided)
+            self._accepted[i], self._expected[i] = (number(part, decided) for part in parts)
         self._draw()
 
     def _draw(self) -> None:
