@@ -34,8 +34,9 @@ _POLICIES = get_args(PolicyKind)
 _PLACES: dict[str, Where] = {
     **{name: (name,) for name in ("host", "port", "served_model_name")},
     **{name: (_ENGINE, name) for name in ("target", "dtype", "device", "admission", "pipeline")},
-    **{name: (_ENGINE, name) for name in ("kv_tokens", "max_model_len", "state")},
+    **{name: (_ENGINE, name) for name in ("kv_tokens", "max_model_len")},
     "drafters_listen": ("drafters", "listen"),
+    "state": (_ENGINE, "state"),
 }
 """Settings by option."""
 
