@@ -348,6 +348,7 @@ def test_bad_input_to_generate(cli, family, arguments, message) -> None:
 
 def test_serve_announces_itself_and_serves(checkpoints: dict[str, Path]) -> None:
     command = [sys.executable, "-c", "from penstock.cli import main; main()", "serve"]
+    command += ["--state", "none"]
     command += [str(checkpoints["target"]), "--drafter", f"near={checkpoints['near']}"]
     command += ["--port", "0", "--kv-tokens", "2048", "--dtype", "float32", "--device", "cpu"]
     command += ["--served-model-name", "small", "--api-key", "k1", "--max-model-len", "100"]

@@ -137,7 +137,7 @@ def admission_of(
             path = tmp_path / "settings.yaml"
             path.write_text(json.dumps(settings))
             flags = [*flags, "--config", str(path)]
-        code, _, err = cli("serve", family["target"], *flags)
+        code, _, err = cli("serve", family["target"], "--state", "none", *flags)
         assert code == 0, err
         engine = served[-1].engine
         load_engine(engine, calibrated=False)

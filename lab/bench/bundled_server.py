@@ -79,7 +79,7 @@ def bundled_server(
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "serve.yaml"
         config.write_text(yaml.safe_dump(settings or {}))
-        command = [sys.executable, "-m", "penstock.cli", "serve", "--port", "0"]
+        command = [sys.executable, "-m", "penstock.cli", "serve", "--port", "0", "--state", "none"]
         command += ["--config", str(config), *arguments]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process:
             assert process.stdout is not None

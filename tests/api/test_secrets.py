@@ -15,6 +15,7 @@ from tests.serving.harness import eventually
 
 from penstock.config import hash_of_key
 
+SERVE = [sys.executable, "-m", "penstock.cli", "serve"]
 SECRET = "sk-planted-"
 FILE_KEY, OPERATOR_KEY, OPTION_KEY, WRONG_KEY, EDGE_TOKEN = (SECRET + c for c in "fopwe")
 PLACES = ("/health", "/version", "/metrics", "/dashboard", "/openapi.json", "/v1/models", "/nope")
@@ -24,7 +25,7 @@ def said_by_a_server(path: Path) -> tuple[str, str]:
     """What its answers and its logs say, through mistakes, a reload and the death of an engine."""
     env = {**os.environ, "PENSTOCK_API_KEY": OPTION_KEY, "PENSTOCK_TOKEN": EDGE_TOKEN}
     process = subprocess.Popen(
-        [sys.executable, "-m", "penstock.cli", "serve", "target-small", "--config", str(path)],
+        [*SERVE, "target-small", "--state", "none", "--config", str(path)],
         env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

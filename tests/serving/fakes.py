@@ -165,6 +165,7 @@ class ToyEngine:
     vocab_size: int = VOCAB
     eos_token_ids: tuple[int, ...] = (EOS,)
     scores_prompts: bool = True
+    state: None = None
 
     def describe(self) -> dict[str, Any]:
         return {"target": "toy", "drafters": ["toy-drafter"], "dtype": "none", "backend": "echo"}

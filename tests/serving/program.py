@@ -55,8 +55,9 @@ def text(url: str, prompt: str, **fields: Any) -> str:
 def program(
     log: Path, *arguments: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[Program]:
-    """arguments: of `penstock serve`; the port is a free one, unless they name it."""
-    command = [*START, "--port", "0", *arguments]
+    """arguments: of `penstock serve`; the port is a free one and there is no state, unless
+    they name them."""
+    command = [*START, "--port", "0", "--state", "none", *arguments]
     with (
         log.open("w") as errors,
         subprocess.Popen(

@@ -121,7 +121,7 @@ def test_a_killed_server(tmp_path: Path) -> None:
 def test_a_full_disk(tmp_path: Path, where: str) -> None:
     """Every write of the log fails, and that of the address, where it goes to the same disk."""
     port = free_port()
-    command = [*START, "--port", str(port), *SERVED]
+    command = [*START, "--port", str(port), "--state", "none", *SERVED]
     with (
         open("/dev/full", "w") as full,
         subprocess.Popen(

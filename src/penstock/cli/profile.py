@@ -115,19 +115,9 @@ def measure(
 
 
 def _describe(engine: Engine, repeats: int) -> str:
-    import platform
+    from penstock.engine.fingerprint import machine_name
 
-    import torch
-
-    device = engine.executor.target.device
-    where = platform.machine()
-    if device.type == "cuda":
-        where = torch.cuda.get_device_name(device)
-    elif Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        where = next(
-            (s.split(":", 1)[1].strip() for s in lines if s.startswith("model name")), where
-        )
+    where = machine_name(engine.executor.target.device)
     return (
         f"{engine.target}, {engine.dtype}, {engine.backend} kernels, {engine.num_threads} "
         f"thread{'s' if engine.num_threads > 1 else ''}, on {where}; models and samplers only, "

@@ -63,6 +63,13 @@ def serve(
             help="Required API key, of the default tenant. May be repeated.",
         ),
     ] = None,
+    state: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER|none",
+            help="Where what was learned is kept for the next start. [~/.cache/penstock/state]",
+        ),
+    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(

@@ -17,6 +17,7 @@ from penstock.config import (
     ServeConfig,
     Settings,
     Where,
+    default_state_folder,
     each_once,
     hash_of_key,
     parse_config,
@@ -38,6 +39,7 @@ _PLACES: dict[str, Where] = {
     **{name: (_ENGINE, name) for name in ("target", "dtype", "device", "policy", *PARTS)},
     **{name: (_ENGINE, name) for name in ("kv_tokens", "max_model_len")},
     "drafters_listen": ("drafters", "listen"),
+    "state": (_ENGINE, "state"),
 }
 """Settings by option."""
 
@@ -54,10 +56,18 @@ def with_origins(options: Mapping[str, Any]) -> tuple[ServeConfig, Settings]:
     given = read_settings(options.get("config"), os.environ)
     try:
         put_options(given, options)
-        return parse_config(assembled(given)), given
+        return _with_state(parse_config(assembled(given)), given), given
     except ConfigError as error:
         origin = given.origin(error.where)
         raise error if origin in (None, OPTION) else ConfigError(f"{origin}: {error}") from error
+
+
+def _with_state(config: ServeConfig, given: Settings) -> ServeConfig:
+    """Return settings with the default folder of what was learned, unless one was given."""
+    if given.at((_ENGINE, "state")) is not None:
+        return config
+    engine = config.engine.model_copy(update={"state": default_state_folder()})
+    return config.model_copy(update={"engine": engine})
 
 
 def engine_with(options: Mapping[str, Any]) -> EngineConfig:

@@ -24,6 +24,7 @@ from penstock.config.model import ConfigError, each_once, mistakes_in, parsed
 from penstock.config.profiles import ProfilePath, read_profile
 from penstock.config.server import ServeConfig
 from penstock.config.sources import Settings, read_settings
+from penstock.config.state import default_state_folder
 from penstock.config.tenants import (
     DEFAULT_TENANT,
     TenantConfig,
@@ -56,6 +57,7 @@ __all__ = [
     "VllmConfig",
     "Where",
     "as_tenants",
+    "default_state_folder",
     "each_once",
     "hash_of_key",
     "is_loopback",

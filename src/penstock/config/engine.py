@@ -17,6 +17,7 @@ from pydantic import (
 
 from penstock.config.model import ConfigError, Model, address_in
 from penstock.config.profiles import ProfilePath
+from penstock.config.state import StateFolder
 from penstock.config.tenants import DEFAULT_TENANT, TenantConfig, TenantShare
 from penstock.core.policies.bundles import AUTO, BUNDLES, bundle
 from penstock.core.policies.registry import make_pipeline, make_policy
@@ -221,7 +222,8 @@ class EngineConfig(ModelsConfig):
         target unless it is off
     heartbeat_timeout_s: an engine process without a heartbeat for so long is restarted; after a
         quarter of it, it takes no requests
-    fairness: between tenants, by weight, in admission, preemption and decoding"""
+    fairness: between tenants, by weight, in admission, preemption and decoding
+    state: folder of what was learned, for the next start; None (`none`) keeps nothing"""
 
     verification: Literal["coupled", "ratio"] | None = None
     policy: str = AUTO
@@ -231,6 +233,7 @@ class EngineConfig(ModelsConfig):
     pipeline: str = _BUNDLED
     heartbeat_timeout_s: float = Field(default=20.0, gt=0, allow_inf_nan=False)
     fairness: bool = True
+    state: StateFolder = None
     tenants: dict[str, TenantConfig] = Field(default_factory=dict)
 
     @field_validator("tenants")

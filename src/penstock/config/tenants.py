@@ -54,7 +54,8 @@ class TenantConfig(TenantShare):
     requests_per_minute: each choice of a request counts; so many may come at once
     tokens_per_minute: prompt tokens, and the allowed output tokens until a request ends
     max_prompt_tokens, max_output_tokens: of one request
-    allowed_drafters: names of drafters that may draft for its requests"""
+    allowed_drafters: names of drafters that may draft for its requests
+    save_outputs: the `suffix` drafter's memory of its outputs may be written to the state folder"""
 
     api_keys: tuple[KeyHash, ...] = ()
     share_prompts: bool = False
@@ -64,6 +65,7 @@ class TenantConfig(TenantShare):
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     max_output_tokens: int | None = Field(default=None, ge=1)
     allowed_drafters: tuple[str, ...] | None = None
+    save_outputs: bool = False
 
 
 def as_tenants(tenants: Mapping[str, TenantConfig]) -> list[Tenant]:
@@ -75,6 +77,7 @@ def as_tenants(tenants: Mapping[str, TenantConfig]) -> list[Tenant]:
             t.share_prompts,
             t.max_running_requests,
             None if t.allowed_drafters is None else frozenset(t.allowed_drafters),
+            t.save_outputs,
         )
         for name, t in tenants.items()
     ]

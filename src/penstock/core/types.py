@@ -162,13 +162,15 @@ class Tenant:
     """A unit of fairness.
 
     shares_prompts: draft servers of other tenants may see its prompts. max_running_requests: None
-    is no limit. drafters: names of those allowed; None: all."""
+    is no limit. drafters: names of those allowed; None: all. saves_outputs: they may be written to
+    the state folder."""
 
     name: str
     weight: float = 1.0
     shares_prompts: bool = False
     max_running_requests: int | None = None
     drafters: frozenset[str] | None = None
+    saves_outputs: bool = False
 
 
 # --- events: everything that comes from outside -------------------------------------------------

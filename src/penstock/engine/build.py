@@ -20,6 +20,7 @@ from penstock.config import (
     read_profile,
 )
 from penstock.core.kv import BlockPool
+from penstock.core.learn import Estimators
 from penstock.core.loop import Loop
 from penstock.core.policies.registry import make_pipeline
 from penstock.core.scheduler import Scheduler
@@ -45,6 +46,7 @@ from penstock.engine.executor import LocalExecutor
 from penstock.engine.grammar import GrammarCompiler
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.formats import open_checkpoint
+from penstock.engine.state import StateFile
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
 
 _log = logging.getLogger(__name__)
@@ -76,6 +78,7 @@ class Engine:
     dtype: str
     num_threads: int
     scores_prompts: bool = True
+    state: StateFile | None = None
 
     def describe(self) -> dict[str, Any]:
         """Return facts for `/health`, logs and reports."""
@@ -105,7 +108,8 @@ def load_engine(config: EngineConfig, *, calibrated: bool = True) -> Engine:
     clock = MonotonicClock()
     drafters = _drafters(config, models)
     executor = models.executor(drafters, clock)
-    scheduler = _scheduler(config, models)
+    state = None if config.state is None else StateFile(config, config.state, models, drafters)
+    scheduler = _scheduler(config, models, Estimators() if state is None else state.restore())
     profile = None if config.profile is None else read_profile(config.profile)
     if calibrated:
         together = config.pipeline == "auto"
@@ -133,6 +137,7 @@ def load_engine(config: EngineConfig, *, calibrated: bool = True) -> Engine:
         dtype=str(models.dtype).removeprefix("torch."),
         num_threads=place.num_threads,
         scores_prompts=executor.scores_prompts,
+        state=state,
     )
 
 
@@ -178,7 +183,7 @@ def _local_drafter(name: str, parts: DrafterParts, models: Models) -> LocalDraft
     return model
 
 
-def _scheduler(config: EngineConfig, models: Models) -> Scheduler:
+def _scheduler(config: EngineConfig, models: Models, learn: Estimators) -> Scheduler:
     """Raises: PolicyError."""
     drafters = [_drafter(config, models, name) for name in config.drafters]
     return Scheduler(
@@ -190,6 +195,7 @@ def _scheduler(config: EngineConfig, models: Models) -> Scheduler:
         pipeline=make_pipeline(config.pipeline),
         max_model_len=models.max_model_len,
         tenants=as_tenants(config.tenants),
+        learn=learn,
         fairness=config.fairness,
     )
 

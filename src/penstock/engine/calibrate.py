@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 from penstock.core.learn import Estimators, seed_estimators
@@ -14,7 +13,7 @@ from penstock.engine.drafters.base import LocalDrafter
 from penstock.engine.executor import LocalExecutor
 from penstock.engine.runner import Model
 from penstock.engine.timing import best_seconds, dummy_draft, dummy_verify, slowdowns
-from penstock.fluid.step_profile import DrafterProfile, StepProfile, StepTimeCurve
+from penstock.fluid.step_profile import StepProfile, StepTimeCurve
 
 _ROWS = (1, 8, 32, 3, 128, 16, 64, 5, 2, 256, 24, 12, 48, 96, 160)
 _BATCHES = (1, 8, 2, 32, 4, 16, 64)
@@ -35,7 +34,7 @@ def calibrate(
     together: bool = False,
     budget_s: float = 0.4,
 ) -> None:
-    """Fill the step times from a profile, or from a few measured steps of each model.
+    """Fill the step times from a profile, or from a few steps of each model without known times.
 
     A model that the profile lacks is measured on scratch blocks for about `budget_s` seconds.
     together: measure such drafters beside the target, too. No request may be running."""
@@ -46,19 +45,23 @@ def calibrate(
         known = set(drafter_profiles(profile, drafters))
     else:
         _measure_target(executor.target, estimators, clock, budget_s)
+    times = estimators.times
     for name, drafter in executor.drafters.items():
-        if name not in known:
+        if name in known:
+            continue
+        if times.curve_of(name).is_empty:
             _measure_drafter(drafter, estimators, clock, budget_s, executor.max_model_len)
-            if together:
-                _measure_together(executor, drafter, estimators, clock)
-    estimators.times.doubt_all()
+        if together and all(d.name != name for d in times.profile.drafters):
+            _measure_together(executor, drafter, estimators, clock)
+    times.doubt_all()
 
 
 def _measure_target(target: Model, estimators: Estimators, clock: Clock, budget_s: float) -> None:
     times = estimators.times
-    best = _best_seconds_by_size(clock, budget_s, _ROWS, partial(_verify, target))
-    for size, taken in best.items():
-        times.target.add_measurement(size, taken)
+    if times.target.is_empty:
+        best = _best_seconds_by_size(clock, budget_s, _ROWS, partial(_verify, target))
+        for size, taken in best.items():
+            times.target.add_measurement(size, taken)
     times.use_measured_profile(target.num_blocks * target.block_size)
 
 
@@ -92,12 +95,8 @@ def _measure_together(
     context = 0 if drafter.runner is None else _CONTEXT
     if min(m.num_that_fit(_TOKENS_EACH) for m in (drafter, executor.target)) < 4:
         return
-    sizes, seconds = zip(*estimators.times.curve_of(drafter.name).points(), strict=True)
     both = slowdowns(executor, drafter, clock, context, _TOGETHER_S)
-    reading = estimators.times.catch_up_of(drafter.name)
-    measured = DrafterProfile(drafter.name, tuple(map(round, sizes)), seconds, reading, *both)
-    model = estimators.times
-    model.profile = replace(model.profile, drafters=(*model.profile.drafters, measured))
+    estimators.times.add_together(drafter.name, *both)
 
 
 def _best_seconds_by_size(

@@ -178,11 +178,24 @@ class EngineServer:
             self._grammars.pop(output.request_id, None)
         if turn.submitted or turn.collected:
             self._num_steps += turn.collected
-            self._busy_s += self._engine.clock.now() - started_at
+            now, state = self._engine.clock.now(), self._engine.state
+            self._busy_s += now - started_at
+            if state is not None and state.is_due(now):
+                state.save_soon(self._savers())
         if turn.stalled is not None and turn.stalled != self._stalled:
             _log.warning("no request can proceed: %s", turn.stalled)
         self._stalled = turn.stalled
         return turn
+
+    def save(self) -> None:
+        """Save what was learned, unless there was no step."""
+        if self._engine.state is not None and self._num_steps:
+            self._engine.state.save(self._savers())
+
+    def _savers(self) -> list[str]:
+        """Return the tenants whose outputs may be saved."""
+        tenants = self._engine.scheduler.table.tenants
+        return [name for name, tenant in tenants.items() if tenant.saves_outputs]
 
     def _broken(self) -> list[Event]:
         names = self._engine.executor.take_broken()
@@ -341,6 +354,7 @@ def run_engine(
         try:
             server.serve()
         finally:
+            server.save()
             engine.executor.close()
 
 

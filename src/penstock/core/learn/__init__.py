@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from penstock.core.learn.acceptance import AcceptanceEstimator
 from penstock.core.learn.links import LinkTimes
@@ -23,6 +24,23 @@ class Estimators:
         self.times = Times(profile or UNKNOWN, self.links)
         self.traffic = Traffic()
         self.lengths = OutputLengths()
+
+    def state(self) -> dict[str, Any]:
+        """Return what outlives requests: numbers, in lists and mappings."""
+        return {
+            "times": self.times.state(),
+            "acceptance": self.acceptance.state(),
+            "lengths": self.lengths.state(),
+        }
+
+    def restore(self, state: Any, *, times: bool = True) -> None:
+        """Take over a `state` as priors, before any request.
+
+        Raises ValueError, TypeError, KeyError or AttributeError, and is then of no use."""
+        if times:
+            self.times.restore(state["times"])
+        self.acceptance.restore(state["acceptance"])
+        self.lengths.restore(state["lengths"])
 
 
 def seed_estimators(

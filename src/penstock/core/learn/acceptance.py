@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.core.learn.saved import number, numbers
 from penstock.core.types import Verdict
 
 
@@ -61,6 +62,15 @@ class SurvivalShape:
         self._num_since += 1
         if self._num_since == _SHAPE_EVERY:
             self._draw()
+
+    def state(self) -> list[tuple[float, ...]]:
+        return [*zip(self._decided, self._accepted, self._expected, strict=True)]
+
+    def restore(self, state: Any) -> None:
+        for i, (decided, *parts) in zip(range(MOST_POSITIONS), state, strict=True):
+            self._decided[i] = number(decided)
+            self._accepted[i], self._expected[i] = (number(part, decided) for part in parts)
+        self._draw()
 
     def _draw(self) -> None:
         self._num_since = 0
@@ -124,6 +134,14 @@ class _Rates:
         if overall is not None:
             overall.fade(_faded(_DRAFTER_DISCOUNT, num_rounds, trial))
 
+    def state(self) -> dict[str, list[float]]:
+        """Return the drafters' counts, without those of single requests."""
+        known = self._by_drafter.items()
+        return {n: [max(0.0, beta.accepted), max(0.0, beta.rejected)] for n, beta in known}
+
+    def restore(self, state: Any) -> None:
+        self._by_drafter |= {name: Beta(*numbers(counts)) for name, counts in state.items()}
+
     def knows(self, drafter: str) -> bool:
         return drafter in self._by_drafter
 
@@ -155,6 +173,18 @@ class AcceptanceEstimator:
         self._drafts = _Rates(discount, prior_strength, 1.0)
         self._expected: defaultdict[str, dict[str, tuple[float, float]]] = defaultdict(dict)
         self._shapes: defaultdict[str, SurvivalShape] = defaultdict(SurvivalShape)
+
+    def state(self) -> dict[str, Any]:
+        """Return what is known of each drafter over all requests, as plain values."""
+        shapes = {name: shape.state() for name, shape in self._shapes.items()}
+        return {"tokens": self._tokens.state(), "drafts": self._drafts.state(), "shapes": shapes}
+
+    def restore(self, state: Any) -> None:
+        """Take over a `state`, before any request."""
+        self._tokens.restore(state["tokens"])
+        self._drafts.restore(state["drafts"])
+        for name, shape in state["shapes"].items():
+            self._shapes[name].restore(shape)
 
     def on_verdict(self, verdict: Verdict) -> None:
         if verdict.drafter is None or not verdict.num_decided:

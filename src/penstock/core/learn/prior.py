@@ -17,8 +17,7 @@ import numpy.typing as npt
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
-_FIRST = 0.7  # acceptance before any request
-_FIRST_TOKENS = 8.0  # tokens that it counts for
+_FIRST_TOKENS = 8.0  # tokens that the first guess counts for
 _REQUEST_TOKENS = 16.0  # most tokens that a request counts for
 _MEAN_TOKENS = 16.0  # tokens that a drafter's mean counts for, against alike prompts
 _MEMORY = 128  # requests; bounds the host's time
@@ -44,10 +43,12 @@ class AcceptancePrior:
         if missing > 0:
             self._counts = np.pad(self._counts, ((0, 0), (0, missing), (0, 0)))
 
-    def expect(self, words: IntArray) -> tuple[FloatArray, FloatArray]:
-        """Return acceptance [J], and the tokens of alike prompts [J] that it rests on."""
+    def expect(self, words: IntArray, first: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Return acceptance [J], and the tokens of alike prompts [J] that it rests on.
+
+        first: [J] guesses before any request."""
         accepted, decided = self._counts
-        overall = accepted.sum(axis=1) + _FIRST_TOKENS * _FIRST
+        overall = accepted.sum(axis=1) + _FIRST_TOKENS * first
         overall /= decided.sum(axis=1) + _FIRST_TOKENS
         weights = self._prompts.likeness(_buckets(words)) ** _SHARPNESS
         accepted, decided = (self._counts * weights).sum(axis=2)

@@ -6,13 +6,14 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.core.learn.links import LinkTimes
 from penstock.core.learn.profile import LearnedProfile
+from penstock.core.learn.saved import number, numbers
 from penstock.core.state import Drafter
 from penstock.core.types import TARGET, DraftTime, StepPlan, StepResult, Verdict
 from penstock.fluid.step_profile import DrafterProfile, StepProfile, StepTimeCurve, StepWork
@@ -127,14 +128,55 @@ class Times:
     def use_measured_profile(self, kv_tokens: int) -> None:
         """Use a profile of the target's measured steps by rows, and refit it later."""
         self._follows_rows = True
-        self.profile = StepProfile("measured", kv_tokens, (0,), (0.0,))
+        drafters = self.profile.drafters
+        self.profile = StepProfile("measured", kv_tokens, (0,), (0.0,), drafters=drafters)
         self._draw_rows()
+
+    def add_together(self, drafter: str, slowdown: float, target_slowdown: float) -> None:
+        """Add a measured drafter to the profile, with slowdowns as in `DrafterProfile`."""
+        steps = {round(batch): seconds for batch, seconds in self.curve_of(drafter).points()}
+        added = DrafterProfile(
+            drafter,
+            tuple(steps),
+            tuple(steps.values()),
+            self.catch_up_of(drafter),
+            slowdown,
+            target_slowdown,
+        )
+        self.profile = replace(self.profile, drafters=(*self.profile.drafters, added))
 
     def _draw_rows(self) -> None:
         by_rows = {round(rows): seconds for rows, seconds in self.target.points()}
         self.profile = replace(
             self.profile, token_counts=tuple(by_rows), token_seconds=tuple(by_rows.values())
         )
+
+    # --- between two runs -----------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return all times but those of draft servers and of the host."""
+        drafters = self._by_drafter.items()
+        return {
+            "target": self.target.points(),
+            "drafters": {name: curve.points() for name, curve in drafters},
+            "catch_up": {**self._catch_up},
+            "steps": {**self._steps},
+            "together": {d.name: [d.slowdown, d.target_slowdown] for d in self.profile.drafters},
+            "drafting": self.drafting,
+        }
+
+    def restore(self, state: Any) -> None:
+        """Take over a `state` as guesses, before any step."""
+        drafters = ((self.curve_of(name), points) for name, points in state["drafters"].items())
+        for curve, points in ((self.target, state["target"]), *drafters):
+            for point in points:
+                curve.add_measurement(*numbers(point))
+        self._catch_up |= {name: number(seconds) for name, seconds in state["catch_up"].items()}
+        self._steps |= {name: number(steps) for name, steps in state["steps"].items()}
+        for name, slowdowns in state["together"].items():
+            self.add_together(name, *numbers(slowdowns))
+        self.drafting = number(state["drafting"])
+        self.doubt_all()
 
     # --- learning -------------------------------------------------------------------------------
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from penstock.core.learn.saved import number, numbers
 from penstock.core.types import Request
 
 
@@ -73,6 +75,25 @@ class OutputLengths:
         self.per_step = 1.0
         """Mean tokens of a decoding request a step: more than 1 with drafts."""
         self._num_steps = 0
+
+    def state(self) -> dict[str, Any]:
+        """Return the weights of ended outputs by length, relative to the last one's."""
+        lengths = np.flatnonzero(self._ends)
+        return {
+            "lengths": lengths.tolist(),
+            "weights": (self._ends[lengths] / self._weight).tolist(),
+            "totals": [self._weights / self._weight, self._tokens / self._weight],
+            "per_step": self.per_step,
+        }
+
+    def restore(self, state: Any) -> None:
+        """Take over a `state`, before any request."""
+        lengths = [int(number(n, _MAX_LEN)) for n in state["lengths"]]
+        if lengths:
+            self._ends[lengths] = numbers(state["weights"])
+            self._weights, self._tokens = numbers(state["totals"])
+            self.per_step = max(1.0, number(state["per_step"]))
+            self._draw(np.empty(0, dtype=np.int64))
 
     def ended(self, num_output_tokens: int) -> None:
         self._weight *= self._growth

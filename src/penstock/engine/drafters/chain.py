@@ -13,7 +13,8 @@ would bias `ratio` mode.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from array import array
+from collections.abc import Collection, Mapping, Sequence
 
 from penstock.core.types import DraftOrder, Replayed
 from penstock.engine.drafters.base import LocalDrafter
@@ -38,6 +39,12 @@ class ChainDrafter(LocalDrafter):
         self._lookup = lookup
         self._model = model
         self._evidence = SourceEvidence()
+
+    def memory(self, tenants: Collection[str]) -> dict[str, array[int]]:
+        return self._lookup.memory(tenants)
+
+    def restore_memory(self, memory: Mapping[str, Sequence[int]]) -> None:
+        self._lookup.restore_memory(memory)
 
     @property
     def timed(self) -> LocalDrafter:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from penstock.core.types import Request
 from penstock.engine.drafters.lookup import (
@@ -64,6 +64,11 @@ class SuffixIndex:
             else:
                 self._tokens[slot], self._before[slot] = token, before
             self._end += 1
+
+    def tokens(self) -> array[int]:
+        """Return a copy of the tokens, the oldest first."""
+        oldest = self._start % self._capacity
+        return self._tokens[oldest:] + self._tokens[:oldest]
 
     def find(self, text: Sequence[int]) -> tuple[int, int]:
         """Return the latest place after the longest match of a text's end, and the match's length.
@@ -182,8 +187,17 @@ class SuffixDrafter(LookupDrafter):
 
     def release_request(self, request_id: str) -> None:
         reading = self._readings.pop(request_id, None)
-        if reading is not None:
+        if reading is not None and reading.output:
             reading.corpus.append([*reading.output, TEXT_END])
+
+    def memory(self, tenants: Collection[str]) -> dict[str, array[int]]:
+        # A copy: a lane's thread may add a tenant meanwhile.
+        corpora = list(self._corpora.items())
+        return {name: corpus.tokens() for name, corpus in corpora if name in tenants and corpus}
+
+    def restore_memory(self, memory: Mapping[str, Sequence[int]]) -> None:
+        for tenant, tokens in memory.items():
+            self._corpus_of(tenant).append(tokens)
 
     def _index(self, text: TokenBuffer) -> TextIndex:
         reading = self._readings.get(text.request.id)

@@ -143,7 +143,7 @@ class Auto(SelectionPolicy):
         self, states: Sequence[RequestState], drafters: Mapping[str, Drafter], view: View
     ) -> dict[str, str | None]:
         columns = [self._column(d) for d in drafters.values()]
-        known = [self._know(state, drafters) for state in states]
+        known = [self._know(state, drafters, view) for state in states]
         expected, drawn = self._rates(known)
         sharing = max(round(self._num_sharing), len(states))
         longest = min(self.options.k_max, MOST_POSITIONS)
@@ -171,7 +171,7 @@ class Auto(SelectionPolicy):
                 view.learn.acceptance.expect(request_id, names[index], mean, self._prior.strength)
         return chosen
 
-    def _know(self, state: RequestState, drafters: Mapping[str, Drafter]) -> _Known:
+    def _know(self, state: RequestState, drafters: Mapping[str, Drafter], view: View) -> _Known:
         """Return what is known of a request, with its next decision and all drafters."""
         known = self._known.get(state.request.id)
         num = len(self._models)
@@ -186,7 +186,9 @@ class Auto(SelectionPolicy):
             missing = ((0, 0), (0, num - known.counts.shape[1]))
             known.counts, known.totals = (np.pad(c, missing) for c in (known.counts, known.totals))
             self._prior.grow(num)
-            known.prior, tokens = self._prior.expect(known.words)
+            by_column = {column: name for name, column in self._columns.items()}
+            first = [view.learn.acceptance.mean("", by_column[j]) for j in range(num)]
+            known.prior, tokens = self._prior.expect(known.words, np.array(first))
             independent = 1 + tokens / _ALIKE
             drawn = self._rng.beta(
                 1 + known.prior * independent, 1 + (1 - known.prior) * independent
