@@ -286,14 +286,13 @@ def test_a_match_that_was_never_right_is_not_drafted() -> None:
     assert parts.num_kept == 3, "of other lengths nothing is known"
 
 
-def tables_of(rng: np.random.Generator, num: int, most: int) -> list[Any]:
+def tables_of(rng: np.random.Generator, num: int, most: int) -> Any:
     """Expected tokens of as many drafts, of which look-up knows different amounts."""
-    tables = []
-    for _ in range(num):
-        found = rng.uniform(0.05, 0.95, rng.integers(0, most + 1))
-        tokens = expected_tokens(found, np.cumprod(rng.uniform(0.2, 0.95, most)))
-        tokens[np.isinf(round_seconds(costs_of(most), len(found), most))] = -np.inf
-        tables.append(tokens)
+    found, guessed = rng.uniform(0.05, 0.95, (num, most)), rng.uniform(0.2, 0.95, (num, most))
+    tables = expected_tokens(found, np.cumprod(guessed, axis=1))
+    tables[:, np.isinf(round_seconds(costs_of(most)))] = -np.inf
+    for table, num_found in zip(tables, rng.integers(0, most + 1, num), strict=True):
+        table[num_found + 1 :] = -np.inf
     return tables
 
 
@@ -317,7 +316,7 @@ def test_drafts_of_a_round_are_the_best_of_all_that_there_are(num: int) -> None:
         allowed = [list(zip(*np.nonzero(np.isfinite(t)), strict=True)) for t in tables]
         best = max(rate_of(tables, parts, costs) for parts in itertools.product(*allowed))
         shares.append(rate_of(tables, best_together(tables, costs), costs) / best)
-        own = [best_together([t], costs._replace(num_requests=1))[0] for t in tables]
+        own = [best_together(t[None], costs._replace(num_requests=1))[0] for t in tables]
         alike.append(rate_of(tables, own, costs) / best)
     assert min(shares) > 0.97
     assert np.mean(shares) > 0.999

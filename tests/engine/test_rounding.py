@@ -105,7 +105,7 @@ def test_drafters_are_rounded_and_the_target_is_not(checkpoint: Path, weights: s
 
 def test_where_there_are_no_kernels_for_it(checkpoint: Path) -> None:
     paths = dict.fromkeys(("target", *DRAFTERS), checkpoint)
-    with pytest.raises(ConfigError, match=r"drafter_weights int4 .* backend eager takes: stored"):
+    with pytest.raises(ConfigError, match=r"int4 .* backend eager takes: auto, stored"):
         load(paths, "eager", drafter_weights="int4")
     with pytest.raises(ConfigError, match=r"int4 .* cannot be had here"):
-        load_runner(checkpoint, "float16", int4=True)
+        load_runner(checkpoint, "float16", rounding="int4")

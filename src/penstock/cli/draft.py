@@ -91,7 +91,7 @@ def draft(
             model=folder,
             uses_model=name != NGRAM,
             dtype=dtype,
-            int4=weights == "int4",
+            weights=weights,
             max_draft_tokens=max_draft_tokens,
             takes_assignments=not no_assignments,
         )

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.config import LOOK_UPS, NGRAM, ConfigError, DrafterParts, each_once, model_name
+from penstock.config import (
+    LOOK_UPS,
+    NGRAM,
+    SUFFIX,
+    ConfigError,
+    DrafterParts,
+    each_once,
+    model_name,
+)
 from penstock.engine.models.checkpoint import is_gguf
 from penstock.zoo.registry import DEFAULT_DRAFTER, DEFAULT_TARGET, ModelCard, bundled_models
 
@@ -14,16 +22,20 @@ from penstock.zoo.registry import DEFAULT_DRAFTER, DEFAULT_TARGET, ModelCard, bu
 def with_models(engine: dict[str, Any]) -> dict[str, Any]:
     """Return the settings `engine` with target and drafters resolved. Raises: ConfigError.
 
-    The default target is bundled; a bundled target without drafters gets all bundled drafters and
-    n-gram look-up.
+    The default target is bundled. A bundled target without drafters gets all bundled drafters and
+    n-gram look-up, any other one look-up alone. Look-up comes before every model.
     """
     target = str(engine.get("target") or DEFAULT_TARGET)
+    look_up = engine.get("look_up", SUFFIX)
     if "drafters" in engine:
         given = settings_in(engine["drafters"], "engine.drafters")
         drafters = {name: _drafter_path(name, str(path)) for name, path in given.items()}
     else:
         drafters = _drafters_of(target)
-    return {**engine, "target": _target_path(target), "drafters": drafters}
+        if not drafters and look_up in LOOK_UPS:
+            drafters = {look_up: look_up}
+    models = {"target": _target_path(target), "drafters": drafters, "look_up": look_up}
+    return {**engine, **models}
 
 
 def checkpoint_folder(model: str) -> Path:

@@ -32,6 +32,8 @@ LOOK_UPS = (NGRAM, SUFFIX)
 
 _CHAIN = "+"
 
+DrafterWeights = Literal["auto", "stored", "int4"]
+
 PolicyKind = Literal["admission", "selection", "allocation"]
 
 
@@ -148,8 +150,9 @@ class ModelsConfig(Model):
 
     kv_tokens: KV memory of the target in tokens; None takes a share of what is free.
     drafter_max_num_seqs: most requests that a drafter drafts for at once, by its name.
+    look_up: comes before the model of each drafter that names none, as `suffix+MODEL` does.
     drafter_weights: int4 rounds the drafters' matrices of more than 6 bits a weight to 4 bits as
-        they are loaded; for the CPU's own kernels.
+        they are loaded, for the CPU's own kernels; auto does if no cache would hold them.
     profile: step times from `penstock profile measure`, which are then not measured at the start.
     backend: native (the CPU's own kernels), eager (PyTorch's operations, also on a GPU) or auto
         (native where it can be had, else eager).
@@ -161,7 +164,8 @@ class ModelsConfig(Model):
     target: Path
     drafters: dict[str, str] = Field(default_factory=dict)
     drafter_max_num_seqs: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
-    drafter_weights: Literal["stored", "int4"] = "stored"
+    look_up: Literal["suffix", "ngram", "none"] = "none"
+    drafter_weights: DrafterWeights = "auto"
     profile: ProfilePath | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "cpu"
@@ -196,10 +200,16 @@ class ModelsConfig(Model):
         return drafters
 
     @property
+    def sources(self) -> dict[str, DrafterParts]:
+        """Look-up and model of each drafter, by its name."""
+        parts = {name: DrafterParts.from_path(path) for name, path in self.drafters.items()}
+        first = None if self.look_up == "none" else self.look_up
+        return {name: p._replace(look_up=p.look_up or first) for name, p in parts.items()}
+
+    @property
     def drafter_models(self) -> dict[str, Path]:
         """Checkpoints of the drafters with a model, chains included, by drafter name."""
-        parts = {name: DrafterParts.from_path(path) for name, path in self.drafters.items()}
-        return {name: Path(p.model) for name, p in parts.items() if p.model is not None}
+        return {name: Path(p.model) for name, p in self.sources.items() if p.model is not None}
 
 
 def model_name(path: Path) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.config import ConfigError, EngineConfig
+from penstock.config import ConfigError, DrafterWeights, EngineConfig
 from penstock.core.loop import Clock
 from penstock.core.types import TARGET
 from penstock.engine.attention import AttentionFactory
@@ -101,10 +101,10 @@ def fit_models(
         )
         torch.set_num_threads(place.num_threads)
         place = replace(place, backend="eager")
-    if config.drafter_weights != "stored" and place.backend != "native":
+    if config.drafter_weights == "int4" and place.backend != "native":
         raise ConfigError(
             f"drafter_weights {config.drafter_weights} is for the CPU's own kernels; backend "
-            f"{place.backend} takes: stored"
+            f"{place.backend} takes: auto, stored"
         )
     return place
 
@@ -252,8 +252,8 @@ class Models:
     def _runner(self, name: str, path: Path) -> ModelRunner:
         place, room = self.place, (self.num_blocks, self.config.block_size)
         if place.backend == "native":
-            int4 = name != TARGET and self.config.drafter_weights == "int4"
-            return NativeRunner.load(path, place.dtype, *room, place.num_threads, int4=int4)
+            rounding: DrafterWeights = "stored" if name == TARGET else self.config.drafter_weights
+            return NativeRunner.load(path, place.dtype, *room, place.num_threads, rounding=rounding)
         attention = ATTENTION[self.config.attention]
         return EagerRunner.load(path, place.dtype, place.device, *room, attention)
 
@@ -272,10 +272,10 @@ def run_vllm_node(config: EngineConfig, announce: Callable[[str], None]) -> None
     run_node(config, announce)
 
 
-def load_runner(path: Path, dtype_name: str, *, int4: bool = False) -> ModelRunner:
+def load_runner(path: Path, dtype_name: str, *, rounding: DrafterWeights = "stored") -> ModelRunner:
     """Load one checkpoint on the CPU, with the native kernels if possible.
 
-    KV memory: as `affordable_blocks`. int4: quantise its matrices to 4 bits (`models.rounding`).
+    KV memory: as `affordable_blocks`. rounding: as `NativeRunner.load`.
 
     Raises: CheckpointError for an unusable one, ConfigError without kernels for 4 bits."""
     device = torch.device("cpu")
@@ -287,11 +287,11 @@ def load_runner(path: Path, dtype_name: str, *, int4: bool = False) -> ModelRunn
     threads = torch.get_num_threads()
     beyond = beyond_kernels(config, config.max_position_embeddings)
     if dtype not in DTYPES or beyond is not None or why_not_native() is not None:
-        if int4:
+        if rounding == "int4":
             raise ConfigError(
                 "weights int4 are for the CPU's own kernels, which cannot be had here"
             )
         return EagerRunner.load(path, dtype, device, num_blocks, _BLOCK_SIZE)
     # As in `resolve_placement`.
     torch.set_num_threads(1)
-    return NativeRunner.load(path, dtype, num_blocks, _BLOCK_SIZE, threads, int4=int4)
+    return NativeRunner.load(path, dtype, num_blocks, _BLOCK_SIZE, threads, rounding=rounding)

@@ -168,10 +168,7 @@ def _models_beside_vllm(config: EngineConfig, place: Placement) -> Models:
 
 
 def _drafters(config: EngineConfig, models: Models) -> list[LocalDrafter]:
-    return [
-        _local_drafter(name, DrafterParts.from_path(path), models)
-        for name, path in config.drafters.items()
-    ]
+    return [_local_drafter(name, parts, models) for name, parts in config.sources.items()]
 
 
 def _local_drafter(name: str, parts: DrafterParts, models: Models) -> LocalDrafter:
@@ -202,7 +199,7 @@ def _scheduler(config: EngineConfig, models: Models, learn: Estimators) -> Sched
 
 def _drafter(config: EngineConfig, models: Models, name: str) -> Drafter:
     """Return the scheduler's drafter, with limits where the target's are wider."""
-    is_chained = DrafterParts.from_path(config.drafters[name]).is_chain
+    is_chained = config.sources[name].is_chain
     shape = models.shapes.get(name)
     drafts_text = name in models.tokenizers
     drafter = Drafter(

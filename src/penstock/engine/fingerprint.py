@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import penstock
-from penstock.config import DrafterParts, EngineConfig, model_name
+from penstock.config import EngineConfig, model_name
 from penstock.engine.backends import Models
 from penstock.engine.native.loading import load_library
 
@@ -34,13 +34,12 @@ def fingerprint(config: EngineConfig, models: Models) -> dict[str, Any]:
     """Return everything that learned numbers depend on, without the models' folders."""
     is_native = models.place.backend == "native"
     kernels = _hash_of_file(Path(load_library()._name)) if is_native else torch.__version__
-    parts = {name: DrafterParts.from_path(path) for name, path in config.drafters.items()}
     settings = config.model_dump(mode="json", include={"drafter_weights", "attention", "vllm"})
     return {
         "target": _hash_of_model(config.target),
         "drafters": {
             name: [look_up, None if model is None else _hash_of_model(Path(model))]
-            for name, (look_up, model) in parts.items()
+            for name, (look_up, model) in config.sources.items()
         },
         "machine": machine_name(models.place.device),
         "threads": models.place.num_threads,

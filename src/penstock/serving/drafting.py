@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from penstock.config import DrafterWeights
 from penstock.core.drafting.lines import TopWeights
 from penstock.core.drafting.sessions import DraftingSessions, Proposer, SessionDraft, SessionLines
 from penstock.engine.backends import load_runner
@@ -36,13 +37,13 @@ class DrafterOptions:
     """Options of a draft server's drafter.
 
     model: a checkpoint, whose tokenizer reads texts. uses_model: False for n-gram look-up, which
-    needs the tokenizer alone. int4: quantise the model's matrices to 4 bits."""
+    needs the tokenizer alone. weights: rounding, as `drafter_weights`."""
 
     name: str
     model: Path
     uses_model: bool = True
     dtype: str = "auto"
-    int4: bool = False
+    weights: DrafterWeights = "stored"
     max_draft_tokens: int = 16
     takes_assignments: bool = True
 
@@ -61,7 +62,7 @@ def load_drafter(options: DrafterOptions) -> LoadedDrafter:
     tokenizer = load_tokenizer(options.model)
     proposer: Proposer
     if options.uses_model:
-        runner = load_runner(options.model, options.dtype, int4=options.int4)
+        runner = load_runner(options.model, options.dtype, rounding=options.weights)
         room = runner.num_blocks * runner.block_size
         longest = min(runner.config.max_position_embeddings, room)
         proposer = ModelProposer(ModelDrafter(options.name, runner, longest), quantise)

@@ -9,13 +9,13 @@ from penstock.core.policies.selection.auto import Auto
 from penstock.core.state import Outcome, RequestState
 from penstock.core.types import Request, Verdict
 
-MACHINE = Machine({"a": 1e-3, "b": 1e-3})
+MACHINE = Machine({"a": 1e-3, "b": 1e-3}, per_catch_up_token=0.2e-3)
 NUM_STEPS, STEP_S = 500, 0.01
 
 
 def state_of(number: int) -> RequestState:
-    """A request that has made enough tokens for a replay to say something."""
-    state = RequestState(Request(str(number), 100, 1000), number)
+    """A request that has made enough tokens for a replay to say something, and soon ends."""
+    state = RequestState(Request(str(number), 100, 40), number)
     state.append((0,) * 30)
     return state
 
@@ -31,7 +31,7 @@ def num_replays_after_steps(drafter: str | None) -> int:
     for num_read in itertools.count():
         state = state_of(num_read + 1)
         policy.select([state], View(drafters, estimators, NUM_STEPS * STEP_S))
-        if len(policy.replays([], view)) == num_read:
+        if len(policy.replays([], view)) <= num_read:
             return num_read
     raise AssertionError
 

@@ -73,7 +73,8 @@ class AcceptancePrior:
                 self._excess += (a - n * p) ** 2 / (n * p * (1 - p)) - 1
         slot = self._prompts.add(_buckets(words))
         share = np.minimum(1.0, _REQUEST_TOKENS / np.maximum(decided, 1.0))
-        self._counts[:, :, slot] = share * accepted, share * decided
+        self._counts[:, :, slot] = 0.0
+        self._counts[:, : len(decided), slot] = share * accepted, share * decided
 
 
 class _Prompts:

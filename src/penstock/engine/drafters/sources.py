@@ -121,38 +121,56 @@ class SourceEvidence:
             num_found = min(len(match.token_ids), order.max_draft_tokens)
             chosen.append((num_found, order.max_draft_tokens - num_found))
             if order.costs is not None:
-                timed.append((i, order.costs))
+                timed.append(i)
         if timed:
-            tables = [self._tokens(orders[i], costs, matches[i], left[i]) for i, costs in timed]
-            longest = max((costs for _, costs in timed), key=lambda costs: len(costs.rounds))
-            for (i, _), parts in zip(timed, best_together(tables, longest), strict=True):
+            costs = max((c for o in orders if (c := o.costs)), key=lambda c: len(c.rounds))
+            own, found, rest = ([of[i] for i in timed] for of in (orders, matches, left))
+            best = best_together(self._tokens(own, costs, found, rest), costs)
+            for i, parts in zip(timed, best, strict=True):
                 chosen[i] = parts
         return [Parts(match, *parts) for match, parts in zip(matches, chosen, strict=True)]
 
     def _tokens(
-        self, order: DraftOrder, costs: RoundCosts, match: Match, num_left: int
+        self,
+        orders: Sequence[DraftOrder],
+        costs: RoundCosts,
+        matches: Sequence[Match],
+        left: Sequence[int],
     ) -> FloatArray:
-        """Return expected tokens of an order, [kept, guessed].
+        """Return expected tokens of N orders, [N, kept, guessed]; minus infinity if not allowed.
 
         Only guessed = 0 while the model would take longer to read the unread text than it saves
         until the request's end. Savings are estimated as if all requests drafted alike."""
-        most = order.max_draft_tokens
-        mean = self._acceptance.mean
-        found = [
-            mean(order.request_id, _kind(match, i)) for i in range(min(len(match.token_ids), most))
-        ]
-        guessed = self._acceptance.survival(order.request_id, _MODEL, most)
+        longest, mean = len(costs.rounds) - 1, self._acceptance.mean
+        found, guessed = np.zeros((2, len(orders), longest))
+        num_found = []
+        for i, (order, match) in enumerate(zip(orders, matches, strict=True)):
+            num_found.append(min(len(match.token_ids), order.max_draft_tokens))
+            known: dict[str, float] = {}
+            for j in range(num_found[-1]):
+                kind = _kind(match, j)
+                if kind not in known:
+                    known[kind] = mean(order.request_id, kind)
+                found[i, j] = known[kind]
+            survival = self._acceptance.survival(order.request_id, _MODEL, order.max_draft_tokens)
+            guessed[i, : len(survival)] = survival
         tokens = expected_tokens(found, guessed)
-        each = round_seconds(costs, len(found), most) / tokens
-        alone, best = np.argmin(each[:, 0]), each.min()
-        saving = self._savings[order.request_id]
-        for kind in (saving, self._saving):
-            kind.note(each[alone, 0] - best, tokens[alone, 0])
-        # The model's first step reads one token; reading the others serves all later steps.
-        reading = costs.num_requests * costs.read * (order.num_catch_up_tokens - 1)
-        is_asked = num_left * saving.mean(self._saving.mean()) >= reading
-        tokens[np.isinf(each)] = -np.inf
-        return tokens if is_asked else tokens[:, :1]
+        kept, added = np.arange(longest + 1)[:, None], np.arange(longest + 1)
+        most = np.array([order.max_draft_tokens for order in orders])
+        beyond = kept + added > most[:, None, None]
+        tokens[beyond | (kept > np.array(num_found)[:, None, None])] = -np.inf
+        each = round_seconds(costs) / np.where(tokens > 0, tokens, 1e-9)
+        alone = each[:, :, 0].argmin(axis=1)
+        best = each.reshape(len(orders), -1).min(axis=1)
+        for i, order in enumerate(orders):
+            saving = self._savings[order.request_id]
+            for total in (saving, self._saving):
+                total.note(float(each[i, alone[i], 0] - best[i]), float(tokens[i, alone[i], 0]))
+            # The model's first step reads one token; reading the others serves all later steps.
+            reading = costs.num_requests * costs.read * (order.num_catch_up_tokens - 1)
+            if left[i] * saving.mean(self._saving.mean()) < reading:
+                tokens[i, :, 1:] = -np.inf
+        return tokens
 
     def release_request(self, request_id: str) -> None:
         """Drop all state of a finished request."""
@@ -174,44 +192,43 @@ class SourceEvidence:
         )
 
 
-def expected_tokens(found: Sequence[float], guessed: Sequence[float]) -> FloatArray:
-    """Return the expected tokens of a step, [kept, guessed], including the target's own.
+def expected_tokens(found: FloatArray, guessed: FloatArray) -> FloatArray:
+    """Return the expected tokens of N drafts, [N, kept, guessed], including the target's own.
 
-    found: acceptance of each looked-up token; guessed: probability that the model's first 1, 2, …
-    tokens are accepted, given that look-up's are
+    found: [N, K] acceptance of each looked-up token; guessed: [N, K] probability that the model's
+    first 1, 2, … tokens are accepted, given that look-up's are
     """
-    survival = np.cumprod([1.0, *found])
-    looked_up = np.cumsum(survival)
-    tokens: FloatArray = looked_up[:, None] + survival[:, None] * np.cumsum([0.0, *guessed])
-    return tokens
+    ones, zeros = np.ones((len(found), 1)), np.zeros((len(found), 1))
+    survival = np.cumprod(np.concatenate([ones, found], axis=1), axis=1)
+    more = np.cumsum(np.concatenate([zeros, guessed], axis=1), axis=1)
+    looked_up = np.cumsum(survival, axis=1)
+    return np.asarray(looked_up[:, :, None] + survival[:, :, None] * more[:, None, :])
 
 
-def round_seconds(costs: RoundCosts, num_found: int, most: int) -> FloatArray:
-    """Return seconds of a step if all requests drafted alike, [kept, guessed]; inf over `most`."""
-    kept, guessed = np.arange(num_found + 1)[:, None], np.arange(most + 1)
+def round_seconds(costs: RoundCosts) -> FloatArray:
+    """Return seconds of a step if all requests drafted alike, [kept, guessed]; inf if too many."""
+    most = len(costs.rounds) - 1
+    kept, guessed = np.arange(most + 1)[:, None], np.arange(most + 1)
     rounds = np.append(costs.rounds, np.inf)[np.minimum(kept + guessed, most + 1)]
     reading = costs.num_requests * costs.read * kept * (guessed > 0)
     seconds: FloatArray = rounds + costs.step * guessed + reading
     return seconds
 
 
-def best_together(tables: Sequence[FloatArray], costs: RoundCosts) -> list[tuple[int, int]]:
+def best_together(tables: FloatArray, costs: RoundCosts) -> list[tuple[int, int]]:
     """Return (kept, guessed) of each draft of a step, for most tokens per second of the step.
 
     The model takes as many steps as the longest guess, for which all requests wait.
 
-    tables: expected tokens of each draft, [kept, guessed]; minus infinity if not allowed
+    tables: expected tokens of each draft, [N, kept, guessed]; minus infinity if not allowed
     """
     num, most = len(tables), len(costs.rounds) - 1
     reading = costs.read * costs.num_requests / costs.rounds[0]
     numbers = np.arange(most + 1)
-    padded = np.full((num, most + 1, most + 1), -np.inf)
-    for own, tokens in zip(padded, tables, strict=True):
-        own[: tokens.shape[0], : tokens.shape[1]] = tokens
-    padded -= reading * numbers[:, None] * (numbers > 0)
+    worth = tables - reading * numbers[:, None] * (numbers > 0)
     # [draft, rows, guessed]: rows are those added to the target's batch.
     kept = numbers[:, None] - numbers
-    by_rows = np.where(kept < 0, -np.inf, padded[:, kept, numbers])
+    by_rows = np.where(kept < 0, -np.inf, worth[:, kept, numbers])
     # [draft, rows, steps]: with at most `steps` steps of the model.
     best = np.maximum(np.maximum.accumulate(by_rows, axis=2), -_NEVER)
     each = np.diff(best, axis=1).reshape(num * most, most + 1)

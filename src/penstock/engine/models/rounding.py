@@ -5,6 +5,7 @@ the target verifies every token, so its distribution is unchanged."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -23,8 +24,21 @@ _SHARES = (1.0, 0.92, 0.84)
 """Shares of a block's range that the codes are tried over; clipping outliers helps the others."""
 _MOST_BITS = 6.0
 """Bits per weight up to which a matrix is kept: rounding would gain little."""
+_CACHED_BYTES = 64 << 20
+"""Bytes of matrices that a processor's cache might hold: reading those takes little."""
 _CHUNK = 1 << 21
 """Values rounded at once, which bounds the scratch memory."""
+
+
+def is_large(weights: Mapping[str, Weight]) -> bool:
+    """Return whether rounding saves time: no cache holds what would be rounded."""
+    matrices = [
+        part
+        for weight in weights.values()
+        for part in (weight if isinstance(weight, tuple) else (weight,))
+        if _is_rounded(part)
+    ]
+    return sum(math.prod(_shape(m)) * _bits(m) / 8 for m in matrices) > _CACHED_BYTES
 
 
 def round_weights(weights: Mapping[str, Weight], num_threads: int) -> dict[str, Weight]:
@@ -48,11 +62,9 @@ def _round(weight: Weight) -> Weight:
 
 
 def _round_one(weight: Stored) -> Stored:
-    if isinstance(weight, torch.Tensor) and weight.dim() < 2:
+    if not _is_rounded(weight):
         return weight
     rows, columns = _shape(weight)
-    if columns % _SIZE or _bits(weight) <= _MOST_BITS:
-        return weight
     data = torch.empty(rows, columns // _SIZE * _BLOCK_BYTES, dtype=torch.uint8)
     at_once = max(1, _CHUNK // columns)
     for start in range(0, rows, at_once):
@@ -61,6 +73,12 @@ def _round_one(weight: Stored) -> Stored:
     if isinstance(weight, QuantizedMatrix):
         weight.drop_pages()
     return QuantizedMatrix(KIND, rows, columns, data)
+
+
+def _is_rounded(weight: Stored) -> bool:
+    if isinstance(weight, torch.Tensor) and weight.dim() < 2:
+        return False
+    return _shape(weight)[1] % _SIZE == 0 and _bits(weight) > _MOST_BITS
 
 
 def _shape(weight: Stored) -> tuple[int, int]:

@@ -12,11 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from penstock.config import DrafterWeights
 from penstock.core.learn.confidence import EDGES, Stop
 from penstock.engine.drafters.drafts import Draft, Drafts
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.quantized import Weight
-from penstock.engine.models.rounding import round_weights
+from penstock.engine.models.rounding import is_large, round_weights
 from penstock.engine.models.weights import stored_weights
 from penstock.engine.native import library as c
 from penstock.engine.native.library import native_library
@@ -97,9 +98,9 @@ class NativeRunner(ModelRunner):
         block_size: int,
         num_threads: int,
         *,
-        int4: bool = False,
+        rounding: DrafterWeights = "stored",
     ) -> NativeRunner:
-        """Load a checkpoint. int4: round matrices to 4 bits (`models.rounding`), for drafters.
+        """Load a checkpoint. rounding: of matrices to 4 bits (`models.rounding`), for drafters.
 
         float32 keeps the cache in float32 and the weights as stored (bfloat16 is widened in
         registers). bfloat16 rounds both, and with AVX512-BF16 also the activations of every
@@ -112,7 +113,8 @@ class NativeRunner(ModelRunner):
         rounded = torch.bfloat16 in (dtype, config.dtype)
         plain = torch.bfloat16 if rounded else torch.float32
         with stored_weights(path, config, plain, BLOCK_FORMATS) as stored:
-            weights = round_weights(stored, num_threads) if int4 else stored
+            rounds = rounding == "int4" or (rounding == "auto" and is_large(stored))
+            weights = round_weights(stored, num_threads) if rounds else stored
             return cls(config, weights, dtype, num_blocks, block_size, num_threads)
 
     def limit_threads(self, num_threads: int) -> None:

@@ -42,6 +42,9 @@ _SHARED = 0.5  # part of a request's deviation, in log-odds, that all drafters s
 _HIGHEST = 0.98  # acceptance that is expected at most
 _FIRST_GAP, _LONGEST_GAP = 2, 16
 """Rounds between a request's decisions, first and, after doubling, longest."""
+_REVIEW_EVERY = 4
+"""Most steps between reviews: those of several requests at once take hardly longer than one."""
+_REVIEW_SHARE = 0.5  # seconds of a review, in the host's part of a step
 _DEMAND_WEIGHT = 0.05  # weight of a request in the demand for drafters
 _STEP_WEIGHT = 0.02  # weight of a step in the mean number of requests
 _FEWEST_TOKENS = 24  # output tokens from which on a replay says enough for later requests
@@ -110,7 +113,7 @@ class Auto(SelectionPolicy):
         self._known: dict[str, _Known] = {}
         self._demand: dict[str, float] = {}
         self._budget = _Budget(options.explore)
-        self._num_sharing = 1.0
+        self._num_sharing, self._num_steps = 1.0, 0
         self._proposals: dict[tuple[str, str], ReplayProposal] = {}
         self._saved: dict[str, float] = {}
 
@@ -127,11 +130,12 @@ class Auto(SelectionPolicy):
             return {state.request.id: only.name for state in states}
         chosen: dict[str, str | None] = {}
         due = []
+        is_turn = self._num_steps % min(_REVIEW_EVERY, round(self._num_sharing)) == 0
         for state in states:
             known = self._known.get(state.request.id)
             has_left = state.drafter is not None and state.drafter not in drafters
             is_due = known is None or known.has_news or state.round >= known.next_round
-            if is_due or has_left:
+            if known is None or has_left or (is_turn and is_due):
                 due.append(state)
             else:
                 chosen[state.request.id] = state.drafter
@@ -149,11 +153,12 @@ class Auto(SelectionPolicy):
         longest = min(self.options.k_max, MOST_POSITIONS)
         savings = Savings(states, drafters, view, sharing, longest)
         demand = self._want(list(drafters), savings.if_shared(expected[:, columns]))
-        means = values = savings.at(expected[:, columns], demand)
-        if self._budget.pays(0.0):
-            values = savings.at(drawn[:, columns], demand)
+        savings.share(demand)
+        means = values = savings.at(expected[:, columns])
+        if drawn is not None and self._budget.pays(0.0):
+            values = savings.at(drawn[:, columns])
         if self.options.explore:
-            self._propose(states, known, drafters, savings, expected[:, columns], means, demand)
+            self._propose(states, known, drafters, view, savings, expected[:, columns], means)
         room = [
             None if d.max_num_seqs is None else d.max_num_seqs - _others(d, states, view.loads)
             for d in drafters.values()
@@ -183,39 +188,44 @@ class Auto(SelectionPolicy):
         known.next_round = state.round + known.gap
         known.gap = min(2 * known.gap, _LONGEST_GAP)
         if len(known.prior) < num:
-            missing = ((0, 0), (0, num - known.counts.shape[1]))
-            known.counts, known.totals = (np.pad(c, missing) for c in (known.counts, known.totals))
+            if known.counts.shape[1] < num:
+                missing = ((0, 0), (0, num - known.counts.shape[1]))
+                known.counts, known.totals = (
+                    np.pad(c, missing) for c in (known.counts, known.totals)
+                )
             self._prior.grow(num)
             by_column = {column: name for name, column in self._columns.items()}
             first = [view.learn.acceptance.mean("", by_column[j]) for j in range(num)]
             known.prior, tokens = self._prior.expect(known.words, np.array(first))
-            independent = 1 + tokens / _ALIKE
-            drawn = self._rng.beta(
-                1 + known.prior * independent, 1 + (1 - known.prior) * independent
-            )
+            known.drawn = known.prior
             untold = [self._columns[n] for n, d in drafters.items() if not _can_replay(d, state)]
-            known.drawn = known.prior.copy()
-            known.drawn[untold] = drawn[untold]
+            if untold:
+                independent = 1 + tokens / _ALIKE
+                rates, known.drawn = known.prior, known.prior.copy()
+                drawn = self._rng.beta(1 + rates * independent, 1 + (1 - rates) * independent)
+                known.drawn[untold] = drawn[untold]
         known.has_news = False
         return known
 
-    def _rates(self, known: Sequence[_Known]) -> tuple[FloatArray, FloatArray]:
-        """Return expected acceptance [S, J], and the same from drawn priors."""
+    def _rates(self, known: Sequence[_Known]) -> tuple[FloatArray, FloatArray | None]:
+        """Return expected acceptance [S, J], and the same from drawn priors if any was drawn."""
         accepted, decided = np.stack([k.counts for k in known], axis=1)
         strength = self._prior.strength
+        right = accepted.sum(axis=1, keepdims=True) + strength / 2
+        wrong = (decided - accepted).sum(axis=1, keepdims=True) + strength / 2
         found = []
         for priors in ([k.prior for k in known], [k.drawn for k in known]):
             prior = np.stack(priors).clip(1 - _HIGHEST, _HIGHEST)
-            # How much more of its drafts the request accepts than expected.
-            right = accepted.sum(axis=1, keepdims=True) + strength / 2
-            wrong = (decided - accepted).sum(axis=1, keepdims=True) + strength / 2
             usual = (decided * prior).sum(axis=1, keepdims=True) + strength / 2
             unusual = (decided * (1 - prior)).sum(axis=1, keepdims=True) + strength / 2
+            # How much more of its drafts the request accepts than expected.
             shift = (right / wrong * unusual / usual) ** _SHARED
             odds = prior / (1 - prior) * np.where(decided > 0, 1.0, shift)
             rates = odds / (1 + odds)
             rates = (accepted + strength * rates) / (decided + strength)
             found.append(rates.clip(1 - _HIGHEST, _HIGHEST))
+            if all(k.drawn is k.prior for k in known):
+                return found[0], None
         return found[0], found[1]
 
     def _want(self, names: Sequence[str], saved: FloatArray) -> FloatArray:
@@ -248,10 +258,10 @@ class Auto(SelectionPolicy):
         states: Sequence[RequestState],
         known: Sequence[_Known],
         drafters: Mapping[str, Drafter],
+        view: View,
         savings: Savings,
         rates: FloatArray,
         values: FloatArray,
-        demand: FloatArray,
     ) -> None:
         """Propose replays whose answer should save more than their reading takes, or teaches."""
         columns = [self._columns[n] for n in drafters]
@@ -261,16 +271,17 @@ class Auto(SelectionPolicy):
         # Deviation of the mean that the tokens of a replay will give.
         told = read / (self._prior.strength + decided + read) / (self._prior.strength + decided + 1)
         hopeful = rates + _TAIL * np.sqrt(rates * (1 - rates) * told)
-        better = savings.at(hopeful.clip(None, _HIGHEST), demand) + savings.reading
+        better = savings.at(hopeful.clip(None, _HIGHEST)) + savings.reading
         best = np.maximum(0.0, values.max(axis=1, keepdims=True))
         gains = _TAIL_WEIGHT * np.maximum(0.0, better - best)
+        review = _REVIEW_SHARE * view.learn.times.overhead * self._num_sharing
         for i, j in zip(*np.nonzero(gains), strict=True):
             state, own = states[i], known[i]
             name, drafter = list(drafters.items())[j]
             num_tokens = state.num_output_tokens
             if not num_tokens or name == state.drafter or not _can_replay(drafter, state):
                 continue
-            seconds = float(savings.reading[i, j])
+            seconds = float(savings.reading[i, j]) + review
             if gains[i, j] <= seconds:
                 has_taught = name in own.taught or num_tokens < _FEWEST_TOKENS
                 if has_taught or not self._budget.pays(seconds):
@@ -294,6 +305,7 @@ class Auto(SelectionPolicy):
         seconds = view.learn.times.target(max(1, len(outcomes) + drafted))
         self._budget.total_s += len(outcomes) * seconds * (1.0 if drafted else _UNDRAFTED)
         if outcomes:
+            self._num_steps += 1
             self._num_sharing += _STEP_WEIGHT * (len(outcomes) - self._num_sharing)
         for state, verdict in outcomes:
             column = self._columns.get(verdict.drafter or "")
@@ -309,8 +321,7 @@ class Auto(SelectionPolicy):
             del self._proposals[key]
         self._budget.num_ended += 1
         if known is not None and known.totals.any():
-            missing = ((0, 0), (0, len(self._models) - known.totals.shape[1]))
-            self._prior.learn(known.words, known.prior, *np.pad(known.totals, missing))
+            self._prior.learn(known.words, known.prior, *known.totals)
 
 
 def _words_of(request: Request) -> IntArray:

@@ -58,17 +58,22 @@ class Savings:
         drafting = np.array([self._drafting(d, self._sharing) for d in self._drafters])
         return self._plain - self._per_token(drafting, rates)
 
-    def at(self, rates: FloatArray, demand: FloatArray) -> FloatArray:
-        """Return seconds [S, J] saved at these rates; demand: [J] share of requests by drafter."""
+    def share(self, demand: FloatArray) -> None:
+        """Divide the drafters' time by `demand`, the share of requests [J] that each would get."""
         loads, wanted = self._view.loads, np.rint(self._sharing * demand)
         seconds = []
         for drafter, most in zip(self._drafters, wanted.tolist(), strict=True):
             load = loads.get(drafter.name, 0)
-            joined, kept = (int(max(1, users, most)) for users in (load + 1, load))
-            seconds.append((self._drafting(drafter, joined), self._drafting(drafter, kept)))
-        drafting = np.where(self._stays[..., None], *np.array(seconds).swapaxes(0, 1)[::-1])
-        change = np.where(self._stays, 1.0, 1.0 + MARGIN)
-        per_token = change * self._per_token(drafting, rates)
+            joined, kept = max(1, load + 1, int(most)), max(1, load, int(most))
+            own = self._drafting(drafter, joined)
+            seconds.append((own if kept == joined else self._drafting(drafter, kept), own))
+        kept_s, joined_s = np.array(seconds).swapaxes(0, 1)
+        self._shared = np.where(self._stays[..., None], kept_s, joined_s)
+        self._change = np.where(self._stays, 1.0, 1.0 + MARGIN)
+
+    def at(self, rates: FloatArray) -> FloatArray:
+        """Return seconds saved [S, J] at these rates, after `share`."""
+        per_token = self._change * self._per_token(self._shared, rates)
         return np.asarray(self.remaining * (self._plain - per_token) - self.reading)
 
     def _drafting(self, drafter: Drafter, users: int) -> FloatArray:
