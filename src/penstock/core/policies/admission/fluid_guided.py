@@ -27,6 +27,7 @@ _CONFIDENCE = 4.0  # standard deviations kept free for less memory being release
 _HORIZON = 10.0  # steps within which waiting prompts should be prefilled
 _TOLERANCE = 0.03  # share by which a step may be less efficient than the best one, to be shorter
 _URGENT_SHARE = 0.25  # share of the TTFT target after which a waiting request is urgent
+_SIZES = tuple(round(2 ** (i / 2)) for i in range(33))  # steps that are compared beside the profile's
 _MAX_WAITING_CONSIDERED = 256  # most waiting requests considered in a step: bounds the host's time
 _SPARE_LOAD = 0.7
 """Load, as a share of capacity, up to which decoding may pause for a prompt that is on time anyway:
@@ -367,14 +368,15 @@ class FluidGuided(AdmissionPolicy):
     def _corners_of(self, profile: StepProfile) -> list[tuple[int, float]]:
         """Return the sizes of a step just before it would take longer, and their seconds."""
         if self._corners is None or self._corners[0] is not profile:
-            counts, seconds = profile.token_counts, profile.token_seconds
-            ends = [
+            most = self.options.max_num_batched_tokens
+            counts = sorted({n for n in (*profile.token_counts, *_SIZES) if 0 < n < most} | {most})
+            seconds = [profile.linear(n) for n in counts]
+            corners = [
                 (counts[i], seconds[i])
                 for i in range(len(counts) - 1)
-                if counts[i] > 0 and seconds[i + 1] > 1.002 * seconds[i]
+                if seconds[i + 1] > 1.002 * seconds[i]
             ]
-            most = max(self.options.max_num_batched_tokens, 1)
-            self._corners = (profile, [*ends, (most, profile.linear(most))])
+            self._corners = (profile, [*corners, (most, seconds[-1])])
         return self._corners[1]
 
 
