@@ -10,9 +10,10 @@ import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import ClassVar
 
-from penstock.core.policies.admission.parts.growth import Refill, num_that_fit
+from penstock.core.policies.admission.parts.growth import num_that_fit
 from penstock.core.policies.admission.parts.targets import Targets, time_left_of_own
 from penstock.core.policies.base import AdmissionPolicy
 from penstock.core.policies.options import PositiveFloat, PositiveInt
@@ -23,11 +24,14 @@ from penstock.core.types import Status
 from penstock.fluid.step_profile import StepProfile, StepWork
 
 # Chosen by hand; `lab.bench.admission` measures what they come to.
-_CONFIDENCE = 4.0  # standard deviations kept free for less memory being released than expected
+_PEAK = 1.5  # standard deviations by which the fullest of the steps ahead exceeds a certain one
+_LEAST_GAIN = 0.01  # share of a token's seconds that another request gains at least
 _HORIZON = 10.0  # steps within which waiting prompts should be prefilled
 _TOLERANCE = 0.03  # share by which a step may be less efficient than the best one, to be shorter
 _URGENT_SHARE = 0.25  # share of the TTFT target after which a waiting request is urgent
-_SIZES = tuple(round(2 ** (i / 2)) for i in range(33))  # steps that are compared beside the profile's
+_SIZES = tuple(
+    round(2 ** (i / 2)) for i in range(33)
+)  # steps that are compared beside the profile's
 _MAX_WAITING_CONSIDERED = 256  # most waiting requests considered in a step: bounds the host's time
 _SPARE_LOAD = 0.7
 """Load, as a share of capacity, up to which decoding may pause for a prompt that is on time anyway:
@@ -65,18 +69,17 @@ class FluidGuided(AdmissionPolicy):
         self._corners: tuple[StepProfile, list[tuple[int, float]]] | None = None
         self._blocked: tuple[str, int] | None = None
         self._targets = Targets(options.ttft_p99, options.tpot_p99)
-        self._refill = Refill()
         self._best: tuple[StepProfile | None, float, tuple[int, float]] = (None, 0.0, (1, 0.0))
         self._is_steady = False
 
     def shortage(self, step: Step, state: RequestState) -> tuple[int, int]:
-        if num_that_fit(step, [state], _CONFIDENCE):
+        if num_that_fit(step, [state], self._confidence(step)):
             return 0, 0
         return step.pool.blocks_for(state.num_known_tokens + int(step.learn.lengths.mean)), 0
 
     def compose(self, step: Step) -> None:
         budget = max(self.options.max_num_batched_tokens, step.num_decodes())
-        self._refill.is_pausing = self._is_steady = False
+        self._is_steady = False
         in_order, pauses = self._in_order(step)
         num_decodes = 0 if pauses else step.schedule_decodes(budget)
         prompts = [] if step.num_preempted else self._prompts(step, in_order)
@@ -85,7 +88,7 @@ class FluidGuided(AdmissionPolicy):
         else:
             # With a TTFT target the order of waiting requests changes with time.
             changes = step.waiting and self.options.ttft_p99 is not None
-            self._is_steady = not (step.num_preempted or self._refill.is_pausing or changes)
+            self._is_steady = not (step.num_preempted or changes)
         if pauses and not step.scheduled:
             step.schedule_decodes(budget)
 
@@ -105,7 +108,6 @@ class FluidGuided(AdmissionPolicy):
             elif step.num_preempted or not step.can_admit(state, tokens):
                 return
             else:
-                self._refill.spend(step.num_missing_tokens(state))
                 step.admit(state, tokens)
             left -= tokens
 
@@ -153,23 +155,32 @@ class FluidGuided(AdmissionPolicy):
         first = next(waiting, None)
         if first is None or self._blocked == (first.request.id, len(step.running)):
             return []
-        if not self._refill.earn(step):
-            return []
         enough = _HORIZON * self._best_step(step)[0]
-        soon: list[RequestState] = []
-        num_turns, tokens = 0, 0
-        for state in itertools.chain([first], waiting):
-            num_turns += not soon or tokens < self._refill.credit
-            soon.append(state)
-            tokens += step.num_missing_tokens(state)
+        soon, tokens = [first], step.num_missing_tokens(first)
+        for state in waiting:
             if tokens >= enough:
                 break
-        num_fit = num_that_fit(step, soon, _CONFIDENCE)
-        admissible = soon[: min(num_turns, num_fit if step.running else max(1, num_fit))]
+            soon.append(state)
+            tokens += step.num_missing_tokens(state)
+        num_fit = num_that_fit(step, soon, self._confidence(step))
+        admissible = soon[: num_fit if step.running else max(1, num_fit)]
         # Until a request ends there is no more room for the first of them.
         self._blocked = None if admissible else (first.request.id, len(step.running))
-        began = self._refill.note(num_fit < len(soon))
-        return admissible[:1] if began else admissible
+        return admissible
+
+    def _confidence(self, step: Step) -> float:
+        """Return the standard deviations by which less memory may come free than expected.
+
+        A newsvendor's: memory that runs out costs the seconds of a preempted text, memory that
+        stays free the tokens of one more request. A token is worth its share of a step."""
+        lengths, profile = step.learn.lengths, step.learn.times.profile
+        num, context = step.num_decodes() + 1, self._context_len(step)
+        token = self._decode_only_seconds(step, num) / num
+        own = (profile.linear(2 * num) - profile.linear(num)) / num + profile.per_decode
+        own += profile.per_kv_token * context
+        gained = lengths.mean / lengths.per_step * max(token - own, _LEAST_GAIN * token)
+        lost = context * self._work(step)[0]
+        return _PEAK + NormalDist().inv_cdf(lost / (lost + gained))
 
     def _seconds_of_prompt(self, step: Step, num_decodes: int) -> Callable[[RequestState], float]:
         """Return a function for the seconds of the rest of a prompt beside decoding requests."""
@@ -218,8 +229,6 @@ class FluidGuided(AdmissionPolicy):
         # The price is often exactly that of the last tokens worth buying.
         price *= 1 + 1e-6
         cheap = max(hull, key=lambda p: price * p[0] - p[1])[0]
-        if self._refill.is_short:
-            return cheap
         totals = itertools.accumulate(_missing(step, state) for state in prompts)
         ends = itertools.takewhile(lambda total: total <= most, totals)
         return self._uncut(step, num_decodes, cheap, ends, price)
@@ -337,9 +346,13 @@ class FluidGuided(AdmissionPolicy):
         position = self._best_step(step)[1]
         prompt = position + profile.per_prefill_token
         prompt += profile.per_prefill_context * prompt_len / 2
-        context = prompt_len + lengths.mean / 2
-        decode = position + profile.per_decode + profile.per_kv_token * context
+        decode = position + profile.per_decode
+        decode += profile.per_kv_token * self._context_len(step)
         return prompt, decode / lengths.per_step
+
+    def _context_len(self, step: Step) -> float:
+        """Return the known tokens of a request in the middle of its output."""
+        return step.learn.traffic.mean_prompt_len + step.learn.lengths.mean / 2
 
     def _decode_seconds(self, step: Step, num_decodes: int) -> float:
         """Return a step's seconds for decoding beside its positions, drafts included."""
