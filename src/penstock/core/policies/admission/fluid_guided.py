@@ -25,9 +25,10 @@ from penstock.fluid.step_profile import StepProfile, StepWork
 
 # Chosen by hand; `lab.bench.admission` measures what they come to.
 _PEAK = 1.5  # standard deviations by which the fullest of the steps ahead exceeds a certain one
-_LEAST_GAIN = 0.01  # share of a token's seconds that another request gains at least
+_LEAST_RISK = 0.01  # least chance that memory runs out, or does not, that is aimed at
 _HORIZON = 10.0  # steps within which waiting prompts should be prefilled
-_TOLERANCE = 0.03  # share by which a step may be less efficient than the best one, to be shorter
+_TOLERANCE = 0.08  # share by which a step may be less efficient than the best one, to be shorter
+_SHORTER = 0.03  # share of a step that its prompt tokens may lose against the best number of them
 _URGENT_SHARE = 0.25  # share of the TTFT target after which a waiting request is urgent
 _SIZES = tuple(
     round(2 ** (i / 2)) for i in range(33)
@@ -36,11 +37,8 @@ _MAX_WAITING_CONSIDERED = 256  # most waiting requests considered in a step: bou
 _SPARE_LOAD = 0.7
 """Load, as a share of capacity, up to which decoding may pause for a prompt that is on time anyway:
 a step without decodes costs throughput."""
-_MAX_LONGER_SHARE = 0.1  # share by which a step may get longer per prompt that it then finishes
 _LEAST_PROMPT_SHARE = 0.25
 """Share of the best step that prompts get even if clients ask for less latency."""
-_FIRST_TOKEN_WEIGHT = 6.0
-"""Seconds that all decoding requests together may lose per second gained in TTFT."""
 
 
 class FluidGuided(AdmissionPolicy):
@@ -178,9 +176,10 @@ class FluidGuided(AdmissionPolicy):
         token = self._decode_only_seconds(step, num) / num
         own = (profile.linear(2 * num) - profile.linear(num)) / num + profile.per_decode
         own += profile.per_kv_token * context
-        gained = lengths.mean / lengths.per_step * max(token - own, _LEAST_GAIN * token)
+        gained = lengths.mean / lengths.per_step * max(token - own, 0.0)
         lost = context * self._work(step)[0]
-        return _PEAK + NormalDist().inv_cdf(lost / (lost + gained))
+        risk = gained / (lost + gained) if gained else 0.0
+        return _PEAK - NormalDist().inv_cdf(min(max(risk, _LEAST_RISK), 1 - _LEAST_RISK))
 
     def _seconds_of_prompt(self, step: Step, num_decodes: int) -> Callable[[RequestState], float]:
         """Return a function for the seconds of the rest of a prompt beside decoding requests."""
@@ -225,31 +224,14 @@ class FluidGuided(AdmissionPolicy):
         hull = self._envelope(step.learn.times.profile, num_decodes, most)
         if urgent or len(hull) == 1:
             return most
-        price = self._price(step, num_decodes, hull, backlog / _HORIZON)
-        # The price is often exactly that of the last tokens worth buying.
-        price *= 1 + 1e-6
-        cheap = max(hull, key=lambda p: price * p[0] - p[1])[0]
-        totals = itertools.accumulate(_missing(step, state) for state in prompts)
-        ends = itertools.takewhile(lambda total: total <= most, totals)
-        return self._uncut(step, num_decodes, cheap, ends, price)
-
-    def _uncut(
-        self, step: Step, num_decodes: int, cheap: int, ends: Iterable[int], price: float
-    ) -> int:
-        """Return `cheap` prompt tokens, or more, up to the end of a prompt.
-
-        For each prompt that it finishes the step may be a little longer than its tokens are worth.
-        The decoding requests' joint loss grows with their number."""
-        profile = step.learn.times.profile
-        seconds = profile.linear(num_decodes + cheap)
-        share = min(_MAX_LONGER_SHARE, _FIRST_TOKEN_WEIGHT / max(num_decodes, 1))
-        allowed = share * (seconds + self._decode_seconds(step, num_decodes))
-        best = cheap
-        for i, end in enumerate((end for end in ends if end > cheap), 1):
-            longer = profile.linear(num_decodes + end) - seconds
-            if longer - price * (end - cheap) <= i * allowed:
-                best = end
-        return best
+        price, needed = self._price(step, num_decodes, hull, backlog / _HORIZON)
+        surplus = [price * tokens - seconds for tokens, seconds in hull]
+        best = max(surplus)
+        return next(
+            tokens
+            for (tokens, seconds), worth in zip(hull, surplus, strict=True)
+            if worth >= best or (tokens >= needed and worth >= best - _SHORTER * seconds)
+        )
 
     def _soonest(self, step: Step, num_decodes: int, missing: int) -> int:
         """Return the tokens a step that finish a prompt soonest."""
@@ -311,7 +293,7 @@ class FluidGuided(AdmissionPolicy):
 
     def _price(
         self, step: Step, num_decodes: int, hull: list[tuple[int, float]], overdue: float
-    ) -> float:
+    ) -> tuple[float, int]:
         """Return the seconds that a prompt token is worth.
 
         At least its cost in the mixture of steps that keeps up with arrivals and with `overdue`
@@ -319,7 +301,7 @@ class FluidGuided(AdmissionPolicy):
         request."""
         arriving = step.learn.traffic.prompt_tokens_per_s(step.now)
         decoding = self._decode_seconds(step, num_decodes)
-        slope = 0.0
+        slope, p1 = 0.0, 0
         for (p0, t0), (p1, t1) in itertools.pairwise(hull):
             slope = (t1 - t0) / (p1 - p0)
             if p1 >= arriving * (t1 + decoding) and p1 >= overdue:
@@ -330,7 +312,8 @@ class FluidGuided(AdmissionPolicy):
             (prompt_value * tokens + decode_value * num_made) / (seconds + decoding)
             for tokens, seconds in hull
         )
-        return max(min(slope, self._best_step(step)[1]), prompt_value / ends_per_s)
+        price = max(min(slope, self._best_step(step)[1]), prompt_value / ends_per_s)
+        return price * (1 + 1e-6), p1
 
     def _values(self, step: Step) -> tuple[float, float]:
         """Return the shares of a request's end that a prompt token and a decoded token bring."""
