@@ -212,7 +212,8 @@ class FluidGuided(AdmissionPolicy):
         self, step: Step, num_decodes: int, prompts: list[RequestState], backlog: int
     ) -> int:
         first = prompts[0]
-        urgent = self._is_urgent(step, first, backlog)
+        # A shorter step would serve decoding requests only.
+        urgent = not num_decodes or self._is_urgent(step, first, backlog)
         most = self._best_step(step)[0] - num_decodes
         if urgent:
             # Only the first prompt: others would delay it.
