@@ -94,7 +94,7 @@ def test_steps_are_short_where_longer_ones_gain_nothing(monkeypatch: pytest.Monk
     assert ours < rival
     # The control: the most efficient step, however long.
     monkeypatch.setattr("penstock.core.policies.admission.fluid_guided._TOLERANCE", 1e-4)
-    assert latency("fluid_guided") > 1.2 * ours
+    assert latency("fluid_guided") > 1.1 * ours
 
 
 @pytest.mark.parametrize("profile", ["a100-llama2-7b", "zoo-grown"])

@@ -295,17 +295,17 @@ class FluidGuided(AdmissionPolicy):
     def _price(
         self, step: Step, num_decodes: int, hull: list[tuple[int, float]], overdue: float
     ) -> tuple[float, int]:
-        """Return the seconds that a prompt token is worth.
+        """Return the seconds that a prompt token is worth, and the tokens that keep up.
 
-        At least its cost in the mixture of steps that keeps up with arrivals and with `overdue`
-        tokens a step, at most its cost in the best step; and never less than its share in ending a
-        request."""
+        They keep up with arrivals and with `overdue` tokens a step. A token is worth its cost in
+        the mixture of steps that does, at most its cost in the best step; and never less than its
+        share in ending a request."""
         arriving = step.learn.traffic.prompt_tokens_per_s(step.now)
         decoding = self._decode_seconds(step, num_decodes)
-        slope, p1 = 0.0, 0
-        for (p0, t0), (p1, t1) in itertools.pairwise(hull):
-            slope = (t1 - t0) / (p1 - p0)
-            if p1 >= arriving * (t1 + decoding) and p1 >= overdue:
+        slope, needed = 0.0, 0
+        for (tokens, before), (needed, seconds) in itertools.pairwise(hull):
+            slope = (seconds - before) / (needed - tokens)
+            if needed >= max(arriving * (seconds + decoding), overdue):
                 break
         prompt_value, decode_value = self._values(step)
         num_made = num_decodes * step.learn.lengths.per_step
@@ -314,7 +314,8 @@ class FluidGuided(AdmissionPolicy):
             for tokens, seconds in hull
         )
         price = max(min(slope, self._best_step(step)[1]), prompt_value / ends_per_s)
-        return price * (1 + 1e-6), p1
+        # It is often exactly that of the last tokens worth buying.
+        return price * (1 + 1e-6), needed
 
     def _values(self, step: Step) -> tuple[float, float]:
         """Return the shares of a request's end that a prompt token and a decoded token bring."""
