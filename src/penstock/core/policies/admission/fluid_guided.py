@@ -95,7 +95,9 @@ class FluidGuided(AdmissionPolicy):
 
     def _schedule_prompts(self, step: Step, num_decodes: int, prompts: list[RequestState]) -> None:
         backlog = sum(_missing(step, state) for state in prompts)
-        left = self._prompt_tokens(step, num_decodes, prompts, backlog)
+        # Drafts are rows of the step too; like vLLM's rule they leave half of it to prompts.
+        drafts = min(step.num_reserved, self._best_step(step)[0] // 2)
+        left = self._prompt_tokens(step, num_decodes + drafts, prompts, backlog)
         for state in prompts:
             tokens = min(_missing(step, state), left)
             if tokens <= 0:
