@@ -95,8 +95,9 @@ class FluidGuided(AdmissionPolicy):
 
     def _schedule_prompts(self, step: Step, num_decodes: int, prompts: list[RequestState]) -> None:
         backlog = sum(_missing(step, state) for state in prompts)
-        # Drafts are rows of the step too; like vLLM's rule they leave half of it to prompts.
-        drafts = min(step.num_reserved, self._best_step(step)[0] // 2)
+        # Drafts are rows of the step too: as many as are accepted, and as many again.
+        made = 2 * num_decodes * (step.learn.lengths.per_step - 1)
+        drafts = min(step.num_reserved, round(made), self._best_step(step)[0] // 2)
         left = self._prompt_tokens(step, num_decodes + drafts, prompts, backlog)
         for state in prompts:
             tokens = min(_missing(step, state), left)
