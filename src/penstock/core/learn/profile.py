@@ -17,9 +17,11 @@ _STALL = 4.0  # most that a measurement counts, over its size's earlier mean
 _RIDGE = 1e-9  # ridge towards no cost: divides what steps cannot distinguish
 _CELL = 1.08  # sizes in a cell differ by less than this factor
 _NUM_CELLS = 160  # cells beyond the largest steps
+_HOPE = 0.9  # share of the best mean time of a position that each beyond the largest step takes
 _CLEAR = 3.0  # standard errors from which on a size is off the line
 _FAR = 1 << 16  # more positions than a step has
-_NUM_TERMS = 5
+_KINKS = (32, 96, 256)  # positions beyond which each may cost more: memory-bound steps end
+_NUM_TERMS = 5 + len(_KINKS)
 _SECONDS, _COUNT = _NUM_TERMS, _NUM_TERMS + 1
 
 
@@ -32,7 +34,7 @@ class LearnedProfile:
         # By cell of sizes: sums of products of the terms, the seconds and 1, each divided by the
         # expected seconds.
         self._sums = np.zeros((_NUM_CELLS, _COUNT + 1, _COUNT + 1))
-        self._weight = 1.0
+        self._weight, self._largest = 1.0, 1
         self._costs = np.zeros(_NUM_TERMS)
         self._new: list[tuple[float, ...]] = []
         """Steps since the last fit: adding each at once would take as long as planning it."""
@@ -40,6 +42,7 @@ class LearnedProfile:
     def add_step(self, work: StepWork, seconds: float) -> None:
         """Note a step for the next fit."""
         if work.num_positions and seconds > 0:
+            self._largest = max(self._largest, work.num_positions)
             self._new.append((*_terms(work), seconds))
 
     def _add_new(self) -> None:
@@ -64,15 +67,17 @@ class LearnedProfile:
         """Return the profile, with memory and drafters of the one before."""
         self._add_new()
         self._costs = self._fitted()
-        constant, per_position, per_decode, per_kv_token, per_context = self._costs.tolist()
+        per_decode, per_kv_token, per_context = self._costs[2:5].tolist()
         counts, deviations = self._stairs()
-        line = constant + per_position * counts
-        table = {round(n): float(s) for n, s in zip(counts, line * (1 + deviations), strict=True)}
-        # At most as steep as the mean time of a position: larger steps should be tried, and then
-        # known.
-        slope = min([per_position, *(s / n for n, s in table.items())])
-        table.setdefault(1, constant + per_position)
-        table[_FAR] = max(*table.values(), constant + slope * _FAR)
+        line = self._line(counts) * (1 + deviations)
+        table = {round(n): float(s) for n, s in zip(counts, line, strict=True)}
+        # Less steep than the mean time of a position: larger steps should be tried, and then known.
+        seen = self._largest
+        kinks = np.array([1, *(n for n in _KINKS if n < seen), seen])
+        for n, seconds in zip(kinks.tolist(), self._line(kinks).tolist(), strict=True):
+            table.setdefault(n, seconds)
+        slope = _HOPE * min(s / n for n, s in table.items())
+        table[_FAR] = max(*table.values(), table[seen] + slope * (_FAR - seen))
         points = sorted(table.items())
         return StepProfile(
             "measured",
@@ -84,6 +89,13 @@ class LearnedProfile:
             per_prefill_context=per_context,
             drafters=before.drafters,
         )
+
+    def _line(self, counts: FloatArray) -> FloatArray:
+        """Return the fitted seconds of steps of so many positions without attention."""
+        seconds = self._costs[0] + self._costs[1] * counts
+        for kink, cost in zip(_KINKS, self._costs[5:], strict=True):
+            seconds = seconds + cost * np.maximum(0, counts - kink)
+        return np.asarray(seconds)
 
     def _fitted(self) -> FloatArray:
         """Return the seconds of each term, [_NUM_TERMS]."""
@@ -110,7 +122,7 @@ class LearnedProfile:
         is_stair = clear_stairs(means, squares, weights / self._weight)
         # Share of the table's part of the seconds.
         counts = sums[:, 1, _COUNT] / sums[:, 0, _COUNT]
-        line = self._costs[0] + self._costs[1] * counts
+        line = self._line(counts)
         expected = weights / sums[:, 0, _COUNT]
         deviations = np.where(is_stair, means * expected / np.maximum(line, 1e-12), 0.0)
         beside = with_neighbours(is_stair)
@@ -118,7 +130,9 @@ class LearnedProfile:
 
 
 def _terms(work: StepWork) -> tuple[float, ...]:
-    return (1.0, work.num_positions, work.num_decodes, work.num_kv_tokens, work.prefill_context)
+    num = work.num_positions
+    beyond = [max(0, num - kink) for kink in _KINKS]
+    return (1.0, num, work.num_decodes, work.num_kv_tokens, work.prefill_context, *beyond)
 
 
 def cell_of(size: float) -> int:

@@ -10,9 +10,10 @@ import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import ClassVar
 
-from penstock.core.policies.admission.parts.growth import Refill, num_that_fit
+from penstock.core.policies.admission.parts.growth import num_that_fit
 from penstock.core.policies.admission.parts.targets import Targets, time_left_of_own
 from penstock.core.policies.base import AdmissionPolicy, Prices
 from penstock.core.policies.options import PositiveFloat, PositiveInt
@@ -23,19 +24,21 @@ from penstock.core.types import Status
 from penstock.fluid.step_profile import StepProfile, StepWork
 
 # Chosen by hand; `lab.bench.admission` measures what they come to.
-_CONFIDENCE = 4.0  # standard deviations kept free for less memory being released than expected
+_PEAK = 1.5  # standard deviations by which the fullest of the steps ahead exceeds a certain one
+_LEAST_RISK = 0.01  # least chance that memory runs out, or does not, that is aimed at
 _HORIZON = 10.0  # steps within which waiting prompts should be prefilled
-_TOLERANCE = 0.03  # share by which a step may be less efficient than the best one, to be shorter
+_TOLERANCE = 0.08  # share by which a step may be less efficient than the best one, to be shorter
+_SHORTER = 0.03  # share of a step that its prompt tokens may lose against the best number of them
 _URGENT_SHARE = 0.25  # share of the TTFT target after which a waiting request is urgent
+_SIZES = tuple(
+    round(2 ** (i / 2)) for i in range(33)
+)  # steps that are compared beside the profile's
 _MAX_WAITING_CONSIDERED = 256  # most waiting requests considered in a step: bounds the host's time
 _SPARE_LOAD = 0.7
 """Load, as a share of capacity, up to which decoding may pause for a prompt that is on time anyway:
 a step without decodes costs throughput."""
-_MAX_LONGER_SHARE = 0.1  # share by which a step may get longer per prompt that it then finishes
 _LEAST_PROMPT_SHARE = 0.25
 """Share of the best step that prompts get even if clients ask for less latency."""
-_FIRST_TOKEN_WEIGHT = 6.0
-"""Seconds that all decoding requests together may lose per second gained in TTFT."""
 
 
 class FluidGuided(AdmissionPolicy):
@@ -64,7 +67,6 @@ class FluidGuided(AdmissionPolicy):
         self._corners: tuple[StepProfile, list[tuple[int, float]]] | None = None
         self._blocked: tuple[str, int] | None = None
         self._targets = Targets(options.ttft_p99, options.tpot_p99)
-        self._refill = Refill()
         self._best: tuple[StepProfile | None, float, tuple[int, float]] = (None, 0.0, (1, 0.0))
         self._is_steady = False
         self._step: Step | None = None
@@ -79,14 +81,14 @@ class FluidGuided(AdmissionPolicy):
         return {"kv_reserved_tokens": pool.num_free_blocks * pool.block_size if is_kept else 0}
 
     def shortage(self, step: Step, state: RequestState) -> tuple[int, int]:
-        if num_that_fit(step, [state], _CONFIDENCE):
+        if num_that_fit(step, [state], self._confidence(step)):
             return 0, 0
         return step.pool.blocks_for(state.num_known_tokens + int(step.learn.lengths.mean)), 0
 
     def compose(self, step: Step) -> None:
         self._step = step
         budget = max(self.options.max_num_batched_tokens, step.num_decodes())
-        self._refill.is_pausing = self._is_steady = False
+        self._is_steady = False
         in_order, pauses = self._in_order(step)
         num_decodes = 0 if pauses else step.schedule_decodes(budget)
         prompts = [] if step.num_preempted else self._prompts(step, in_order)
@@ -95,7 +97,7 @@ class FluidGuided(AdmissionPolicy):
         else:
             # With a TTFT target the order of waiting requests changes with time.
             changes = step.waiting and self.options.ttft_p99 is not None
-            self._is_steady = not (step.num_preempted or self._refill.is_pausing or changes)
+            self._is_steady = not (step.num_preempted or changes)
         if pauses and not step.scheduled:
             step.schedule_decodes(budget)
 
@@ -104,7 +106,10 @@ class FluidGuided(AdmissionPolicy):
 
     def _schedule_prompts(self, step: Step, num_decodes: int, prompts: list[RequestState]) -> None:
         backlog = sum(_missing(step, state) for state in prompts)
-        left = self._prompt_tokens(step, num_decodes, prompts, backlog)
+        # Drafts are rows of the step too: as many as are accepted, and as many again.
+        made = 2 * num_decodes * (step.learn.lengths.per_step - 1)
+        drafts = min(step.num_reserved, round(made), self._best_step(step)[0] // 2)
+        left = self._prompt_tokens(step, num_decodes + drafts, prompts, backlog)
         for state in prompts:
             tokens = min(_missing(step, state), left)
             if tokens <= 0:
@@ -115,7 +120,6 @@ class FluidGuided(AdmissionPolicy):
             elif step.num_preempted or not step.can_admit(state, tokens):
                 return
             else:
-                self._refill.spend(step.num_missing_tokens(state))
                 step.admit(state, tokens)
             left -= tokens
 
@@ -163,23 +167,33 @@ class FluidGuided(AdmissionPolicy):
         first = next(waiting, None)
         if first is None or self._blocked == (first.request.id, len(step.running)):
             return []
-        if not self._refill.earn(step):
-            return []
         enough = _HORIZON * self._best_step(step)[0]
-        soon: list[RequestState] = []
-        num_turns, tokens = 0, 0
-        for state in itertools.chain([first], waiting):
-            num_turns += not soon or tokens < self._refill.credit
-            soon.append(state)
-            tokens += step.num_missing_tokens(state)
+        soon, tokens = [first], step.num_missing_tokens(first)
+        for state in waiting:
             if tokens >= enough:
                 break
-        num_fit = num_that_fit(step, soon, _CONFIDENCE)
-        admissible = soon[: min(num_turns, num_fit if step.running else max(1, num_fit))]
+            soon.append(state)
+            tokens += step.num_missing_tokens(state)
+        num_fit = num_that_fit(step, soon, self._confidence(step))
+        admissible = soon[: num_fit if step.running else max(1, num_fit)]
         # Until a request ends there is no more room for the first of them.
         self._blocked = None if admissible else (first.request.id, len(step.running))
-        began = self._refill.note(num_fit < len(soon))
-        return admissible[:1] if began else admissible
+        return admissible
+
+    def _confidence(self, step: Step) -> float:
+        """Return the standard deviations by which less memory may come free than expected.
+
+        A newsvendor's: memory that runs out costs the seconds of a preempted text, memory that
+        stays free the tokens of one more request. A token is worth its share of a step."""
+        lengths, profile = step.learn.lengths, step.learn.times.profile
+        num, context = step.num_decodes() + 1, self._context_len(step)
+        token = self._decode_only_seconds(step, num) / num
+        own = (profile.linear(2 * num) - profile.linear(num)) / num + profile.per_decode
+        own += profile.per_kv_token * context
+        gained = lengths.mean / lengths.per_step * max(token - own, 0.0)
+        lost = context * self._work(step)[0]
+        risk = gained / (lost + gained) if gained else 0.0
+        return _PEAK - NormalDist().inv_cdf(min(max(risk, _LEAST_RISK), 1 - _LEAST_RISK))
 
     def _seconds_of_prompt(self, step: Step, num_decodes: int) -> Callable[[RequestState], float]:
         """Return a function for the seconds of the rest of a prompt beside decoding requests."""
@@ -212,7 +226,8 @@ class FluidGuided(AdmissionPolicy):
         self, step: Step, num_decodes: int, prompts: list[RequestState], backlog: int
     ) -> int:
         first = prompts[0]
-        urgent = self._is_urgent(step, first, backlog)
+        # A shorter step would serve decoding requests only.
+        urgent = not num_decodes or self._is_urgent(step, first, backlog)
         most = self._best_step(step)[0] - num_decodes
         if urgent:
             # Only the first prompt: others would delay it.
@@ -224,33 +239,14 @@ class FluidGuided(AdmissionPolicy):
         hull = self._envelope(step.learn.times.profile, num_decodes, most)
         if urgent or len(hull) == 1:
             return most
-        price = self._price(step, num_decodes, hull, backlog / _HORIZON)
-        # The price is often exactly that of the last tokens worth buying.
-        price *= 1 + 1e-6
-        cheap = max(hull, key=lambda p: price * p[0] - p[1])[0]
-        if self._refill.is_short:
-            return cheap
-        totals = itertools.accumulate(_missing(step, state) for state in prompts)
-        ends = itertools.takewhile(lambda total: total <= most, totals)
-        return self._uncut(step, num_decodes, cheap, ends, price)
-
-    def _uncut(
-        self, step: Step, num_decodes: int, cheap: int, ends: Iterable[int], price: float
-    ) -> int:
-        """Return `cheap` prompt tokens, or more, up to the end of a prompt.
-
-        For each prompt that it finishes the step may be a little longer than its tokens are worth.
-        The decoding requests' joint loss grows with their number."""
-        profile = step.learn.times.profile
-        seconds = profile.linear(num_decodes + cheap)
-        share = min(_MAX_LONGER_SHARE, _FIRST_TOKEN_WEIGHT / max(num_decodes, 1))
-        allowed = share * (seconds + self._decode_seconds(step, num_decodes))
-        best = cheap
-        for i, end in enumerate((end for end in ends if end > cheap), 1):
-            longer = profile.linear(num_decodes + end) - seconds
-            if longer - price * (end - cheap) <= i * allowed:
-                best = end
-        return best
+        price, needed = self._price(step, num_decodes, hull, backlog / _HORIZON)
+        surplus = [price * tokens - seconds for tokens, seconds in hull]
+        best = max(surplus)
+        return next(
+            tokens
+            for (tokens, seconds), worth in zip(hull, surplus, strict=True)
+            if worth >= best or (tokens >= needed and worth >= best - _SHORTER * seconds)
+        )
 
     def _soonest(self, step: Step, num_decodes: int, missing: int) -> int:
         """Return the tokens a step that finish a prompt soonest."""
@@ -312,18 +308,18 @@ class FluidGuided(AdmissionPolicy):
 
     def _price(
         self, step: Step, num_decodes: int, hull: list[tuple[int, float]], overdue: float
-    ) -> float:
-        """Return the seconds that a prompt token is worth.
+    ) -> tuple[float, int]:
+        """Return the seconds that a prompt token is worth, and the tokens that keep up.
 
-        At least its cost in the mixture of steps that keeps up with arrivals and with `overdue`
-        tokens a step, at most its cost in the best step; and never less than its share in ending a
-        request."""
+        They keep up with arrivals and with `overdue` tokens a step. A token is worth its cost in
+        the mixture of steps that does, at most its cost in the best step; and never less than its
+        share in ending a request."""
         arriving = step.learn.traffic.prompt_tokens_per_s(step.now)
         decoding = self._decode_seconds(step, num_decodes)
-        slope = 0.0
-        for (p0, t0), (p1, t1) in itertools.pairwise(hull):
-            slope = (t1 - t0) / (p1 - p0)
-            if p1 >= arriving * (t1 + decoding) and p1 >= overdue:
+        slope, needed = 0.0, 0
+        for (tokens, before), (needed, seconds) in itertools.pairwise(hull):
+            slope = (seconds - before) / (needed - tokens)
+            if needed >= max(arriving * (seconds + decoding), overdue):
                 break
         prompt_value, decode_value = self._values(step)
         num_made = num_decodes * step.learn.lengths.per_step
@@ -331,7 +327,9 @@ class FluidGuided(AdmissionPolicy):
             (prompt_value * tokens + decode_value * num_made) / (seconds + decoding)
             for tokens, seconds in hull
         )
-        return max(min(slope, self._best_step(step)[1]), prompt_value / ends_per_s)
+        price = max(min(slope, self._best_step(step)[1]), prompt_value / ends_per_s)
+        # It is often exactly that of the last tokens worth buying.
+        return price * (1 + 1e-6), needed
 
     def _values(self, step: Step) -> tuple[float, float]:
         """Return the shares of a request's end that a prompt token and a decoded token bring."""
@@ -347,9 +345,13 @@ class FluidGuided(AdmissionPolicy):
         position = self._best_step(step)[1]
         prompt = position + profile.per_prefill_token
         prompt += profile.per_prefill_context * prompt_len / 2
-        context = prompt_len + lengths.mean / 2
-        decode = position + profile.per_decode + profile.per_kv_token * context
+        decode = position + profile.per_decode
+        decode += profile.per_kv_token * self._context_len(step)
         return prompt, decode / lengths.per_step
+
+    def _context_len(self, step: Step) -> float:
+        """Return the known tokens of a request in the middle of its output."""
+        return step.learn.traffic.mean_prompt_len + step.learn.lengths.mean / 2
 
     def _decode_seconds(self, step: Step, num_decodes: int) -> float:
         """Return a step's seconds for decoding beside its positions, drafts included."""
@@ -378,14 +380,15 @@ class FluidGuided(AdmissionPolicy):
     def _corners_of(self, profile: StepProfile) -> list[tuple[int, float]]:
         """Return the sizes of a step just before it would take longer, and their seconds."""
         if self._corners is None or self._corners[0] is not profile:
-            counts, seconds = profile.token_counts, profile.token_seconds
-            ends = [
+            most = self.options.max_num_batched_tokens
+            counts = sorted({n for n in (*profile.token_counts, *_SIZES) if 0 < n < most} | {most})
+            seconds = [profile.linear(n) for n in counts]
+            corners = [
                 (counts[i], seconds[i])
                 for i in range(len(counts) - 1)
-                if counts[i] > 0 and seconds[i + 1] > 1.002 * seconds[i]
+                if seconds[i + 1] > 1.002 * seconds[i]
             ]
-            most = max(self.options.max_num_batched_tokens, 1)
-            self._corners = (profile, [*ends, (most, profile.linear(most))])
+            self._corners = (profile, [*corners, (most, seconds[-1])])
         return self._corners[1]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,11 +17,6 @@ IntArray = npt.NDArray[np.int64]
 _AHEAD: IntArray = np.concatenate(
     [np.arange(64), np.arange(64, 128, 2), np.arange(128, 512, 8), 2 ** np.arange(9, 14)]
 )
-
-_REFILL_FACTOR = 1.1
-"""Rate of admission while memory is short, over the rate at which a full memory empties. Chosen by
-hand."""
-
 
 _GROWTH_BATCH = 64
 """Waiting requests whose growth is computed together: mostly the first few decide."""
@@ -72,43 +66,3 @@ def _freed(lengths: IntArray, survival: FloatArray) -> tuple[FloatArray, FloatAr
     whole = lengths[:, :1] + _AHEAD
     freed = whole * (1 - survival.take(ages[:, None] + _AHEAD, mode="clip") / now[:, None])
     return freed, freed * (whole - freed)
-
-
-class Refill:
-    """Even admission while memory is short: requests admitted together end together.
-
-    The prompt tokens admitted a step are those that would keep a memory full of ordinary requests;
-    a long prompt goes on credit. credit: infinite while memory is not short. is_pausing: requests
-    were held back only because it is too early."""
-
-    def __init__(self) -> None:
-        self.credit = math.inf
-        self.is_pausing = False
-        self._prompt_len = 1.0
-
-    @property
-    def is_short(self) -> bool:
-        return self.credit < math.inf
-
-    def note(self, is_short: bool) -> bool:
-        """Note whether memory is short now; return whether that has just begun."""
-        began = is_short and not self.is_short
-        if began or not is_short:
-            self.credit = self._prompt_len if is_short else math.inf
-        return began
-
-    def earn(self, step: Step) -> bool:
-        """Add a step's credit; return whether it is time to admit requests."""
-        lengths, self._prompt_len = step.learn.lengths, step.learn.traffic.mean_prompt_len
-        if self.is_short:
-            full = step.pool.capacity_tokens / (self._prompt_len + lengths.mean_residual)
-            steps = lengths.mean / lengths.per_step
-            earned = _REFILL_FACTOR * full / steps * self._prompt_len
-            # If outputs are short more than one prompt is due in each step.
-            self.credit = min(max(self._prompt_len, earned), self.credit + earned)
-            self.is_pausing = self.credit <= 0 and bool(step.running)
-        return not self.is_pausing
-
-    def spend(self, num_tokens: int) -> None:
-        """Use credit for admitted prompt tokens."""
-        self.credit -= num_tokens
