@@ -17,7 +17,7 @@ from tests.serving.program import program
 
 import penstock
 from penstock.cli.models import named_drafters, with_models
-from penstock.config import NGRAM, ConfigError, ServeConfig
+from penstock.config import NGRAM, ConfigError, DrafterParts, ServeConfig, parse_config
 from penstock.core.policies.bundles import BUNDLES
 from penstock.core.policies.registry import policies
 from penstock.zoo.registry import DEFAULT_DRAFTER, ModelCard
@@ -201,6 +201,25 @@ def test_models_of_ones_own(family: dict[str, ModelCard], checkpoints: dict[str,
         "small": str(family["draft-other"].path),
         "look-up": NGRAM,
     }
+
+
+def test_look_up_comes_before_models_that_are_not_tiny(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, same = str(checkpoints["target"]), str(checkpoints["same"])
+    tiny = parse_config({"engine": with_models({"target": own, "drafters": {"mine": same}})})
+    assert tiny.engine.sources == {"mine": DrafterParts(None, same)}
+    monkeypatch.setattr("penstock.cli.models._TINY_BYTES", 0)
+    given = {"target": own, "drafters": {"mine": same, "grams": f"ngram+{same}", "found": "suffix"}}
+    large = parse_config({"engine": with_models(given)})
+    assert large.engine.sources == {
+        "mine": DrafterParts("suffix", same),
+        "grams": DrafterParts("ngram", same),
+        "found": DrafterParts("suffix", None),
+    }
+    assert with_models({"target": own})["drafters"] == {"suffix": "suffix"}
+    assert with_models({"target": own, "drafters": {}})["drafters"] == {}
+    assert with_models({"target": own, "look_up": "none"})["drafters"] == {}
 
 
 def test_a_family_that_was_never_trained(monkeypatch: pytest.MonkeyPatch) -> None:

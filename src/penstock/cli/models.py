@@ -18,15 +18,20 @@ from penstock.config import (
 from penstock.engine.models.checkpoint import is_gguf
 from penstock.zoo.registry import DEFAULT_DRAFTER, DEFAULT_TARGET, ModelCard, bundled_models
 
+_TINY_BYTES = 128 << 20
+"""Files of a model up to which its steps take a few milliseconds."""
+
 
 def with_models(engine: dict[str, Any]) -> dict[str, Any]:
     """Return the settings `engine` with target and drafters resolved. Raises: ConfigError.
 
     The default target is bundled. A bundled target without drafters gets all bundled drafters and
-    n-gram look-up, any other one look-up alone. Look-up comes before every model.
+    n-gram look-up. With a target that is not tiny look-up comes before every model, and is the
+    drafter where none is given.
     """
     target = str(engine.get("target") or DEFAULT_TARGET)
-    look_up = engine.get("look_up", SUFFIX)
+    path = _target_path(target)
+    look_up = engine.get("look_up", "none" if _is_tiny(path) else SUFFIX)
     if "drafters" in engine:
         given = settings_in(engine["drafters"], "engine.drafters")
         drafters = {name: _drafter_path(name, str(path)) for name, path in given.items()}
@@ -34,8 +39,7 @@ def with_models(engine: dict[str, Any]) -> dict[str, Any]:
         drafters = _drafters_of(target)
         if not drafters and look_up in LOOK_UPS:
             drafters = {look_up: look_up}
-    models = {"target": _target_path(target), "drafters": drafters, "look_up": look_up}
-    return {**engine, **models}
+    return {**engine, "target": path, "drafters": drafters, "look_up": look_up}
 
 
 def checkpoint_folder(model: str) -> Path:
@@ -82,6 +86,12 @@ def _cards(role: str) -> dict[str, ModelCard]:
 def _is_checkpoint(text: str) -> bool:
     path = Path(text)
     return path.is_dir() or (path.is_file() and is_gguf(path))
+
+
+def _is_tiny(path: Path) -> bool:
+    """Return whether a step of the model takes no longer than looking up for its requests."""
+    files = [path] if path.is_file() else path.iterdir()
+    return sum(file.stat().st_size for file in files if file.is_file()) < _TINY_BYTES
 
 
 def _target_path(text: str) -> Path:
