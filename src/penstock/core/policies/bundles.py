@@ -25,7 +25,9 @@ AUTO = "auto"
 """The default bundle."""
 
 BUNDLES = {
-    AUTO: Bundle(selection="auto", allocation="priced", remote_pipeline="async"),
+    AUTO: Bundle(
+        admission="fluid_guided", selection="auto", allocation="priced", remote_pipeline="async"
+    ),
     "vllm": Bundle(),
     "sarathi": Bundle(admission="sarathi"),
     # Rounds of the paper wait for all draft servers.
