@@ -130,7 +130,9 @@ class Auto(SelectionPolicy):
     def select(self, states: Sequence[RequestState], view: View) -> dict[str, str | None]:
         drafters, times = usable(view.drafters), view.learn.times
         step = times.target(round(self._num_sharing))
-        if len(drafters) == 1 or times.overhead > _HOST_SHARE * step:
+        is_limited = any(d.max_num_seqs is not None for d in drafters.values())
+        is_given = len(drafters) == 1 and not is_limited
+        if is_given or times.overhead > _HOST_SHARE * step:
             return self._first.select(states, view)
         chosen: dict[str, str | None] = {}
         due = []
@@ -173,7 +175,8 @@ class Auto(SelectionPolicy):
             request_id = states[i].request.id
             chosen[request_id] = None if index is None else names[index]
             value = 0.0 if index is None else float(means[i, index])
-            self._budget.spent_s += max(0.0, float(means[i].max()), 0.0) - value
+            if values is not means:
+                self._budget.spent_s += max(0.0, float(means[i].max())) - value
             self._saved[request_id] = value
             if index is not None:
                 mean = float(known[i].prior[columns[index]])
@@ -279,9 +282,10 @@ class Auto(SelectionPolicy):
         best = np.maximum(0.0, values.max(axis=1, keepdims=True))
         gains = _TAIL_WEIGHT * np.maximum(0.0, better - best)
         review = _REVIEW_SHARE * view.learn.times.overhead * self._num_sharing
+        named = list(drafters.items())
         for i, j in zip(*np.nonzero(gains), strict=True):
             state, own = states[i], known[i]
-            name, drafter = list(drafters.items())[j]
+            name, drafter = named[j]
             num_tokens = state.num_output_tokens
             if not num_tokens or name == state.drafter or not _can_replay(drafter, state):
                 continue
