@@ -11,6 +11,7 @@ from penstock.core.policies.base import Pipeline, View
 from penstock.core.policies.pipeline.asynchronous import Asynchronous
 from penstock.core.policies.pipeline.micro_batches import MicroBatches
 from penstock.core.policies.pipeline.parts.planner import (
+    MIN_GAIN,
     MOST_MICRO_BATCHES,
     Round,
     best_num,
@@ -21,7 +22,6 @@ from penstock.core.state import RequestState
 from penstock.core.types import StepResult
 
 # Chosen by hand.
-_MIN_GAIN = 0.005  # predicted gain from which on the number is changed
 _MIN_CHANGED_SHARE = 0.1
 """Share of the batch that must have come, gone or changed drafters for a new decision."""
 _LENGTH_WEIGHT = 0.1  # of a draft in the mean draft length
@@ -126,8 +126,8 @@ class Auto(Pipeline):
             alone = cycle_seconds(work, num)
             return alone * worse if num and worse > _TOLERATED else alone
 
-        best = best_num(seconds, most, _MIN_GAIN)
-        if self.num <= most and seconds(best) > (1 - _MIN_GAIN) * seconds(self.num):
+        best = best_num(seconds, most, MIN_GAIN)
+        if self.num <= most and seconds(best) > (1 - MIN_GAIN) * seconds(self.num):
             best = self.num
         self._predicted = cycle_seconds(work, best) / batch
         if best != self.num:
