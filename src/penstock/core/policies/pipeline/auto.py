@@ -80,11 +80,13 @@ class Auto(Pipeline):
         self._num_steps += 1
         running = list(running)
         self._learn_times(result, is_idle=not running)
+        drafter_of = {s.request.id: s.drafter for s in running if s.num_output_tokens > 1}
         for verdict in result.verdicts:
-            if verdict.drafter is not None:
-                length = self._lengths.setdefault(verdict.drafter, verdict.num_proposed)
+            drafter = verdict.drafter or drafter_of.get(verdict.request_id)
+            if drafter is not None:
+                length = self._lengths.setdefault(drafter, verdict.num_proposed)
                 length += _LENGTH_WEIGHT * (verdict.num_proposed - length)
-                self._lengths[verdict.drafter] = length
+                self._lengths[drafter] = length
         drafting = [s for s in running if s.is_decoding and s.drafter in self._lengths]
         loads = Counter(s.drafter for s in drafting if s.drafter in view.drafters)
         positions = {n: num * (1 + self._lengths[n]) for n, num in loads.items() if n is not None}
@@ -100,7 +102,8 @@ class Auto(Pipeline):
         if not self.num and gap >= 0:
             self._host += _HOST_WEIGHT * (min(gap, _MOST_HOST_S) - self._host)
         predicted = len(result.verdicts) * self._predicted
-        if since > 0 and predicted and all(v.num_proposed for v in result.verdicts):
+        has_prompt = result.work is not None and result.work.num_prefill_tokens
+        if since > 0 and predicted and not has_prompt:
             pace, beside = self._pace, self.num > 0
             pace[beside] += _PACE_WEIGHT * (min(since / predicted, _MOST_PACE) - pace[beside])
             if not beside:
