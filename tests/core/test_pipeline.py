@@ -82,7 +82,9 @@ def test_a_draft_that_is_due_just_now_is_waited_for() -> None:
 def test_a_step_waits_for_drafts_that_would_keep_the_target_when_its_own_are_back() -> None:
     """Two groups in turn would take two steps a round, one group a draft and a step."""
     assert hold(0.1, 0.06, "a", {"b": 0.0}) is not None
-    assert hold(0.1, 0.11, "a", {"b": -0.05}) is None, "its draft is back when the other step is over"
+    assert hold(0.1, 0.11, "a", {"b": -0.05}) is None, (
+        "its draft is back when the other step is over"
+    )
 
 
 def test_nothing_ready_is_nothing_to_start() -> None:
