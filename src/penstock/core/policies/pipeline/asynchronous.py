@@ -36,9 +36,9 @@ class Asynchronous(Pipeline):
         first = [(0.0, *_draft(view.learn, state)) for state in ready]
         arrivals, tokens, rows, again = np.array(first + coming).T
         joined, positions = np.cumsum(tokens), np.cumsum(rows)
-        delays = {}
+        delays: dict[float, float] = {}
         for num in range(len(ready), len(arrivals) + 1):
-            wait = arrivals[num - 1]
+            wait = float(arrivals[num - 1])
             end = wait + _step_seconds(view.learn, num, positions[num - 1])
             delay = joined[num - 1] * end
             if num < len(arrivals):
@@ -49,7 +49,7 @@ class Asynchronous(Pipeline):
                     delay += tokens[:num] @ np.maximum(0.0, next_step - again[:num])
             delays[wait] = min(delay, delays.get(wait, math.inf))
         best = min(delays, key=delays.__getitem__)
-        return view.now + float(best) if best else None
+        return view.now + best if best else None
 
 
 def _remaining(view: View, state: RequestState) -> float:
