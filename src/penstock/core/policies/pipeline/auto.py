@@ -119,7 +119,7 @@ class Auto(Pipeline):
         )
 
     def _decide(self, work: Round) -> None:
-        """Keep the present number, unless another is better by more than noise."""
+        """Keep the present number, unless another is better by more than noise, or none as good."""
         batch = sum(work.batches)
         has_servers = any(lane.beside for lane in work.lanes)
         most = 1 if has_servers else max(1, min(MOST_MICRO_BATCHES, batch))
@@ -129,8 +129,9 @@ class Auto(Pipeline):
             alone = cycle_seconds(work, num)
             return alone * worse if num and worse > _TOLERATED else alone
 
-        best = best_num(seconds, most, MIN_GAIN)
-        if self.num <= most and seconds(best) > (1 - MIN_GAIN) * seconds(self.num):
+        is_inside = self.num == 0
+        best = best_num(seconds, most, MIN_GAIN if is_inside else 0.0)
+        if best and self.num <= most and seconds(best) > (1 - MIN_GAIN) * seconds(self.num):
             best = self.num
         self._predicted = cycle_seconds(work, best) / batch
         if best != self.num:

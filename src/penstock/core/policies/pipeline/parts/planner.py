@@ -14,7 +14,7 @@ from penstock.core.state import Drafter, RequestState
 from penstock.fluid.step_profile import StepWork
 
 MOST_MICRO_BATCHES = 8  # more would leave few requests to each at usual batches; chosen by hand
-MIN_GAIN = 0.03  # predicted gain from which on the number is changed; chosen by hand
+MIN_GAIN = 0.05  # predicted gain from which on the number is changed; chosen by hand
 _WARM_CYCLES, _CYCLES = 4, 4
 """Cycles until a pipeline that began empty is steady, and cycles counted after them."""
 
