@@ -124,8 +124,9 @@ class SourceEvidence:
                 timed.append(i)
         if timed:
             costs = max((c for o in orders if (c := o.costs)), key=lambda c: len(c.rounds))
-            own, found, rest = ([of[i] for i in timed] for of in (orders, matches, left))
-            best = best_together(self._tokens(own, costs, found, rest), costs)
+            own, found = [orders[i] for i in timed], [matches[i] for i in timed]
+            tokens = self._tokens(own, costs, found, [left[i] for i in timed])
+            best = best_together(tokens, costs)
             for i, parts in zip(timed, best, strict=True):
                 chosen[i] = parts
         return [Parts(match, *parts) for match, parts in zip(matches, chosen, strict=True)]
