@@ -12,12 +12,7 @@ from dataclasses import dataclass
 from penstock.core.kv import BlockPool
 from penstock.core.learn import Estimators, seed_estimators
 from penstock.core.learn.times import drafter_profiles
-from penstock.core.policies.pipeline.parts.planner import (
-    PipelineSetting,
-    Round,
-    cycle_seconds,
-    round_of,
-)
+from penstock.core.policies.pipeline.parts.planner import Round, cycle_seconds, round_of
 from penstock.core.policies.registry import make_pipeline, make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter, RequestState
@@ -61,8 +56,8 @@ class SteadyBatch:
 
 
 def spin_setting(
-    seconds: Callable[[PipelineSetting], float], most: int, first: int = 2, drop: float = 0.05
-) -> PipelineSetting:
+    seconds: Callable[[int], float], most: int, first: int = 2, drop: float = 0.05
+) -> int:
     """The paper's heuristic (Spin, section V-B): from `first` micro-batches on one more, until
     the throughput falls by more than `drop` against the setting before.
 
@@ -70,11 +65,9 @@ def spin_setting(
     lead, and what was seen on the way is forgotten.
     """
     num = min(first, most)
-    while num < most and seconds(PipelineSetting(num + 1)) * (1 - drop) <= seconds(
-        PipelineSetting(num)
-    ):
+    while num < most and seconds(num + 1) * (1 - drop) <= seconds(num):
         num += 1
-    return PipelineSetting(num)
+    return num
 
 
 def play(
@@ -111,7 +104,7 @@ def play(
     requests = [
         Request(str(i), PROMPT_TOKENS, _ENDLESS, drafter=name) for i, name in enumerate(of_request)
     ]
-    until = rounds * cycle_seconds(batch.round(), PipelineSetting())
+    until = rounds * cycle_seconds(batch.round(), 0)
     result = simulate(scheduler, executor, clock, requests, until=until)
     tokens = sum(r.num_tokens for r in result.records.values())
     return tokens / until

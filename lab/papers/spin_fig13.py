@@ -26,11 +26,7 @@ from lab.common.experiment import Experiment, Trial
 from lab.common.families import SPIN_DRAFTERS
 from lab.common.report import Plot, draw, write_table
 from lab.common.steady_batch import SteadyBatch, play, spin_setting
-from penstock.core.policies.pipeline.parts.planner import (
-    PipelineSetting,
-    best_setting,
-    cycle_seconds,
-)
+from penstock.core.policies.pipeline.parts.planner import best_num, cycle_seconds
 from penstock.fluid.step_profile import DrafterProfile, StepProfile
 from penstock.sim.profiles import load_profile
 
@@ -118,14 +114,14 @@ def curve(
         rates[num] = play(batch, str(num), rounds=rounds)
     work = batch.round()
 
-    def seconds(setting: PipelineSetting) -> float:
-        return cycle_seconds(work, setting)
+    def seconds(num: int) -> float:
+        return cycle_seconds(work, num)
 
     return ByMicroBatches(
         rates,
         play(batch, "auto", rounds=rounds),
-        spin_setting(seconds, _MOST).num,
-        best_setting(seconds, _MOST).num,
+        spin_setting(seconds, _MOST),
+        best_num(seconds, _MOST),
     )
 
 

@@ -19,6 +19,8 @@ from penstock.core.policies.registry import make_pipeline
 from penstock.core.state import Drafter, DraftRound, DraftStage, RequestState
 from penstock.core.types import (
     TARGET,
+    DrafterDown,
+    DrafterUp,
     DraftOrder,
     DraftSource,
     Request,
@@ -156,20 +158,20 @@ def test_auto_begins_and_ends_micro_batches_as_the_batch_changes() -> None:
     world = make_world(pipeline)
     assert world.scheduler.lanes == (TARGET,), "nothing is known yet"
     world.run([make_request("r", max_tokens=12)])
-    assert pipeline.setting.num == 0, "one request cannot be in two places"
+    assert pipeline.num == 0, "one request cannot be in two places"
     assert any(i.source is DraftSource.INLINE for p in world.plans for i in p.items)
 
     world.arrive(*(make_request(n, seed=i, max_tokens=40) for i, n in enumerate("stuv")))
     for _ in range(12):
         world.move()
         world.turn()
-    assert pipeline.setting.num > 1
+    assert pipeline.num > 1
     assert world.scheduler.lanes == ("d", TARGET)
     world.run()
     world.check_outputs()
     world.check_empty()
     world.run([make_request("w", max_tokens=12)])
-    assert pipeline.setting.num == 0
+    assert pipeline.num == 0
     assert world.scheduler.lanes == (TARGET,)
 
 
@@ -179,7 +181,7 @@ def test_auto_leaves_it_where_step_times_promise_nothing() -> None:
     flat = StepProfile("flat", 1000, (0,), (0.1,), drafters=(DrafterProfile("d", (1,), (0.01,)),))
     world.scheduler.learn.times.profile = flat
     world.run([make_request(f"r{i}", seed=i, max_tokens=20) for i in range(6)])
-    assert pipeline.setting.num == 0
+    assert pipeline.num == 0
     assert all(p.lane == TARGET for p in world.plans)
 
 
@@ -187,15 +189,15 @@ def test_auto_gives_up_a_pipeline_that_is_slower_than_promised() -> None:
     """The profile promises twice the rate; steps beside drafters take four times as long."""
     pipeline = Auto(Auto.Options())
     estimators = Estimators(A_DEVICE_EACH)
-    drafters = {"d": Drafter("d")}
+    drafters = {"d": Drafter("d", has_lane=True)}
     running = [state(i, "d", is_free=True) for i in range(8)]
     for made in running:
         made.append([1])
         made.kv_of(TARGET).num_computed_tokens = made.num_known_tokens - 1
-    now, settings = 0.0, []
+    now, nums = 0.0, []
     for number in range(600):
-        slow = 4.0 if pipeline.setting.num else 1.0
-        num = max(1, pipeline.setting.num)
+        slow = 4.0 if pipeline.num else 1.0
+        num = max(1, pipeline.num)
         took = slow * 0.001 * 8 * 5 / num
         verdicts = tuple(
             Verdict(s.request.id, 0, 0, (1,), "d", num_proposed=4) for s in running[: 8 // num]
@@ -203,9 +205,43 @@ def test_auto_gives_up_a_pipeline_that_is_slower_than_promised() -> None:
         result = StepResult(number, TARGET, now, now + took, verdicts=verdicts)
         now += took
         pipeline.stepped(running, View(drafters, estimators), result)
-        settings.append(pipeline.setting.num)
-    assert max(settings) > 1, "it was tried"
-    assert settings[-100:] == [0] * 100
+        nums.append(pipeline.num)
+    assert max(nums) > 1, "it was tried"
+    assert nums[-100:] == [0] * 100
+
+
+def test_auto_leaves_drafters_without_lanes_as_they_are() -> None:
+    """Not a plan differs from `off`; the same drafter with a lane gets micro-batches."""
+    plans = {}
+    for name, own_lanes in (("off", []), ("auto", []), ("auto with lanes", ["d"])):
+        drafter = ToyDrafter("d", 0.5)
+        scheduler = make_scheduler(
+            drafters=[drafter],
+            own_lanes=own_lanes,
+            pipeline=name.split()[0],
+            num_blocks=256,
+            learn=Estimators(A_DEVICE_EACH),
+        )
+        world = World(scheduler, ToyExecutor(4, {"d": drafter}))
+        world.run([make_request(f"r{i}", seed=i, max_tokens=40) for i in range(8)])
+        plans[name] = world.plans
+    assert plans["auto"] == plans["off"]
+    assert plans["auto with lanes"] != plans["off"]
+
+
+def test_auto_takes_draft_servers_as_they_come_and_go() -> None:
+    """They work beside the target at once, and the target does not wait for all of them."""
+    pipeline = Auto(Auto.Options())
+    drafters = [ToyDrafter("d", 0.5)]
+    scheduler = make_scheduler(
+        drafters=drafters, own_lanes=["d"], pipeline=pipeline, learn=Estimators(A_DEVICE_EACH)
+    )
+    assert scheduler.lanes == (TARGET,)
+    scheduler.apply(DrafterUp("edge", 8), 0.0)
+    assert scheduler.lanes == ("edge", TARGET)
+    assert pipeline.hold_until([], [], View({}, scheduler.learn)) is None
+    scheduler.apply(DrafterDown("edge"), 0.0)
+    assert scheduler.lanes == (TARGET,)
 
 
 def state(number: int, drafter: str, *, is_free: bool) -> RequestState:
@@ -224,7 +260,7 @@ def state(number: int, drafter: str, *, is_free: bool) -> RequestState:
     ),
 )
 def test_divisions_are_balanced_as_far_as_requests_may_move(num, members) -> None:
-    division = Division([1 / num] * num)
+    division = Division(num)
     states = [state(i, d, is_free=free) for i, (d, _, free) in enumerate(members)]
     before = {}
     for made, (_, group, _) in zip(states, members, strict=True):

@@ -73,6 +73,23 @@ def test_an_overdue_draft_is_not_waited_for_for_ever() -> None:
     assert later is None
 
 
+def test_a_draft_that_is_due_just_now_is_waited_for() -> None:
+    """Rounding of the clock must not start a step without the draft that it waited for."""
+    due = estimators(0.5, 0.1).links.seconds("b", 4)
+    for left in (1e-12, 0.0, -1e-12):
+        until = hold(0.5, 0.1, "a", {"b": left - due})
+        assert until is not None
+        assert until > 0.01
+
+
+def test_a_step_waits_for_drafts_that_would_keep_the_target_when_its_own_are_back() -> None:
+    """Two groups in turn would take two steps a round, one group a draft and a step."""
+    assert hold(0.1, 0.06, "a", {"b": 0.0}) is not None
+    assert hold(0.1, 0.11, "a", {"b": -0.05}) is None, (
+        "its draft is back when the other step is over"
+    )
+
+
 def test_nothing_ready_is_nothing_to_start() -> None:
     assert hold(0.03, 0.1, "", {"b": 0.0}) is None
 

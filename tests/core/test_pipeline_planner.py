@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from lab.common.steady_batch import spin_setting
 from penstock.core.policies.pipeline.parts.planner import (
     Lane,
-    PipelineSetting,
     Round,
-    best_setting,
+    best_num,
     cycle_seconds,
     split,
 )
@@ -31,68 +30,62 @@ def test_two_phases_that_halve_overlap_wholly() -> None:
     """The gain of two micro-batches is at most (d + v) / max(d, v)."""
     for ratio in (0.1, 0.3, 1.0, 3.0, 10.0):
         work = one_lane(line(0, ratio), line(0, 1.0))
-        assert cycle_seconds(work, PipelineSetting(0)) == pytest.approx(8 * (1 + ratio))
-        assert cycle_seconds(work, PipelineSetting(1)) == pytest.approx(8 * (1 + ratio))
+        assert cycle_seconds(work, 0) == pytest.approx(8 * (1 + ratio))
+        assert cycle_seconds(work, 1) == pytest.approx(8 * (1 + ratio))
         for num in (2, 4, 8):
-            assert cycle_seconds(work, PipelineSetting(num)) == pytest.approx(8 * max(1, ratio))
+            assert cycle_seconds(work, num) == pytest.approx(8 * max(1, ratio))
 
 
 def test_phases_that_cost_the_same_for_half_the_rows_make_it_a_loss() -> None:
     work = one_lane(line(1.0, 0), line(1.0, 0))
-    assert [cycle_seconds(work, PipelineSetting(n)) for n in (1, 2, 3)] == pytest.approx([2, 2, 3])
+    assert [cycle_seconds(work, n) for n in (1, 2, 3)] == pytest.approx([2, 2, 3])
     uneven = one_lane(line(0.2, 0), line(1.0, 0))
-    assert cycle_seconds(uneven, PipelineSetting(2)) == pytest.approx(2.0)
-    assert best_setting(lambda s: cycle_seconds(uneven, s), 8).num == 0
+    assert cycle_seconds(uneven, 2) == pytest.approx(2.0)
+    assert best_num(lambda n: cycle_seconds(uneven, n), 8) == 0
 
 
 def test_a_plan_for_every_group_and_lane_costs_the_engine_time() -> None:
     work = Round((Lane(8, line(0, 1.0)),), lambda group: 1.0 * sum(group), host=0.5)
-    assert cycle_seconds(work, PipelineSetting(0)) == pytest.approx(16.5)
-    assert cycle_seconds(work, PipelineSetting(1)) == pytest.approx(17.0)
-    assert cycle_seconds(work, PipelineSetting(2)) == pytest.approx(9.0)
+    assert cycle_seconds(work, 0) == pytest.approx(16.5)
+    assert cycle_seconds(work, 1) == pytest.approx(17.0)
+    assert cycle_seconds(work, 2) == pytest.approx(9.0)
     busy = Round((Lane(8, line(0, 1.0)),), lambda group: 1.0 * sum(group), host=3.0)
-    assert cycle_seconds(busy, PipelineSetting(4)) == pytest.approx(24.0)
+    assert cycle_seconds(busy, 4) == pytest.approx(24.0)
 
 
 def test_splitting_a_step_is_never_a_gain_in_itself() -> None:
     """A stall while the large step was measured must not look like a reason for two small ones."""
     work = one_lane(line(0, 0.001), lambda n: 0.3 * n if n < 6 else 0.5 * n)
-    assert best_setting(lambda s: cycle_seconds(work, s), 8, 0.01).num == 0
+    assert best_num(lambda n: cycle_seconds(work, n), 8, 0.01) == 0
 
 
 def test_one_core_for_both_gains_nothing() -> None:
     work = one_lane(line(0, 0.5), line(0, 1.0), slowdown=2.0, target_slowdown=2.0)
-    assert cycle_seconds(work, PipelineSetting(2)) == pytest.approx(
-        cycle_seconds(work, PipelineSetting(1))
-    )
+    assert cycle_seconds(work, 2) == pytest.approx(cycle_seconds(work, 1))
     half = one_lane(line(0, 0.5), line(0, 1.0), slowdown=1.5, target_slowdown=1.5)
-    assert 8 < cycle_seconds(half, PipelineSetting(2)) < 12
+    assert 8 < cycle_seconds(half, 2) < 12
 
 
 def test_drafters_add_up_inside_a_step_and_overlap_beside_it() -> None:
     slow, fast = Lane(4, line(0, 3.0)), Lane(4, line(0, 1.0))
     work = Round((slow, fast), lambda group: 1.0 * sum(group))
-    assert cycle_seconds(work, PipelineSetting(0)) == pytest.approx(12 + 4 + 8)
-    assert cycle_seconds(work, PipelineSetting(1)) == pytest.approx(12 + 8)
-    assert cycle_seconds(work, PipelineSetting(2)) == pytest.approx(12)
+    assert cycle_seconds(work, 0) == pytest.approx(12 + 4 + 8)
+    assert cycle_seconds(work, 1) == pytest.approx(12 + 8)
+    assert cycle_seconds(work, 2) == pytest.approx(12)
     remote = Round((Lane(4, line(0, 3.0), beside=True), fast), lambda group: 1.0 * sum(group))
-    assert cycle_seconds(remote, PipelineSetting(0)) == pytest.approx(12 + 4 + 8)
+    assert cycle_seconds(remote, 0) == pytest.approx(12 + 4 + 8)
     both = tuple(Lane(4, line(0, s), beside=True) for s in (3.0, 1.0))
-    assert cycle_seconds(Round(both, lambda group: 8.0), PipelineSetting(0)) == pytest.approx(
-        12 + 8
-    )
+    assert cycle_seconds(Round(both, lambda group: 8.0), 0) == pytest.approx(12 + 8)
 
 
 def test_a_group_that_is_larger_than_the_others_sets_the_pace() -> None:
     work = one_lane(line(0, 1.0), line(0, 1.0), batch=3)
-    assert cycle_seconds(work, PipelineSetting(2)) == pytest.approx(4.0), (
-        "two of three, drafted for and verified"
-    )
+    assert cycle_seconds(work, 2) == pytest.approx(4.0), "two of three, drafted for and verified"
 
 
 @given(batches=st.lists(st.integers(0, 40), min_size=1, max_size=5), num=st.integers(1, 8))
 def test_splits_are_even(batches: list[int], num: int) -> None:
-    groups = split(batches, PipelineSetting(num).shares)
+    groups = split(batches, num)
     assert len(groups) == num
     for lane, batch in enumerate(batches):
         sizes = [group[lane] for group in groups]
@@ -106,31 +99,23 @@ def test_the_best_seen_and_the_papers_heuristic() -> None:
     """Throughput falls by 4% with every further micro-batch after the second."""
     throughput = {0: 0.6, 1: 0.7, 2: 1.0, **{n: 0.96 ** (n - 2) for n in range(3, 9)}}
 
-    def seconds(setting: PipelineSetting) -> float:
-        return 1 / throughput[setting.num]
+    def seconds(num: int) -> float:
+        return 1 / throughput[num]
 
-    assert best_setting(seconds, 8) == PipelineSetting(2)
-    assert spin_setting(seconds, 8) == PipelineSetting(8)
-    assert spin_setting(seconds, 8, drop=0.03) == PipelineSetting(2)
-    assert spin_setting(seconds, 1) == PipelineSetting(1)
+    assert best_num(seconds, 8) == 2
+    assert spin_setting(seconds, 8) == 8
+    assert spin_setting(seconds, 8, drop=0.03) == 2
+    assert spin_setting(seconds, 1) == 1
 
 
 def test_no_pipeline_is_among_the_settings() -> None:
-    assert best_setting(lambda s: 1.0 + s.num, 8) == PipelineSetting(0)
-    assert spin_setting(lambda s: 1.0 + 10 * s.num, 8) == PipelineSetting(2), "it begins at two"
+    assert best_num(lambda n: 1.0 + n, 8) == 0
+    assert spin_setting(lambda n: 1.0 + 10 * n, 8) == 2, "it begins at two"
 
 
 def test_a_small_gain_is_not_worth_it() -> None:
-    def seconds(setting: PipelineSetting) -> float:
-        return 0.996 if setting.num == 2 else 1.0
+    def seconds(num: int) -> float:
+        return 0.996 if num == 2 else 1.0
 
-    assert best_setting(seconds, 2) == PipelineSetting(2)
-    assert best_setting(seconds, 2, gain=0.005) == PipelineSetting(0)
-
-
-def test_a_small_group_beside_a_large_one() -> None:
-    """The drafter is the bottleneck, and a draft for few costs nearly as much as one for many."""
-    work = one_lane(lambda n: 20 + 0.8 * n if n > 8 else 2.0 * n, line(6, 0.3), batch=64)
-    best = best_setting(lambda s: cycle_seconds(work, s), 8)
-    assert best == PipelineSetting(2, 0.125)
-    assert split((64, 8), best.shares) == [(8, 1), (56, 7)]
+    assert best_num(seconds, 2) == 2
+    assert best_num(seconds, 2, gain=0.005) == 0

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from penstock.core.learn import Estimators
-from penstock.engine.calibrate import calibrate
+from penstock.engine.calibrate import calibrate, lanes_may_gain
 from penstock.engine.executor import RunnerExecutor
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.runner import ModelRunner, RaggedBatch
+from penstock.engine.timing import slowdowns_seconds
 
 
 class TimedRunner(ModelRunner):
@@ -78,3 +79,30 @@ def test_a_slow_spell_in_one_pass_is_forgotten() -> None:
     times = calibrated(runner).times
     for rows in (1, 3, 8, 32, 128):
         assert times.target(rows) == pytest.approx(large(rows) / 500)
+
+
+@pytest.mark.parametrize(
+    ("verify", "draft", "may_gain"),
+    [
+        (lambda rows: 0.02, lambda batch: 0.001, False),  # half a batch takes as long as all
+        (lambda rows: 1e-4 * rows, lambda batch: 1e-7, False),  # nothing to hide
+        (lambda rows: 1e-4 * rows, lambda batch: 5e-5 * batch, True),
+    ],
+)
+def test_drafters_are_measured_beside_the_target_where_lanes_could_gain(
+    verify: Callable[[int], float], draft: Callable[[int], float], may_gain: bool
+) -> None:
+    times = Estimators().times
+    for size in (1, 8, 32, 128):
+        times.target.add_measurement(size, verify(size))
+        times.curve_of("d").add_measurement(size, draft(size))
+    assert lanes_may_gain(times, "d") == may_gain
+
+
+def test_a_large_model_is_not_measured_beside_another() -> None:
+    """Its steps alone would take more than the second that start-up has for this."""
+    times = Estimators().times
+    times.target.add_measurement(20, 0.4)
+    times.curve_of("d").add_measurement(4, 0.01)
+    assert slowdowns_seconds(times, "d", 0.02) > 1
+    assert slowdowns_seconds(Estimators().times, "d", 0.02) < 1

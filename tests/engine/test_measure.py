@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from penstock.cli import app
 from penstock.config import parse_config, read_profile
+from penstock.engine import calibrate
 from penstock.engine.build import Engine, load_engine
 from penstock.engine.measure import ProfileGrid, measure, num_measurements
 
@@ -99,3 +100,12 @@ def test_without_a_profile_reading_is_measured_too(settings: dict[str, Any]) -> 
     times = load(settings).scheduler.learn.times
     assert 0 < times.catch_up_of("near") < times.curve_of("near")(1)
     assert times.catch_up_of("look") >= 0
+
+
+def test_auto_gives_drafters_on_the_targets_cores_no_lane(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor measures them beside the target. Control: with `async` each has one."""
+    monkeypatch.setattr(calibrate, "slowdowns", None)
+    lanes = {name: load(settings, pipeline=name).scheduler.lanes for name in ("auto", "async")}
+    assert lanes == {"auto": ("target",), "async": ("near", "far", "look", "target")}

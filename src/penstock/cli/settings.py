@@ -24,7 +24,6 @@ from penstock.config import (
     read_settings,
     yaml_value,
 )
-from penstock.core.policies.bundles import AUTO, BUNDLES
 
 OPTION = "option"
 """Origin of a setting given by its own option."""
@@ -82,9 +81,7 @@ def assembled(given: Settings) -> dict[str, Any]:
     settings = _without_null(given.values)
     engine = _without_null(settings_in(settings.get(_ENGINE), _ENGINE))
     if settings_in(settings.get("drafters"), "drafters"):
-        chosen = BUNDLES.get(str(engine.get("policy")), BUNDLES[AUTO])
-        defaults = {"drafters": {}, "verification": "coupled", "pipeline": chosen.remote_pipeline}
-        engine = {**defaults, **engine}
+        engine = {"drafters": {}, "verification": "coupled", **engine}
     return {**settings, _ENGINE: with_models(engine)}
 
 

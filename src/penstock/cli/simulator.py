@@ -249,7 +249,8 @@ class Scenario(Load):
             raise PlanError(f"{memory} KV tokens hold no block of {self.block_size}")
         policies, chosen = self._policies(), bundle(self.policy)
         if pipeline is None:
-            pipeline = chosen.remote_pipeline if draft_servers else chosen.pipeline
+            # Only draft servers are known to have devices of their own.
+            pipeline = chosen.pipeline if draft_servers else "off"
         make_pipeline(pipeline)
         known = option_types("admission", policies["admission"].name)
         wanted = {name: value for name, value in targets.items() if name in known}

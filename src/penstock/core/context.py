@@ -44,9 +44,8 @@ class Context:
 
     @property
     def uses_lanes(self) -> bool:
-        """True if a drafter may draft beside the target."""
-        drafters = self.table.drafters
-        return bool(drafters) and any(d.has_lane or d.remote for d in drafters.values())
+        """True if a drafter drafts beside the target."""
+        return any(self.is_beside(d) for d in self.table.drafters.values())
 
     def is_beside(self, drafter: Drafter) -> bool:
         """Return True if the drafter works in a lane beside the target."""

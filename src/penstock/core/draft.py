@@ -227,9 +227,12 @@ def expire(ctx: Context, now: float) -> None:
     delays the others once and not in every round."""
     table = ctx.table
     ordered = [(s, s.draft.order) for s in table.running.values() if s.draft.order is not None]
-    for _, given in ordered:
+    for state, given in ordered:
         if given.deadline is not None and given.deadline <= now:
             table.drafters[given.drafter].silent = True
+            # It takes as long at least: a patience too short would else never be measured.
+            elapsed = now - state.draft.ordered_at
+            ctx.learn.links.add_transfer(given.drafter, given.max_draft_tokens, elapsed)
     for state, given in ordered:
         if table.drafters[given.drafter].silent:
             state.draft = SKIPPED

@@ -112,7 +112,8 @@ def load_engine(config: EngineConfig, *, calibrated: bool = True) -> Engine:
     scheduler = _scheduler(config, models, Estimators() if state is None else state.restore())
     profile = None if config.profile is None else read_profile(config.profile)
     if calibrated:
-        together = config.pipeline == "auto"
+        is_auto = config.pipeline == "auto"
+        together = [n for n, d in scheduler.table.drafters.items() if is_auto and d.has_lane]
         calibrate(executor, scheduler.learn, clock, profile, together=together)
     # The few small steps that are measured are not typical of vLLM's.
     scheduler.learn.times.learns_profile = config.vllm is not None and profile is None
@@ -204,7 +205,7 @@ def _drafter(config: EngineConfig, models: Models, name: str) -> Drafter:
     drafts_text = name in models.tokenizers
     drafter = Drafter(
         name,
-        has_lane=config.pipeline != "off",
+        has_lane=_has_lane(config, models, shape),
         max_num_seqs=config.drafter_max_num_seqs.get(name),
         is_chained=is_chained,
         stops_early=not (shape is None or is_chained or drafts_text),
@@ -217,6 +218,16 @@ def _drafter(config: EngineConfig, models: Models, name: str) -> Drafter:
         if shape.vocab_size < models.target.vocab_size and not drafts_text:
             drafter.vocab_size = shape.vocab_size
     return drafter
+
+
+def _has_lane(config: EngineConfig, models: Models, shape: DecoderConfig | None) -> bool:
+    """Return whether a drafter may work beside the target.
+
+    With `auto` it may not on the target's cores, where nothing can be gained, nor does look-up."""
+    if config.pipeline != "auto":
+        return config.pipeline != "off"
+    shares_cores = models.place.device.type == "cpu" and config.vllm is None
+    return shape is not None and not shares_cores
 
 
 def _shapes(config: EngineConfig) -> dict[str, DecoderConfig]:

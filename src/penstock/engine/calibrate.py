@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from penstock.core.learn import Estimators, seed_estimators
-from penstock.core.learn.times import drafter_profiles
+from penstock.core.learn.times import Times, drafter_profiles
 from penstock.core.loop import Clock
+from penstock.core.policies.pipeline.parts.planner import (
+    MIN_GAIN,
+    MOST_MICRO_BATCHES,
+    Lane,
+    Round,
+    best_num,
+    cycle_seconds,
+)
 from penstock.core.state import Drafter
 from penstock.engine.drafters.base import LocalDrafter
 from penstock.engine.executor import LocalExecutor
 from penstock.engine.runner import Model
-from penstock.engine.timing import best_seconds, dummy_draft, dummy_verify, slowdowns
+from penstock.engine.timing import (
+    best_seconds,
+    dummy_draft,
+    dummy_verify,
+    slowdowns,
+    slowdowns_seconds,
+)
 from penstock.fluid.step_profile import StepProfile, StepTimeCurve
 
 _ROWS = (1, 8, 32, 3, 128, 16, 64, 5, 2, 256, 24, 12, 48, 96, 160)
@@ -23,6 +37,8 @@ _FEWEST_SIZES = 2
 # Small, so that start-up is quick; requests refine the times.
 _DRAFT_STEPS, _CONTEXT, _REPEATS, _TOGETHER_S = 4, 64, 3, 0.02
 _TOKENS_EACH = _CONTEXT + 16
+_MOST_TOGETHER_S = 1.0
+"""Seconds of start-up for measuring drafters beside the target."""
 
 
 def calibrate(
@@ -31,14 +47,16 @@ def calibrate(
     clock: Clock,
     profile: StepProfile | None = None,
     *,
-    together: bool = False,
+    together: Collection[str] = (),
     budget_s: float = 0.4,
 ) -> None:
     """Fill the step times from a profile, or from a few steps of each model without known times.
 
     A model that the profile lacks is measured on scratch blocks for about `budget_s` seconds.
-    together: measure such drafters beside the target, too. No request may be running."""
+    together: drafters to measure beside the target, too, if lanes could gain; in a second at most.
+    No request may be running."""
     known: set[str] = set()
+    left_s = _MOST_TOGETHER_S
     if profile is not None:
         drafters = [Drafter(name) for name in executor.drafters]
         seed_estimators(estimators, profile, drafters)
@@ -51,9 +69,25 @@ def calibrate(
             continue
         if times.curve_of(name).is_empty:
             _measure_drafter(drafter, estimators, clock, budget_s, executor.max_model_len)
-        if together and all(d.name != name for d in times.profile.drafters):
+        is_measured = any(d.name == name for d in times.profile.drafters)
+        expected_s = slowdowns_seconds(times, name, _TOGETHER_S)
+        if name not in together or is_measured or expected_s > left_s:
+            continue
+        if lanes_may_gain(times, name):
+            left_s -= expected_s
             _measure_together(executor, drafter, estimators, clock)
     times.doubt_all()
+
+
+def lanes_may_gain(times: Times, drafter: str) -> bool:
+    """Return whether lanes would gain if the drafter and the target did not slow each other."""
+    curve = times.curve_of(drafter)
+    for batch in _BATCHES:
+        lane = Lane(batch, lambda n: _DRAFT_STEPS * curve(n))
+        work = Round((lane,), lambda group: times.target((1 + _DRAFT_STEPS) * sum(group)))
+        if best_num(partial(cycle_seconds, work), MOST_MICRO_BATCHES, MIN_GAIN):
+            return True
+    return False
 
 
 def _measure_target(target: Model, estimators: Estimators, clock: Clock, budget_s: float) -> None:

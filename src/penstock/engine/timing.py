@@ -10,6 +10,7 @@ from statistics import median
 import numpy as np
 import torch
 
+from penstock.core.learn.times import Times
 from penstock.core.loop import Clock
 from penstock.core.types import DraftOrder, Request, SamplingParams
 from penstock.engine.drafters.base import LocalDrafter
@@ -96,6 +97,13 @@ def slowdowns(
         target_slower.append(target_beside.mean / target_alone.mean)
     share_threads(num_threads, num_threads)
     return max(1.0, median(slower)), max(1.0, median(target_slower))
+
+
+def slowdowns_seconds(times: Times, drafter: str, seconds: float) -> float:
+    """Return the expected seconds of `slowdowns`: a step at least in each part of a round."""
+    draft = max(seconds, _NUM_DRAFT_TOKENS * times.curve_of(drafter)(_BATCH))
+    verify = max(seconds, times.target(_BATCH * (1 + _NUM_DRAFT_TOKENS)))
+    return _ROUNDS * (draft + verify + max(2 * seconds, draft, verify))
 
 
 class _Stopwatch:

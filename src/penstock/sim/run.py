@@ -17,7 +17,6 @@ from penstock.core.kv import BlockPool
 from penstock.core.learn import Estimators, seed_estimators
 from penstock.core.learn.times import drafter_profiles
 from penstock.core.loop import Instrument
-from penstock.core.policies.bundles import AUTO, BUNDLES
 from penstock.core.policies.registry import make_pipeline
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter
@@ -66,7 +65,7 @@ class Setup:
     drafters: tuple[str, ...] = ()
     capacities: Mapping[str, DrafterCapacity] = field(default_factory=dict)
     draft_servers: tuple[DraftServer, ...] = ()
-    pipeline: str = BUNDLES[AUTO].pipeline
+    pipeline: str = "off"
     fairness: bool = False
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
     seed: int = 0

@@ -17,7 +17,6 @@ class Bundle:
     selection: str = "single"
     allocation: str = "fixed"
     pipeline: str = "off"
-    remote_pipeline: str = "off"  # with draft servers
     admission_options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -26,13 +25,16 @@ AUTO = "auto"
 
 BUNDLES = {
     AUTO: Bundle(
-        admission="fluid_guided", selection="auto", allocation="priced", remote_pipeline="async"
+        admission="fluid_guided",
+        selection="auto",
+        allocation="priced",
+        pipeline="auto",
     ),
     "vllm": Bundle(),
     "sarathi": Bundle(admission="sarathi"),
     # Rounds of the paper wait for all draft servers.
     "goodspeed": Bundle(allocation="goodspeed"),
-    "spin": Bundle(selection="lbss", pipeline="auto", remote_pipeline="auto"),
+    "spin": Bundle(selection="lbss", pipeline="auto"),
     # To the letter it may never answer a client that is alone.
     "wait": Bundle(admission="nested_wait", admission_options={"gated": True}),
 }

@@ -77,7 +77,7 @@ class FluidGuided(AdmissionPolicy):
             return {}
         pool, running = self._step.pool, len(self._step.running)
         waits = self._blocked is not None and self._blocked[1] == running
-        is_kept = self._step.waiting and (waits or self._refill.is_pausing)
+        is_kept = self._step.waiting and waits
         return {"kv_reserved_tokens": pool.num_free_blocks * pool.block_size if is_kept else 0}
 
     def shortage(self, step: Step, state: RequestState) -> tuple[int, int]:

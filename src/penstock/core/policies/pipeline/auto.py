@@ -1,4 +1,4 @@
-"""Micro-batches with the best throughput by measured step times, or no pipeline."""
+"""Drafts inside the target's step, beside it, or in micro-batches: the fastest by step times."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from penstock.core.policies.base import Pipeline, View
+from penstock.core.policies.pipeline.asynchronous import Asynchronous
 from penstock.core.policies.pipeline.micro_batches import MicroBatches
 from penstock.core.policies.pipeline.parts.planner import (
+    MIN_GAIN,
     MOST_MICRO_BATCHES,
-    PipelineSetting,
     Round,
-    best_setting,
+    best_num,
     cycle_seconds,
     round_of,
 )
@@ -21,40 +22,43 @@ from penstock.core.state import RequestState
 from penstock.core.types import StepResult
 
 # Chosen by hand.
-_MIN_GAIN = 0.005  # predicted gain from which on the setting is changed
 _MIN_CHANGED_SHARE = 0.1
 """Share of the batch that must have come, gone or changed drafters for a new decision."""
-_LENGTH_DECAY = 0.9  # weight of the past in the mean draft length
-_PACE_DECAY = 0.95  # for predicted and measured step times
+_LENGTH_WEIGHT = 0.1  # of a draft in the mean draft length
+_PACE_WEIGHT = 0.05  # of a step in the pace
 _MOST_PACE = 4.0  # most that a step may count over its prediction
-_TOLERATED = 1.1  # a pipeline slower than predicted by less is not corrected
-_FADING = 2e-4  # share a step by which bad experience with a pipeline fades
+_TOLERATED = 1.1  # lanes slower than predicted by less are not corrected
+_FADING = 2e-4  # share a step by which bad experience with lanes fades
 _HOST_WEIGHT = 0.1  # weight of a step in the host's mean time
 _MOST_HOST_S = 2e-3  # A longer gap between two steps is not the host's work
 _DECIDE_EVERY_STEPS = 64  # steps to the next decision if nothing changed
 
 
 class Auto(Pipeline):
-    """Uses the best setting by step times, possibly no pipeline; decides again on changes."""
+    """Uses the number of micro-batches with the shortest predicted cycle.
+
+    num: 0: local drafters draft inside the target's step; 1: beside it, as draft servers always do;
+    the target waits as in `async`. More: micro-batches, not with draft servers. The prediction of
+    lanes is corrected by the pace of their steps."""
 
     name: ClassVar[str] = "auto"
 
     def __init__(self, options: Pipeline.Options) -> None:
         super().__init__(options)
-        self.setting = PipelineSetting()
-        self._inner = MicroBatches(MicroBatches.Options(1))
+        self.num = 0
+        self._inner: Pipeline = Asynchronous()
         self._lengths: dict[str, float] = {}
         self._decided: dict[str, float] = {}
         self._num_steps = 0
-        self._host: float | None = None
+        self._host = 0.0
         self._last_end = math.inf
         self._predicted = 0.0
-        self._taken = {False: 0.0, True: 0.0}
-        self._predicted_by_mode = {False: 0.0, True: 0.0}
+        self._pace = {False: 1.0, True: 1.0}
+        """Measured over predicted seconds, without lanes and with them."""
 
     @property
     def drafts_beside(self) -> bool:
-        return self.setting.num > 0
+        return self.num > 0
 
     def divide(self, states: Sequence[RequestState]) -> None:
         self._inner.divide(states)
@@ -71,58 +75,39 @@ class Auto(Pipeline):
         return self._inner.joins(state)
 
     def stepped(self, running: Iterable[RequestState], view: View, result: StepResult) -> None:
+        if not any(d.has_lane for d in view.drafters.values()):
+            return
         self._num_steps += 1
         running = list(running)
-        self._learn_pace(result)
-        self._learn_host(result, is_idle=not running)
+        self._learn_times(result, is_idle=not running)
+        drafter_of = {s.request.id: s.drafter for s in running if s.num_output_tokens > 1}
         for verdict in result.verdicts:
-            if verdict.drafter is not None:
-                length = self._lengths.setdefault(verdict.drafter, verdict.num_proposed)
-                length += (1 - _LENGTH_DECAY) * (verdict.num_proposed - length)
-                self._lengths[verdict.drafter] = length
+            drafter = verdict.drafter or drafter_of.get(verdict.request_id)
+            if drafter is not None:
+                length = self._lengths.setdefault(drafter, verdict.num_proposed)
+                length += _LENGTH_WEIGHT * (verdict.num_proposed - length)
+                self._lengths[drafter] = length
         drafting = [s for s in running if s.is_decoding and s.drafter in self._lengths]
-        loads = Counter(s.drafter for s in drafting if s.drafter is not None)
-        positions = {name: n * (1 + self._lengths[name]) for name, n in loads.items()}
+        loads = Counter(s.drafter for s in drafting if s.drafter in view.drafters)
+        positions = {n: num * (1 + self._lengths[n]) for n, num in loads.items() if n is not None}
         if positions and self._has_changed(positions):
             self._decided, self._num_steps = positions, 0
-            work = round_of(drafting, view.drafters, view.learn, self._lengths, self._host or 0.0)
-            self._set(self._choose(work))
+            work = round_of(drafting, view.drafters, view.learn, self._lengths, self._host)
+            self._decide(work)
 
-    def _learn_pace(self, result: StepResult) -> None:
-        """Learn how far steps exceed their prediction; bad experience with a pipeline fades."""
-        since, num = result.finished_at - self._last_end, len(result.verdicts)
-        beside = self.setting.num > 0
-        has_prefill = not all(v.num_proposed for v in result.verdicts)
-        if since <= 0 or not num or not self._predicted or has_prefill:
-            return
-        predicted = num * self._predicted
-        self._taken[beside] *= _PACE_DECAY
-        self._predicted_by_mode[beside] *= _PACE_DECAY
-        self._taken[beside] += min(since, _MOST_PACE * predicted)
-        self._predicted_by_mode[beside] += predicted
-        if not beside:
-            usual = (
-                self._predicted_by_mode[True] * self._taken[False] / self._predicted_by_mode[False]
-            )
-            self._taken[True] += _FADING * (usual - self._taken[True])
-
-    @property
-    def _worse(self) -> float:
-        """Factor by which a pipeline falls behind its prediction; 1 if untried."""
-        pace = {
-            beside: self._taken[beside] / predicted if predicted else 1.0
-            for beside, predicted in self._predicted_by_mode.items()
-        }
-        return pace[True] / pace[False] if self._predicted_by_mode[True] else 1.0
-
-    def _learn_host(self, result: StepResult, *, is_idle: bool) -> None:
-        """Learn the host's seconds from the gap between two steps without a pipeline."""
-        gap = result.started_at - self._last_end
-        if self.setting.num == 0 and gap >= 0:
-            gap = min(gap, _MOST_HOST_S)
-            before = gap if self._host is None else self._host
-            self._host = before + _HOST_WEIGHT * (gap - before)
+    def _learn_times(self, result: StepResult, *, is_idle: bool) -> None:
+        """Learn the host's seconds before a step, and how far steps exceed their prediction."""
+        gap, since = result.started_at - self._last_end, result.finished_at - self._last_end
         self._last_end = math.inf if is_idle else result.finished_at
+        if not self.num and gap >= 0:
+            self._host += _HOST_WEIGHT * (min(gap, _MOST_HOST_S) - self._host)
+        predicted = len(result.verdicts) * self._predicted
+        has_prompt = result.work is not None and result.work.num_prefill_tokens
+        if since > 0 and predicted and not has_prompt:
+            pace, beside = self._pace, self.num > 0
+            pace[beside] += _PACE_WEIGHT * (min(since / predicted, _MOST_PACE) - pace[beside])
+            if not beside:
+                pace[True] += _FADING * (pace[False] - pace[True])
 
     def _has_changed(self, positions: Mapping[str, float]) -> bool:
         """Return whether drafters' `positions` in a verification have changed enough to decide."""
@@ -133,26 +118,26 @@ class Auto(Pipeline):
             or self._num_steps >= _DECIDE_EVERY_STEPS
         )
 
-    def _choose(self, work: Round) -> PipelineSetting:
-        """Return the present setting, unless another is better by more than noise."""
-        most = max(1, min(MOST_MICRO_BATCHES, work.batch))
-        worse = self._worse
+    def _decide(self, work: Round) -> None:
+        """Keep the present number, unless another is better by more than noise, or none as good."""
+        batch = sum(work.batches)
+        has_servers = any(lane.beside for lane in work.lanes)
+        most = 1 if has_servers else max(1, min(MOST_MICRO_BATCHES, batch))
+        worse = self._pace[True] / self._pace[False]
 
-        def seconds(setting: PipelineSetting) -> float:
-            alone = cycle_seconds(work, setting)
-            return alone * worse if setting.num and worse > _TOLERATED else alone
+        def seconds(num: int) -> float:
+            alone = cycle_seconds(work, num)
+            return alone * worse if num and worse > _TOLERATED else alone
 
-        best = best_setting(seconds, most, _MIN_GAIN)
-        if self.setting.num <= most and seconds(best) > (1 - _MIN_GAIN) * seconds(self.setting):
-            best = self.setting
-        self._predicted = cycle_seconds(work, best) / work.batch
-        return best
-
-    def _set(self, setting: PipelineSetting) -> None:
-        if setting == self.setting:
-            return
-        self.setting = setting
-        self._inner = MicroBatches(MicroBatches.Options(max(1, setting.num)), setting.share)
+        is_inside = self.num == 0
+        best = best_num(seconds, most, MIN_GAIN if is_inside else 0.0)
+        if best and self.num <= most and seconds(best) > (1 - MIN_GAIN) * seconds(self.num):
+            best = self.num
+        self._predicted = cycle_seconds(work, best) / batch
+        if best != self.num:
+            self.num = best
+            several = best > 1
+            self._inner = MicroBatches(MicroBatches.Options(best)) if several else Asynchronous()
 
 
 POLICY = Auto

@@ -11,7 +11,6 @@ from typing import Annotated, ClassVar
 from penstock.core.policies.base import Pipeline, View
 from penstock.core.policies.options import Range
 from penstock.core.policies.pipeline.parts.division import Division
-from penstock.core.policies.pipeline.parts.planner import PipelineSetting
 from penstock.core.state import RequestState
 
 
@@ -28,11 +27,9 @@ class MicroBatches(Pipeline):
     class Options:
         num: Annotated[int, Range(at_least=1, at_most=64)] = 2
 
-    def __init__(self, options: Options, share: float | None = None) -> None:
-        """Create the groups; `share` is the batch share of the first of two uneven ones."""
+    def __init__(self, options: Options) -> None:
         super().__init__(options)
         self.num = options.num
-        self._shares = PipelineSetting(options.num, share).shares
         self._group: dict[str, int] = {}
         self._next_in_lane: dict[str, int] = {}
         self._next_verified = 0
@@ -45,7 +42,7 @@ class MicroBatches(Pipeline):
     def divide(self, states: Sequence[RequestState]) -> None:
         if self.num == 1:
             return
-        division = Division(self._shares)
+        division = Division(self.num)
         newcomers = []
         for state in states:
             group = self._group.get(state.request.id)

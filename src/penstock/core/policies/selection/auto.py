@@ -10,8 +10,9 @@ later requests out of a budget of seconds. Where replays tell nothing (draft ser
 is expected of a new request is drawn from its distribution (Thompson sampling).
 
 A request's drafter is chosen at its start, after rounds that double, and when a replay has an
-answer. One drafter alone is given to all: the draft lengths decide whether it drafts
-(`allocation/priced.py`)."""
+answer. One drafter alone is given to all, as is the first of several where the host's part of a
+step is so large that choosing takes more time than it saves: the draft lengths decide whether it
+drafts (`allocation/priced.py`)."""
 
 from __future__ import annotations
 
@@ -30,6 +31,7 @@ from penstock.core.policies.base import Prices, ReplayProposal, SelectionPolicy,
 from penstock.core.policies.options import LONGEST_DRAFT, Range, Seed, Share
 from penstock.core.policies.selection.parts.places import assign
 from penstock.core.policies.selection.parts.savings import Savings
+from penstock.core.policies.selection.single import Single
 from penstock.core.state import Drafter, Outcome, RequestState
 from penstock.core.types import Replayed, Request
 
@@ -44,6 +46,7 @@ _FIRST_GAP, _LONGEST_GAP = 2, 16
 """Rounds between a request's decisions, first and, after doubling, longest."""
 _REVIEW_EVERY = 4
 """Most steps between reviews: those of several requests at once take hardly longer than one."""
+_HOST_SHARE = 0.1  # of a step, from which on nothing is chosen
 _REVIEW_SHARE = 0.5  # seconds of a review, in the host's part of a step
 _DEMAND_WEIGHT = 0.05  # weight of a request in the demand for drafters
 _STEP_WEIGHT = 0.02  # weight of a step in the mean number of requests
@@ -106,6 +109,7 @@ class Auto(SelectionPolicy):
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
+        self._first = Single(Single.Options())
         self._rng = np.random.default_rng(options.seed)
         self._prior = AcceptancePrior()
         self._models: dict[str, int] = {}
@@ -124,10 +128,12 @@ class Auto(SelectionPolicy):
     # --- choosing -------------------------------------------------------------------------------
 
     def select(self, states: Sequence[RequestState], view: View) -> dict[str, str | None]:
-        drafters = usable(view.drafters)
-        only = next(iter(drafters.values())) if len(drafters) == 1 else None
-        if only is not None and only.max_num_seqs is None:
-            return {state.request.id: only.name for state in states}
+        drafters, times = usable(view.drafters), view.learn.times
+        step = times.target(round(self._num_sharing))
+        is_limited = any(d.max_num_seqs is not None for d in drafters.values())
+        is_given = len(drafters) == 1 and not is_limited
+        if is_given or times.overhead > _HOST_SHARE * step:
+            return self._first.select(states, view)
         chosen: dict[str, str | None] = {}
         due = []
         is_turn = self._num_steps % min(_REVIEW_EVERY, round(self._num_sharing)) == 0
@@ -169,7 +175,8 @@ class Auto(SelectionPolicy):
             request_id = states[i].request.id
             chosen[request_id] = None if index is None else names[index]
             value = 0.0 if index is None else float(means[i, index])
-            self._budget.spent_s += max(0.0, float(means[i].max()), 0.0) - value
+            if values is not means:
+                self._budget.spent_s += max(0.0, float(means[i].max())) - value
             self._saved[request_id] = value
             if index is not None:
                 mean = float(known[i].prior[columns[index]])
@@ -275,9 +282,10 @@ class Auto(SelectionPolicy):
         best = np.maximum(0.0, values.max(axis=1, keepdims=True))
         gains = _TAIL_WEIGHT * np.maximum(0.0, better - best)
         review = _REVIEW_SHARE * view.learn.times.overhead * self._num_sharing
+        named = list(drafters.items())
         for i, j in zip(*np.nonzero(gains), strict=True):
             state, own = states[i], known[i]
-            name, drafter = list(drafters.items())[j]
+            name, drafter = named[j]
             num_tokens = state.num_output_tokens
             if not num_tokens or name == state.drafter or not _can_replay(drafter, state):
                 continue

@@ -1,12 +1,10 @@
 """Choice of the number of micro-batches by profiled step times; pure functions.
 
-With 0 micro-batches, no pipeline, drafters draft inside the target's step. With 1, rounds, all
-drafters draft at the same time, then the target verifies."""
+With 0 micro-batches drafters draft inside the target's step. With 1 all drafters draft at the same
+time beside the target, which then verifies."""
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,8 +14,7 @@ from penstock.core.state import Drafter, RequestState
 from penstock.fluid.step_profile import StepWork
 
 MOST_MICRO_BATCHES = 8  # more would leave few requests to each at usual batches; chosen by hand
-_UNEVEN = (0.125, 0.25, 0.375)  # shares of the first of two groups that are tried; chosen by hand
-_ROUNDING = 1e-9  # tolerance of float shares
+MIN_GAIN = 0.05  # predicted gain from which on the number is changed; chosen by hand
 _WARM_CYCLES, _CYCLES = 4, 4
 """Cycles until a pipeline that began empty is steady, and cycles counted after them."""
 
@@ -42,86 +39,51 @@ class Round:
     host: float = 0.0  # seconds of the engine itself for every plan
 
     @property
-    def batch(self) -> int:
-        """Requests of all lanes."""
-        return sum(lane.batch for lane in self.lanes)
+    def batches(self) -> tuple[int, ...]:
+        """Requests of each lane."""
+        return tuple(lane.batch for lane in self.lanes)
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineSetting:
-    """A number of micro-batches, or 0 or 1 (see above).
-
-    share: batch share of the first of two, if uneven: where a phase has a large fixed cost, a small
-    group beside a large one fills the pipeline at less expense."""
-
-    num: int = 0
-    share: float | None = None
-
-    @property
-    def shares(self) -> tuple[float, ...]:
-        """Share of the batch of each micro-batch."""
-        if self.share is not None:
-            return (self.share, 1 - self.share)
-        return (1 / self.num,) * self.num
-
-
-def split(batches: Sequence[int], shares: Sequence[float]) -> list[tuple[int, ...]]:
+def split(batches: Sequence[int], num: int) -> list[tuple[int, ...]]:
     """Split each lane's batch evenly between micro-batches (Spin, section V-B)."""
-    groups = [[0] * len(batches) for _ in shares]
-    total = sum(batches)
+    groups = [[batch // num for batch in batches] for _ in range(num)]
     for lane, batch in enumerate(batches):
-        quotas = [batch * share for share in shares]
-        for group, quota in zip(groups, quotas, strict=True):
-            group[lane] = int(quota + _ROUNDING)
-        for _ in range(batch - sum(group[lane] for group in groups)):
-            least = min(
-                range(len(groups)),
-                key=lambda g: (
-                    groups[g][lane] - math.ceil(quotas[g] - _ROUNDING) >= 0,
-                    sum(groups[g]) - total * shares[g],
-                ),
-            )
-            groups[least][lane] += 1
+        for group in sorted(groups, key=sum)[: batch % num]:
+            group[lane] += 1
     return [tuple(group) for group in groups]
 
 
-def cycle_seconds(work: Round, setting: PipelineSetting) -> float:
+def cycle_seconds(work: Round, num: int) -> float:
     """Return the seconds in which every request is drafted for and verified once.
 
     Without micro-batches: the drafts, then the verification. With them the cycle is as long as the
-    busiest of four: the target, the drafters, the groups' ways (each verified after its draft and
-    in its turn), and the engine, which writes a plan for every group and lane. Smaller batches
-    together never take less time than one whole batch: measurements that say so are noise.
+    busiest of four: the target, the drafters, the groups in turn (each verified after its draft),
+    and the engine, which writes a plan for every group and lane. Smaller batches together never
+    take less time than one whole batch: measurements that say so are noise.
 
     Two that work at once slow each other: with D and V the seconds of both alone, σ and τ their
     slowdowns, the target is the busier one if V τ ≥ D σ, and takes V + D σ (1 - 1/τ); otherwise the
     drafters take D + V τ (1 - 1/σ). σ = τ = 2 is a shared core. D is the longest of several
     drafters, plus the share σ - 1 of the others."""
-    if setting.num == 0:
-        beside = (lane.seconds(lane.batch) for lane in work.lanes if lane.beside)
-        inside = sum(lane.seconds(lane.batch) for lane in work.lanes if not lane.beside)
-        waiting = max(beside, default=0.0)
-        whole = work.verify(_batches(work))
-        return round_seconds(whole, inside=inside, beside=waiting, host=work.host)
-    groups = [group for group in split(_batches(work), setting.shares) if any(group)]
-    draft = functools.cache(lambda lane, n: work.lanes[lane].seconds(n) if n else 0.0)
-    verify = functools.cache(lambda group: work.verify(group) + work.host)
-    drafts = [[draft(lane, n) for lane, n in enumerate(group)] for group in groups]
-    verifications = [verify(group) for group in groups]
-    by_lane = [
-        max(sum(each), draft(lane, work.lanes[lane].batch))
-        for lane, each in enumerate(zip(*drafts, strict=True))
+    lanes, host = work.lanes, work.host
+    whole = work.verify(work.batches)
+    alone = [lane.seconds(lane.batch) for lane in lanes]
+    if num == 0:
+        waiting = max((s for lane, s in zip(lanes, alone, strict=True) if lane.beside), default=0.0)
+        inside = sum(s for lane, s in zip(lanes, alone, strict=True) if not lane.beside)
+        return round_seconds(whole, inside=inside, beside=waiting, host=host)
+    if num == 1:
+        return round_seconds(whole, beside=_drafting(lanes, alone), host=host * (1 + len(lanes)))
+    groups = [group for group in split(work.batches, num) if any(group)]
+    drafts = [
+        [lane.seconds(n) if n else 0.0 for lane, n in zip(lanes, group, strict=True)]
+        for group in groups
     ]
-    saturated = _saturated(work.lanes, by_lane, max(sum(verifications), verify(_batches(work))))
-    way = max(_drafting(work.lanes, d) + v for d, v in zip(drafts, verifications, strict=True))
-    if setting.num == 1:
-        return way + work.host * len(work.lanes)
+    verifications = [work.verify(group) + host for group in groups]
+    by_lane = [max(sum(own), s) for own, s in zip(zip(*drafts, strict=True), alone, strict=True)]
+    saturated = _saturated(lanes, by_lane, max(sum(verifications), whole + host))
     turns = _in_turn(drafts, verifications)
-    return max(saturated, way, turns, work.host * len(groups) * (1 + len(work.lanes)))
-
-
-def _batches(work: Round) -> tuple[int, ...]:
-    return tuple(lane.batch for lane in work.lanes)
+    return max(saturated, turns, host * len(groups) * (1 + len(lanes)))
 
 
 def _in_turn(drafts: Sequence[Sequence[float]], verifications: Sequence[float]) -> float:
@@ -140,12 +102,10 @@ def _in_turn(drafts: Sequence[Sequence[float]], verifications: Sequence[float]) 
 
 def _drafting(lanes: Sequence[Lane], drafts: Sequence[float]) -> float:
     """Return the seconds of all lanes at the same time, by those of each alone."""
-    longest = max(range(len(lanes)), key=drafts.__getitem__)
-    return drafts[longest] + sum(
-        d * min(1.0, max(0.0, lane.slowdown - 1))
-        for i, (lane, d) in enumerate(zip(lanes, drafts, strict=True))
-        if i != longest
-    )
+    longest = max(drafts)
+    shared = [min(1.0, max(0.0, lane.slowdown - 1)) for lane in lanes]
+    added = [share * draft for share, draft in zip(shared, drafts, strict=True)]
+    return longest + sum(added) - added[list(drafts).index(longest)]
 
 
 def _saturated(lanes: Sequence[Lane], drafts: Sequence[float], verify: float) -> float:
@@ -158,67 +118,51 @@ def _saturated(lanes: Sequence[Lane], drafts: Sequence[float], verify: float) ->
     return drafting + verify * of_target * (1 - 1 / slowdown)
 
 
-def settings(most: int) -> list[PipelineSetting]:
-    """Return the settings with at most `most` micro-batches, the simplest first."""
-    uneven = [PipelineSetting(2, share) for share in _UNEVEN] if most > 1 else []
-    return [*(PipelineSetting(num) for num in range(most + 1)), *uneven]
-
-
-def best_setting(
-    seconds: Callable[[PipelineSetting], float], most: int, gain: float = 0.0
-) -> PipelineSetting:
-    """Return the setting with the shortest cycle; a later one must gain the share `gain`."""
-    best, shortest = PipelineSetting(), seconds(PipelineSetting())
-    for setting in settings(most):
-        found = seconds(setting)
+def best_num(seconds: Callable[[int], float], most: int, gain: float = 0.0) -> int:
+    """Return the number with the shortest cycle; a larger one must gain the share `gain`."""
+    best, shortest = 0, seconds(0)
+    for num in range(1, most + 1):
+        found = seconds(num)
         if found < (1 - gain) * shortest:
-            best, shortest = setting, found
+            best, shortest = num, found
     return best
 
 
 def round_of(
     states: Sequence[RequestState],
     drafters: Mapping[str, Drafter],
-    estimators: Estimators,
+    learn: Estimators,
     lengths: Mapping[str, float],
     host: float,
 ) -> Round:
     """Return the costs of one round, by draft `lengths` of each drafter."""
-    by_drafter: dict[str, list[RequestState]] = {}
+    batches: dict[str, int] = {}
     for state in states:
         if state.drafter is not None and state.drafter in drafters:
-            by_drafter.setdefault(state.drafter, []).append(state)
-    names = list(by_drafter)
-    num_kv_tokens = sum(s.num_known_tokens for mine in by_drafter.values() for s in mine)
-    num = sum(len(mine) for mine in by_drafter.values())
+            batches[state.drafter] = batches.get(state.drafter, 0) + 1
+    num_kv_tokens = sum(s.num_known_tokens for s in states if s.drafter in batches)
+    num = sum(batches.values())
+    known = [lengths[name] for name in batches]
 
     def verify(group: tuple[int, ...]) -> float:
         in_group = sum(group)
-        drafted = sum(n * lengths[name] for n, name in zip(group, names, strict=True))
-        return estimators.times.profile.seconds(
-            StepWork(
-                num_decodes=in_group,
-                num_kv_tokens=num_kv_tokens * in_group // num,
-                num_draft_tokens=round(drafted),
-            )
-        )
+        drafted = round(sum(n * length for n, length in zip(group, known, strict=True)))
+        work = StepWork(0, 0.0, in_group, num_kv_tokens * in_group // num, drafted)
+        return learn.times.profile.seconds(work)
 
-    lanes = [
-        _lane(drafters[name], len(mine), lengths[name], estimators)
-        for name, mine in by_drafter.items()
-    ]
+    lanes = [_lane(drafters[name], n, lengths[name], learn) for name, n in batches.items()]
     return Round(tuple(lanes), verify, host)
 
 
-def _lane(drafter: Drafter, batch: int, length: float, estimators: Estimators) -> Lane:
+def _lane(drafter: Drafter, batch: int, length: float, learn: Estimators) -> Lane:
     """Return a drafter's lane; without a profile it counts as sharing the target's core."""
     if drafter.remote:
-        seconds = estimators.links.seconds(drafter.name, round(length))
+        seconds = learn.links.seconds(drafter.name, round(length))
         return Lane(batch, lambda n: seconds, beside=True)
-    profiles = estimators.times.profile.drafters
+    profiles = learn.times.profile.drafters
     profile = next((p for p in profiles if p.name in (drafter.name, drafter.model)), None)
     if profile is None:
-        curve = estimators.times.curve_of(drafter.name)
+        curve = learn.times.curve_of(drafter.name)
         return Lane(batch, lambda n: length * curve(n), slowdown=2.0, target_slowdown=2.0)
     step = profile.seconds
     return Lane(batch, lambda n: length * step(n, 1), profile.slowdown, profile.target_slowdown)
