@@ -87,7 +87,7 @@ class Savings:
             seconds *= times.steps_of(drafter.name)  # looked-up tokens take none
         if not self._view.is_beside(drafter):
             seconds *= self._sharing / users
-        return seconds * self._lengths
+        return np.asarray(seconds * self._lengths)
 
     def _per_token(self, drafting: FloatArray, rates: FloatArray) -> FloatArray:
         """Return the seconds per token [S, J] with the best draft length; drafting: [..., J, K]."""
