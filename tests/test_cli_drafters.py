@@ -27,7 +27,8 @@ def test_requests_by_domain_with_every_fitted_drafter(simulate: Cli) -> None:
 
 def test_times_and_capacities_are_the_drafters_own(simulate: Cli) -> None:
     common = ("--acceptance", "zoo", "--drafter", "draft-tiny", "--drafter", "draft-base", "--json")
-    names = ("--set", "selection.drafter=draft-base", "--set", "allocation.k=4")
+    names = ("--selection", "single", "--set", "selection.drafter=draft-base")
+    names += ("--set", "allocation.k=4")
     code, out, err = simulate(
         *common, *names, "--allocation", "fixed", "--drafter-seconds", "draft-base=0.5:0.25"
     )

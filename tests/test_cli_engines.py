@@ -184,7 +184,7 @@ def test_old_names_work_and_warn(cli: Cli) -> None:
         ("serve", 16),
         ("generate", 16),
         ("doctor", 17),
-        ("simulate", 30),
+        ("simulate", 31),
         ("capacity", 30),
         ("plan", 16),
     ],

@@ -148,22 +148,6 @@ def test_every_mistake_has_its_line(tmp_path: Path) -> None:
     assert SECRET not in output
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("port: 1\nport: 2\n", "line 2: 'port' is given twice"),
-        ("engine: 3\n", ":1: engine must be a mapping of settings"),
-        ("engine: {drafters: {a: nope}}\n", ":1: drafter 'a': 'nope' is neither"),
-    ],
-)
-def test_mistakes_of_other_kinds(tmp_path: Path, text: str, said: str) -> None:
-    path = tmp_path / "serve.yaml"
-    path.write_text(text)
-    result = CliRunner().invoke(app, ["config", "check", str(path)])
-    assert result.exit_code == 2
-    assert said in result.output
-
-
 def test_a_file_without_mistakes(tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text("port: 1\nengine: {kv_tokens: 64}\n")

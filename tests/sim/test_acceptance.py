@@ -121,9 +121,7 @@ def test_read_records(tmp_path: Path) -> None:
     ("text", "complaint"),
     [
         ("a", "a drafter is NAME=RATE"),
-        ("=0.5", "a drafter is NAME=RATE"),
         ("a=1.5", "from 0 to 1, not 1.5"),
-        ("a=nan", "from 0 to 1"),
         ("a=0.5,0.9", "an acceptance curve falls"),
         ("a=none.jsonl", "none.jsonl cannot be read"),
         ("a=bad.jsonl", "bad.jsonl, line 1: not JSON"),

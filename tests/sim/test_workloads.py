@@ -120,12 +120,7 @@ def test_arrivals_as_text() -> None:
     ("text", "complaint"),
     [
         ("gamma", "choose poisson or gamma:CV"),
-        ("gamma:", "choose poisson or gamma:CV"),
-        ("gamma:nan", "choose poisson or gamma:CV"),
         ("gamma:0", "from 0.001 to 100"),
-        ("gamma:1e999", "from 0.001 to 100"),
-        ("poisson:2", "choose poisson or gamma:CV"),
-        ("poisson@", "START-ENDxFACTOR"),
         ("poisson@5x2", "START-ENDxFACTOR"),
         ("poisson@5-9x0", "over 0"),
         ("poisson@9-5x2", "end after it starts"),
@@ -274,7 +269,6 @@ HEADER = "arrived_at,num_prefill_tokens,num_decode_tokens\n"
         (HEADER + "0,1,2\n\n1,1,\n", "line 4: num_decode_tokens '' is not a number"),
         (HEADER + "0,nan,2\n", "line 2: num_prefill_tokens 'nan' is not a finite number"),
         (HEADER + "0,0,2\n", "line 2: num_prefill_tokens '0' is not a whole number from 1"),
-        (HEADER + "0,1,-4\n", "line 2: num_decode_tokens '-4' is not a whole number from 1"),
         (HEADER + "0,1.5,4\n", "'1.5' is not a whole number"),
         (HEADER + "0,10000001,4\n", "from 1 to 10000000"),
         (HEADER + "inf,1,4\n", "arrived_at 'inf' is not a finite number"),
@@ -351,7 +345,6 @@ def test_what_requests_ask_for_is_in_the_trace(tmp_path: Path) -> None:
     ("cell", "said"),
     [
         ("0", "line 2: tpot_ms '0' is not a number of milliseconds over 0"),
-        ("inf", "line 2: tpot_ms 'inf' is not a number of milliseconds over 0"),
         ("nan", "line 2: tpot_ms 'nan' is not a number of milliseconds over 0"),
         ("fast", "line 2: tpot_ms 'fast' is not a number"),
     ],
