@@ -12,7 +12,7 @@ from penstock.core.learn import Estimators
 from penstock.core.policies.registry import make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.types import NO_DRAFTER, Request, StepPlan, StepResult
-from penstock.fluid.step_profile import PAPER_LINEAR, StepProfile
+from penstock.fluid.step_profile import PAPER_LINEAR, UNKNOWN, StepProfile
 from penstock.sim.clock import VirtualClock
 from penstock.sim.driver import simulate
 from penstock.sim.executor import ProfiledStepTimes, SimulatedExecutor
@@ -235,3 +235,18 @@ def test_learned_step_times_make_up_for_a_profile_that_is_wrong() -> None:
     right = mean_latency(A100, learns=False)
     assert mean_latency(wrong, learns=True) < 1.1 * right
     assert mean_latency(wrong, learns=False) > 2 * right
+
+
+def test_before_anything_is_measured_prompts_are_taken_whole() -> None:
+    scheduler = Scheduler(
+        BlockPool(1000, 1),
+        [],
+        admission=make_policy("admission", "fluid_guided"),
+        selection=make_policy("selection", "single"),
+        allocation=make_policy("allocation", "fixed"),
+        max_model_len=100,
+    )
+    clock = VirtualClock()
+    executor = SimulatedExecutor(clock, ProfiledStepTimes(UNKNOWN))
+    requests = [Request(str(i), 20, 3 + i, 0.0, drafter=NO_DRAFTER) for i in range(60)]
+    assert len(simulate(scheduler, executor, clock, requests).records) == 60

@@ -237,7 +237,8 @@ class FluidGuided(AdmissionPolicy):
         if most <= 0:
             return 0
         hull = self._envelope(step.learn.times.profile, num_decodes, most)
-        if urgent or len(hull) == 1:
+        is_unknown = not hull[-1][1]  # nothing was measured yet
+        if urgent or is_unknown or len(hull) == 1:
             return most
         price, needed = self._price(step, num_decodes, hull, backlog / _HORIZON)
         surplus = [price * tokens - seconds for tokens, seconds in hull]
