@@ -41,7 +41,7 @@ from lab.common.cells import Cells, Figures
 from lab.common.claims import ClaimVerdict, bar
 from lab.common.families import closed_loop
 from lab.common.results import DATA, Results, ResultTable, parser, table, tell
-from lab.common.statistics import SEEDS, FloatArray, ratio
+from lab.common.statistics import SEEDS, FloatArray, Interval, ratio
 from penstock.config import PolicyConfig
 from penstock.core.loop import Loop
 from penstock.core.policies.admission.fluid_guided import FluidGuided
@@ -403,15 +403,14 @@ def compare(grid: Sequence[Cell], seeds: Sequence[int], done: Cells, workers: Wo
         "cell": "{cell}",
         "`auto`": "{ours}",
         "best other": "{best}",
-        "over it": "{mean:.3f} ({low:.3f} to {high:.3f})",
+        "over it": "{interval}",
         "over the default before": "{before:.3f}",
         "TTFT and its p99, s": "{ttft}",
         "best other's": "{best_ttft}",
     }
     tables = [table("`auto` over the best of the others in hindsight", rows, columns)]
     if lost:
-        columns = {"without": "{price}", "cell": "{cell}"}
-        columns["of `auto`"] = "{mean:.3f} ({low:.3f} to {high:.3f})"
+        columns = {"without": "{price}", "cell": "{cell}", "of `auto`": "{interval}"}
         tables.append(table("One price or value set to zero, or exchanged", lost, columns))
     runs = {"cells": rows, "prices": lost}
     return Results(runs, _verdicts(rows, lost), [*tables, _means(rows)])
@@ -439,7 +438,7 @@ def _row(cell: Cell, done: Cells) -> dict[str, Any]:
         "seeds": len(ours),
         "ours": f"{shown:.4g} {cell.unit}",
         "best": best,
-        **asdict(over[best]),
+        **_told(over[best]),
         "before": over[BEFORE].mean,
         "ttft": ttft,
         "best_ttft": best_ttft,
@@ -451,7 +450,12 @@ def _row(cell: Cell, done: Cells) -> dict[str, Any]:
 def _loss(cell: Cell, price: str, done: Cells) -> dict[str, Any]:
     without = _values(cell, f"{AUTO} without {price}", done)
     found = ratio(without, _values(cell, AUTO, done))
-    return {"price": price, "cell": cell.name, **asdict(found)}
+    return {"price": price, "cell": cell.name, **_told(found)}
+
+
+def _told(found: Interval) -> dict[str, Any]:
+    ends = f" ({found.low:.3f} to {found.high:.3f})" if found.half else ""
+    return {**asdict(found), "interval": f"{found.mean:.3f}{ends}"}
 
 
 def geometric(values: Iterable[float] | FloatArray) -> float:
@@ -473,12 +477,11 @@ def _verdicts(rows: Sequence[dict[str, Any]], lost: Sequence[dict[str, Any]]) ->
     """On every cell, on geometric means, on memory and speculation together, and on prices."""
     verdicts = []
     for figure, least in (("mean", HINDSIGHT), ("low", LOWEST)):
-        behind = {row["cell"]: row[figure] for row in rows if row[figure] < least}
-        claim = f"every cell at {least} of the best in hindsight, {figure} of the interval"
-        named = ", ".join(f"{name} {value:.3f}" for name, value in behind.items())
-        told = f"{len(rows) - len(behind)} of {len(rows)}"
-        told += f"; behind: {named}" * (figure == "mean" and bool(behind))
-        verdicts.append(bar(claim, told, not behind))
+        num = sum(row[figure] >= least for row in rows)
+        claim = "every cell against the best in hindsight, "
+        claim += "mean" if figure == "mean" else "lower end of the interval"
+        told = f"{num} of {len(rows)} at {least}, least {min(row[figure] for row in rows):.3f}"
+        verdicts.append(bar(claim, told, num == len(rows)))
     found = geometric(row["before"] for row in rows)
     told = f"{found:.3f} (bar {OVER_BEFORE})"
     verdicts.append(bar("over the default before", told, found >= OVER_BEFORE))
