@@ -463,12 +463,12 @@ def geometric(values: Iterable[float] | FloatArray) -> float:
 
 
 def _means(rows: Sequence[dict[str, Any]]) -> ResultTable:
-    """`auto` over each system, over the cells in which it was."""
+    """`auto` over each bundle and the default before, over the cells in which they were."""
     over: dict[str, list[float]] = {}
     for row in rows:
-        for name, mean in row["over"].items():
-            over.setdefault(name, []).append(mean)
-    found = [{"name": n, "cells": len(m), "mean": geometric(m)} for n, m in over.items()]
+        for name in row["over"].keys() & {*BUNDLES, BEFORE}:
+            over.setdefault(name, []).append(row["over"][name])
+    found = [{"name": n, "cells": len(m), "mean": geometric(m)} for n, m in sorted(over.items())]
     columns = {"system": "{name}", "cells": "{cells}", "`auto` over it": "{mean:.3f}"}
     return table("Geometric means over cells", found, columns)
 
