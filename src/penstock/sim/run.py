@@ -265,7 +265,7 @@ def run(
         raise ValueError(f"workload {workload.name!r} has no arrival times")
     clock = VirtualClock()
     scheduler = make_scheduler(setup)
-    executor = _executor(setup, workload, clock)
+    executor = make_executor(setup, workload, clock)
     for server in setup.draft_servers:
         scheduler.apply(server.up(), clock.now())
     if watch is not None:
@@ -284,7 +284,8 @@ def run(
     return _report(setup, workload, result, time.perf_counter() - started)
 
 
-def _executor(setup: Setup, workload: Workload, clock: VirtualClock) -> SimulatedExecutor:
+def make_executor(setup: Setup, workload: Workload, clock: VirtualClock) -> SimulatedExecutor:
+    """Return the executor of a setup."""
     drafters = setup.make_drafters()
     profiles = drafter_profiles(setup.profile, drafters)
     acceptance = setup.acceptance
