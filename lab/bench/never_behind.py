@@ -108,7 +108,8 @@ def decisions(system: str, remote: bool = False) -> dict[str, Any]:
             "admission": PolicyConfig.from_bundle("admission", system),
             "selection": PolicyConfig.from_bundle("selection", system),
             "allocation": PolicyConfig.from_bundle("allocation", system),
-            "pipeline": found.remote_pipeline if remote else found.pipeline,
+            # Only draft servers are known to have devices of their own.
+            "pipeline": found.pipeline if remote else "off",
         }
     admission, _, lengths = system.partition(", ")
     name, _, k = lengths.partition(" ")

@@ -15,7 +15,7 @@ VALUES = {"auto": 2.0, "wait": 1.0, "vllm_v1, priced": 1.6}
 
 
 def test_systems_are_bundles_or_an_admission_with_lengths() -> None:
-    assert decisions("auto", remote=True)["pipeline"] == "async"
+    assert [decisions("auto", remote)["pipeline"] for remote in (False, True)] == ["off", "auto"]
     parts = decisions("sarathi, fixed 3")
     assert (parts["admission"].name, parts["allocation"].options) == ("sarathi", {"k": 3})
 
