@@ -108,9 +108,11 @@ def served(
     return watch
 
 
+VLLM = {"admission": PolicyConfig.from_name("vllm_v1")}
+"""It cuts no prompt by a profile, which is as wrong as it was given."""
 POLICIES = {
-    "priced": {},
-    "auto": {"selection": PolicyConfig.from_name("auto")},
+    "priced": VLLM | {"selection": PolicyConfig.from_name("single")},
+    "auto": VLLM,
 }
 NOISE = {
     "all three times as long": busy(3.0, 1.0, 3.0),
@@ -155,7 +157,7 @@ def test_load_that_comes_and_goes_is_followed_within_64_requests(name: str) -> N
 def test_where_drafts_do_not_pay_little_time_is_spent_on_them(name: str) -> None:
     """With a drafter that is hardly ever right, and times that are right from the start."""
     later = served(POLICIES[name], QUIET, rate=0.05)
-    alone = served({"allocation": PolicyConfig.from_name("fixed", k=0)}, QUIET)
+    alone = served(VLLM | {"allocation": PolicyConfig.from_name("fixed", k=0)}, QUIET)
     assert 0 < later.num_drafted < 0.05 * later.num_tokens
     assert later.num_tokens / later.seconds >= 0.98 * alone.num_tokens / alone.seconds
 
