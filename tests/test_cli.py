@@ -211,6 +211,7 @@ def test_look_up_comes_before_models_that_are_not_tiny(
     assert with_models({"target": own})["drafters"] == {"suffix": "suffix"}
     assert with_models({"target": own, "drafters": {}})["drafters"] == {}
     assert with_models({"target": own, "look_up": "none"})["drafters"] == {}
+    assert with_models({"target": own, "vllm": {}})["drafters"] == {}
 
 
 def test_a_family_that_was_never_trained(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,12 +26,13 @@ def with_models(engine: dict[str, Any]) -> dict[str, Any]:
     """Return the settings `engine` with target and drafters resolved. Raises: ConfigError.
 
     The default target is bundled. A bundled target without drafters gets all bundled drafters and
-    n-gram look-up. With a target that is not tiny look-up comes before every model, and is the
-    drafter where none is given.
+    n-gram look-up. With a target that is not tiny, and not vLLM's, look-up comes before every
+    model, and is the drafter where none is given.
     """
     target = str(engine.get("target") or DEFAULT_TARGET)
     path = _target_path(target)
-    look_up = engine.get("look_up", "none" if _is_tiny(path) else SUFFIX)
+    is_added = not _is_tiny(path) and engine.get("vllm") is None
+    look_up = engine.get("look_up", SUFFIX if is_added else "none")
     if "drafters" in engine:
         given = settings_in(engine["drafters"], "engine.drafters")
         drafters = {name: _drafter_path(name, str(path)) for name, path in given.items()}

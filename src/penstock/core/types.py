@@ -162,8 +162,7 @@ class Tenant:
     """A unit of fairness.
 
     shares_prompts: draft servers of other tenants may see its prompts. max_running_requests: None
-    is no limit. drafters: names of those allowed; None: all. saves_outputs: they may be written to
-    the state folder."""
+    is no limit. drafters: names of those allowed; None: all. saves_outputs: to the state folder."""
 
     name: str
     weight: float = 1.0

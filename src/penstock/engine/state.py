@@ -1,4 +1,4 @@
-"""What an engine has learned, in a file that outlives it: numbers only, in JSON."""
+"""File of learned numbers that outlives the engine, in JSON."""
 
 from __future__ import annotations
 

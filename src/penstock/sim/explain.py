@@ -14,7 +14,7 @@ COLUMNS = (
     "time", "step", "steps", "state", "drafter", "saved_seconds", "acceptance", "draft_tokens",
     "accepted", "price_of_second", "token_value", "next_worth", "next_price", "tokens", "why",
 )  # fmt: skip
-"""Of a row: a step, or `steps` in a row that left the request out for one reason; None: unknown.
+"""Columns. A row is a step, or `steps` that left the request out for one reason; None: unknown.
 
 next_worth, next_price: value of the first draft token that was not granted, by its survival, and
 the price of its seconds. A plan may hold for some steps, so that they are not always in order."""

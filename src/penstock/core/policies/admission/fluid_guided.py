@@ -30,9 +30,8 @@ _HORIZON = 10.0  # steps within which waiting prompts should be prefilled
 _TOLERANCE = 0.08  # share by which a step may be less efficient than the best one, to be shorter
 _SHORTER = 0.03  # share of a step that its prompt tokens may lose against the best number of them
 _URGENT_SHARE = 0.25  # share of the TTFT target after which a waiting request is urgent
-_SIZES = tuple(
-    round(2 ** (i / 2)) for i in range(33)
-)  # steps that are compared beside the profile's
+_SIZES = tuple(round(2 ** (i / 2)) for i in range(33))
+"""Positions of steps that are compared beside the profile's."""
 _MAX_WAITING_CONSIDERED = 256  # most waiting requests considered in a step: bounds the host's time
 _SPARE_LOAD = 0.7
 """Load, as a share of capacity, up to which decoding may pause for a prompt that is on time anyway:

@@ -59,7 +59,7 @@ _TAIL, _TAIL_WEIGHT = 3**0.5, 1 / 6
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of one running request."""
+    """Expected acceptance and own drafts of one running request."""
 
     words: IntArray
     prior: FloatArray  # [J] acceptance to expect
