@@ -40,6 +40,7 @@ from lab.bench.admission import FILES
 from lab.common.cells import Cells, Figures
 from lab.common.claims import ClaimVerdict, bar
 from lab.common.families import closed_loop
+from lab.common.report import draw_cells
 from lab.common.results import DATA, Results, ResultTable, parser, table, tell
 from lab.common.statistics import SEEDS, FloatArray, Interval, ratio
 from penstock.config import PolicyConfig
@@ -70,6 +71,7 @@ BEFORE = "vllm_v1, priced"
 LENGTHS = ("none", *(f"fixed {k}" for k in (1, 2, 3, 4, 6, 8)), "goodspeed")
 ADMISSIONS = ("vllm_v1", "sarathi", "fluid_guided")
 HINDSIGHT, LOWEST = 0.98, 0.95
+_PICTURE = "auto over the best other in hindsight (dots), over the default before (diamonds)"
 OVER_BEFORE, OVER_BUNDLE, OVER_SEPARATE = 1.05, 1.02, 1.05
 _FILES = FILES | {
     "code": "azure2023_code.csv.gz",
@@ -454,6 +456,11 @@ def _loss(cell: Cell, price: str, done: Cells) -> dict[str, Any]:
     return {"price": price, "cell": cell.name, **_told(found)}
 
 
+def _drawn(results: Results) -> dict[str, tuple[Interval, float]]:
+    rows = results.runs["cells"]
+    return {r["cell"]: (Interval(r["mean"], r["low"], r["high"]), r["before"]) for r in rows}
+
+
 def _told(found: Interval) -> dict[str, Any]:
     ends = f" ({found.low:.3f} to {found.high:.3f})" if found.half else ""
     return {**asdict(found), "interval": f"{found.mean:.3f}{ends}"}
@@ -516,7 +523,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     grid = [cell for cell in cells(args.data) if args.only in cell.name]
     try:
         with workers(args.workers) as some:
-            return tell(args, compare(grid, SEEDS[: args.seeds], Cells(args.out), some))
+            results = compare(grid, SEEDS[: args.seeds], Cells(args.out), some)
+            if args.result:
+                draw_cells(args.result.with_suffix(".png"), _PICTURE, _drawn(results))
+            return tell(args, results)
     except (WorkloadError, OSError) as error:
         print(f"never_behind: {error}", file=sys.stderr)
         return 2

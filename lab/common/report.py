@@ -192,3 +192,25 @@ def _fill(axes: Any, plot: Plot, looks: Mapping[str, dict[str, Any]]) -> dict[st
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     return handles
+
+
+def draw_cells(path: Path, title: str, rows: Mapping[str, tuple[Interval, float]]) -> None:
+    """Cells from the best down: a mark with its interval, and a second ratio, beside a line at 1.
+    Raises: LabError, OSError."""
+    ordered = sorted(rows.items(), key=lambda pair: pair[1][0].mean)
+    names = [name for name, _ in ordered]
+    found = [x for _, (x, _) in ordered]
+    means = [x.mean for x in found]
+    errors = [[x.mean - x.low if x.half else 0.0 for x in found], [x.half for x in found]]
+    size = (9, 1.2 + 0.2 * len(names))
+    figure, axes = pyplot().subplots(figsize=size, layout="constrained")
+    axes.plot([x for _, (_, x) in ordered], names, "D", color=COLOURS[4], markersize=4)
+    axes.errorbar(means, names, xerr=errors, fmt="o", color=COLOURS[0], markersize=5, capsize=2)
+    axes.axvline(1, color="#555555", linewidth=1.2, zorder=1)
+    axes.set(xscale="log", xlabel=title, ylim=(-1, len(names)))
+    ticks = [0.8, 1, 1.25, 1.5, 2, 3, 5, 10]
+    axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
+    axes.xaxis.minorticks_off()
+    axes.tick_params(axis="y", labelsize=8)
+    axes.grid(axis="x", color="#dddddd", linewidth=0.6)
+    save_figure(figure, path)
