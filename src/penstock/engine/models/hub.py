@@ -139,11 +139,11 @@ def _of_file(prefix: str, repo: str, file: str, files: Collection[str]) -> HubNa
 
 def _snapshots() -> Iterator[tuple[str, set[str], Path, dict[str, int]]]:
     """Yield repository, revisions (refs and commit), folder, and sizes of files by name."""
-    from huggingface_hub import scan_cache_dir
+    from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
     try:
-        repos = scan_cache_dir().repos
+        repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
     except (CacheNotFound, OSError, ValueError):
         return
     for repo in repos:
@@ -362,7 +362,10 @@ def _is_offline(error: BaseException) -> bool:
 
 
 def _short(error: BaseException) -> str:
-    """Return the last cause on one line, without unprintable characters of the network."""
+    """Return the HTTP status, or the last cause without unprintable characters of the network."""
+    status = _status(error)
+    if status is not None:
+        return f"HTTP status {status}"
     *_, last = _chain(error)
     text = " ".join(str(last).split())[:160]
     return "".join(filter(str.isprintable, text)) or type(last).__name__
