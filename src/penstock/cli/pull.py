@@ -30,7 +30,7 @@ def pull(
         print(fetch(parsed, note))
 
 
-def models(as_json: JsonOption = False) -> None:
+def list_models(as_json: JsonOption = False) -> None:
     """List the models in the hub's cache and the bundled ones, with size, format and drafters."""
     rows = [*_cached(), *_bundled()]
     if as_json:
