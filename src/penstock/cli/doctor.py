@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import typer
 
 from penstock.cli.memory import CGROUP, MEMINFO, MEMORY_SHARE, free_memory, model_bytes
-from penstock.cli.models import hub_name
 from penstock.cli.options import JsonOption, with_options_of
 from penstock.cli.serve import serve
 from penstock.cli.terminal import SERVE_EXTRA, what_to_install
@@ -154,6 +153,7 @@ def _model_paths(config: ServeConfig) -> dict[str, Path]:
 def _models(config: ServeConfig) -> Iterator[Finding]:
     if find_spec("torch") is None or find_spec("transformers") is None:
         return
+    from penstock.cli.models import hub_name
     from penstock.engine.models.checkpoint import CheckpointError
     from penstock.engine.models.config import DecoderConfig
     from penstock.engine.models.formats import open_checkpoint

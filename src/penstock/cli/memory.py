@@ -5,8 +5,6 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from penstock.engine.models.hub import all_parts
-
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 MEMORY_SHARE = 0.8
@@ -15,6 +13,8 @@ MEMORY_SHARE = 0.8
 
 def model_bytes(path: Path) -> int:
     """Return the bytes of a model's weights: of GGUF files, or of a folder's safetensors."""
+    from penstock.engine.models.hub import all_parts
+
     files = [path.with_name(part) for part in all_parts(path.name)]
     if path.is_dir():
         files = list(path.glob("*.safetensors"))
