@@ -366,7 +366,7 @@ def test_serve_announces_itself_and_serves(checkpoints: dict[str, Path]) -> None
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         model, memory, line, trial = (process.stdout.readline() for _ in range(4))
-        assert model.startswith("penstock: small: safetensors, float32, native ")
+        assert model.startswith("penstock: small: safetensors, float32, kernels for ")
         assert memory.startswith("penstock: KV memory of 2,048 tokens (0.00 GiB), at most 100 a")
         assert memory.endswith("; drafters: near\n")
         assert line.startswith("penstock: serving on http://127.0.0.1:")

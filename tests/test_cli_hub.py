@@ -19,7 +19,7 @@ from penstock.cli import drafters, models
 from penstock.cli.models import checkpoint_folder, drafter_checkpoint, with_models
 from penstock.config import ConfigError
 from penstock.engine.models import pairs
-from penstock.engine.models.pairs import SmallModel, small_models
+from penstock.engine.models.pairs import small_models
 from penstock.zoo.registry import model_path
 
 __all__ = ["hub"]
@@ -37,7 +37,7 @@ def family(hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub:
     write_gguf(other, CASE, "F32", ORIGINALS["gpt-2"](), "gpt-2")
     hub.add(OTHER, {"other-F32.gguf": other.read_bytes()})
     monkeypatch.setattr(models, "_TINY_BYTES", 0)
-    monkeypatch.setitem(pairs.FAMILIES, r"qwen2\.5", (SmallModel(SMALL, 0.001),))
+    monkeypatch.setitem(pairs.FAMILIES, r"qwen2\.5", {SMALL: 0.001})
     return hub
 
 
@@ -106,7 +106,7 @@ def test_pull_and_models(family: Hub, cli: Cli) -> None:
     code, out, _ = cli("models", "--json")
     rows = {row["model"]: row for row in json.loads(out)}
     assert rows[TARGET]["drafters"] == [SMALL]
-    assert rows[f"{OTHER}:F32"]["format"] == "GGUF F32"
+    assert rows[f"{OTHER}/other-F32.gguf"]["format"] == "GGUF F32"
     assert TARGET in cli("models")[1]
 
 
@@ -179,7 +179,7 @@ def test_a_drafter_by_itself(family: Hub, resolved) -> None:
 def test_a_drafter_of_another_tokenizer_does_not_draft(
     family: Hub, resolved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(pairs.FAMILIES, r"qwen2\.5", (SmallModel(OTHER, 0.001),))
+    monkeypatch.setitem(pairs.FAMILIES, r"qwen2\.5", {OTHER: 0.001})
     found, said = resolved(drafters={"auto": "auto"})
     assert found == {}
     assert f"{OTHER} has another tokenizer than {TARGET}, so it does not draft\n" in said

@@ -125,7 +125,9 @@ def test_gguf_files_by_quant_and_by_name(hub: Hub, ggufs: Callable[..., None]) -
     told = refusal(f"{NAME}:Q4_0")
     assert told == f"{NAME}:Q4_0: no file has Q4_0; allowed: IQ4_XS, Q8_0, Q4_K_XL"
     assert "the repository has no file x.gguf" in refusal(f"{NAME}/x.gguf")
-    assert [m.name for m in cached_models()] == [f"{NAME}:Q4_K_XL", f"{NAME}:Q8_0"]
+    assert [m.name for m in cached_models()] == [
+        f"{NAME}/name-{x}.gguf" for x in ("Q8_0", "UD-Q4_K_XL")
+    ]
     assert {m.format for m in cached_models()} == {"GGUF Q4_K_XL", "GGUF Q8_0"}
 
 

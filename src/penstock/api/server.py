@@ -101,10 +101,11 @@ async def serve(
 def _facts(model: str, config: ServeConfig, client: EngineClient) -> Iterator[str]:
     """Yield lines on the model's format, computation, memory and drafters."""
     facts = client.info.description
-    kernels = " ".join(filter(None, (facts["backend"], facts["instruction_set"])))
+    told = facts["instruction_set"]
+    kernels = facts["backend"] if told is None else f"kernels for {told}"
     kind = "GGUF" if is_gguf(config.engine.target) else "safetensors"
     threads = f"{facts['num_threads']} thread{'s' * (facts['num_threads'] != 1)}"
-    yield f"{model}: {kind}, {facts['dtype']}, {kernels} kernels, {threads}"
+    yield f"{model}: {kind}, {facts['dtype']}, {kernels}, {threads}"
     size = "" if facts["kv_bytes"] is None else f" ({facts['kv_bytes'] / 2**30:.2f} GiB)"
     yield (
         f"KV memory of {facts['kv_tokens']:,} tokens{size}, at most {facts['max_model_len']:,} "

@@ -23,7 +23,7 @@ from penstock.engine.models.checkpoint import is_gguf
 from penstock.engine.models.hub import HubName, cached, fetch
 from penstock.zoo.registry import DEFAULT_DRAFTER, DEFAULT_TARGET, ModelCard, bundled_models
 
-AUTOMATIC = "auto"
+_AUTOMATIC = "auto"
 """In place of a drafter: a small model of the target's family, fetched from the hub."""
 
 _TINY_BYTES = 128 << 20
@@ -48,7 +48,7 @@ def with_models(engine: dict[str, Any], *, download: bool = True) -> dict[str, A
     if "drafters" in engine:
         drafters: dict[str, str] = {}
         for name, given in settings_in(engine["drafters"], "engine.drafters").items():
-            if (name, given) == (AUTOMATIC, AUTOMATIC):
+            if (name, given) == (_AUTOMATIC, _AUTOMATIC):
                 drafters |= automatic_drafter(path, target, say, download=download)
             else:
                 drafters[name] = _drafter_path(name, str(given), download)

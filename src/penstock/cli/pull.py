@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -32,7 +33,7 @@ def pull(
 
 def list_models(as_json: JsonOption = False) -> None:
     """List the models in the hub's cache and the bundled ones, with size, format and drafters."""
-    rows = [*_cached(), *_bundled()]
+    rows = list(_rows())
     if as_json:
         print(dumps(rows))
         return
@@ -46,29 +47,22 @@ def list_models(as_json: JsonOption = False) -> None:
     )
 
 
-def _cached() -> list[dict[str, Any]]:
+def _rows() -> Iterator[dict[str, Any]]:
     from penstock.cli.drafters import cached_drafter
-    from penstock.engine.models.hub import cached_models
-
-    rows = []
-    for model in cached_models():
-        found = cached_drafter(model.path, model.name)
-        drafters = [] if found is None else [found[0].name]
-        rows.append(_row(model.name, model.format, model.num_bytes, drafters))
-    return rows
-
-
-def _bundled() -> list[dict[str, Any]]:
     from penstock.cli.memory import model_bytes
+    from penstock.engine.models.hub import cached_models
     from penstock.zoo.registry import bundled_models
 
+    def row(name: str, kind: str, num_bytes: int, drafters: list[str]) -> dict[str, Any]:
+        return {"model": name, "format": kind, "bytes": num_bytes, "drafters": drafters}
+
+    for model in cached_models():
+        found = cached_drafter(model.path, model.name)
+        yield row(
+            model.name, model.format, model.num_bytes, [] if found is None else [found[0].name]
+        )
     cards = bundled_models().values()
     small = [card.name for card in cards if card.role == "drafter"]
-    return [
-        _row(card.name, "bundled", model_bytes(card.path), small if card.role == "target" else [])
-        for card in cards
-    ]
-
-
-def _row(name: str, kind: str, num_bytes: int, drafters: list[str]) -> dict[str, Any]:
-    return {"model": name, "format": kind, "bytes": num_bytes, "drafters": drafters}
+    for card in cards:
+        drafters = small if card.role == "target" else []
+        yield row(card.name, "bundled", model_bytes(card.path), drafters)

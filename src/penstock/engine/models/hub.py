@@ -10,6 +10,7 @@ import hashlib
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -38,6 +39,8 @@ _DEFAULT_QUANT, _DEFAULT_BITS = "Q4_K_M", 4
 _NO_MODEL = ("mmproj", "imatrix")
 """In names of GGUF files that are no language models."""
 _MAIN = "main"
+_OFFLINE = "OfflineModeIsEnabled"
+"""The library's error under HF_HUB_OFFLINE."""
 
 
 class HubName(NamedTuple):
@@ -90,22 +93,20 @@ def fetch(name: HubName, say: Say) -> Path:
         found = cached(name, say)
         if found is None:
             raise ConfigError(_advice(name, error)) from error
-        if not _is_offline(error):
+        if _OFFLINE not in _kinds(error):
             say(f"{name.text}: the cached copy is used ({_short(error)})")
         return found
-    files = {f.rfilename: f for f in info.siblings or () if _is_plain(f.rfilename)}
+    files = {f.rfilename: f for f in info.siblings or () if _is_plain(f.rfilename, f.size)}
     choice = _chosen(name, files, say)
     return choice.path(_downloaded(name, choice, files, str(info.sha)))
 
 
 def cached(name: HubName, say: Say = lambda line: None) -> Path | None:
-    """Return a model's folder or GGUF file if all of it is in the cache. Raises ConfigError."""
+    """Return a model's folder or GGUF file; None if the cache has not all of it."""
     for repo, revision, folder, files in _snapshots():
         if repo == name.repo and name.revision in revision:
-            try:
+            with suppress(ConfigError):
                 return _chosen(name, files, say).path(folder)
-            except ConfigError:
-                return None
     return None
 
 
@@ -113,28 +114,16 @@ def cached_models() -> list[CachedModel]:
     """Return all whole models of the cache, by name."""
     found = []
     for repo, revision, folder, files in _snapshots():
-        at = "" if _MAIN in revision else f"@{min(revision, key=len)}"
-        names = [HubName(f"{repo}{at}", repo, "", None, None)]
-        if not _has_weights(files):
-            names = [_of_file(f"{repo}{at}", repo, file, files) for file in _first_files(files)]
-        for name in names:
-            try:
+        at = repo if _MAIN in revision else f"{repo}@{min(revision, key=len)}"
+        firsts = [None] if _has_weights(files) else _first_files(files)
+        for file in firsts:
+            name = HubName(at if file is None else f"{at}/{file}", repo, "", None, file)
+            with suppress(ConfigError):
                 choice = _chosen(name, files, lambda line: None)
-            except ConfigError:
-                continue
-            tag = _tag(choice.main)
-            kind = f"GGUF {tag}".rstrip() if choice.main.endswith(".gguf") else "safetensors"
-            size = sum(files[file] for file in choice.names)
-            found.append(CachedModel(name.text, kind, size, choice.path(folder)))
+                kind = "safetensors" if file is None else f"GGUF {_tag(file)}".rstrip()
+                size = sum(files[part] for part in choice.names)
+                found.append(CachedModel(name.text, kind, size, choice.path(folder)))
     return sorted(found)
-
-
-def _of_file(prefix: str, repo: str, file: str, files: Collection[str]) -> HubName:
-    """Return the shortest name of a GGUF file."""
-    tag = _tag(file)
-    if tag and [_tag(other) for other in _first_files(files)].count(tag) == 1:
-        return HubName(f"{prefix}:{tag}", repo, "", tag, None)
-    return HubName(f"{prefix}/{file}", repo, "", None, file)
 
 
 def _snapshots() -> Iterator[tuple[str, set[str], Path, dict[str, int]]]:
@@ -154,9 +143,10 @@ def _snapshots() -> Iterator[tuple[str, set[str], Path, dict[str, int]]]:
             yield repo.repo_id, {*each.refs, each.commit_hash}, folder, sizes
 
 
-def _is_plain(file: str) -> bool:
-    """Return whether a name of the network stays inside its folder, and can be shown."""
-    return file.isprintable() and not file.startswith("/") and ".." not in file
+def _is_plain(file: str, size: object) -> bool:
+    """Return whether a name of the network stays inside its folder, and its size is a number."""
+    is_inside = file.isprintable() and not file.startswith("/") and ".." not in file
+    return is_inside and (size is None or type(size) is int)
 
 
 # --- which files --------------------------------------------------------------------------------
@@ -165,22 +155,20 @@ def _is_plain(file: str) -> bool:
 def _chosen(name: HubName, files: Collection[str], say: Say) -> _Choice:
     """Choose the files of a model among those of its repository. Raises ConfigError."""
     if name.quant is None and name.file is None and _has_weights(files):
-        first = SINGLE_FILE
-        if first not in files:
-            first = next(f for f in sorted(files) if _is_shard(f))
+        first = SINGLE_FILE if SINGLE_FILE in files else min(filter(_is_shard, files))
         beside = [f for f in files if _FOLDER_FILES.fullmatch(f) or f == INDEX_FILE]
         choice = _Choice([*beside, *all_parts(first)], "config.json")
     else:
         main = name.file or _by_quant(name, _first_files(files), say)
         choice = _Choice(all_parts(main), main)
-    for needed in {choice.main, *choice.names}:
-        if needed not in files:
-            raise ConfigError(f"{name.text}: the repository has no file {needed}")
+    absent = next((file for file in (choice.main, *choice.names) if file not in files), None)
+    if absent is not None:
+        raise ConfigError(f"{name.text}: the repository has no file {absent}")
     return choice
 
 
 def _has_weights(files: Collection[str]) -> bool:
-    return any(f == SINGLE_FILE or _is_shard(f) for f in files)
+    return SINGLE_FILE in files or any(map(_is_shard, files))
 
 
 def _is_shard(file: str) -> bool:
@@ -260,7 +248,7 @@ def _downloaded(name: HubName, choice: _Choice, files: Mapping[str, Any], commit
 
     paths = [try_to_load_from_cache(name.repo, file, revision=commit) for file in choice.names]
     missing = [f for f, p in zip(choice.names, paths, strict=True) if not isinstance(p, str)]
-    _require_space(name, sum(_size(files[file]) for file in missing))
+    _require_space(name, sum(files[file].size or 0 for file in missing))
     for file in missing:
         try:
             path = hf_hub_download(name.repo, file, revision=name.revision)
@@ -271,10 +259,6 @@ def _downloaded(name: HubName, choice: _Choice, files: Mapping[str, Any], commit
     if not isinstance(main, str):
         raise ConfigError(f"{name.text} was changed on the hub during the download; run it again")
     return Path(main).parents[choice.main.count("/")]
-
-
-def _size(file: Any) -> int:
-    return file.size if isinstance(file.size, int) else 0
 
 
 def _require_space(name: HubName, num_bytes: int) -> None:
@@ -293,7 +277,7 @@ def _require_space(name: HubName, num_bytes: int) -> None:
 def _verify(name: HubName, path: Path, file: Any) -> None:
     """Remove a downloaded file whose size or SHA-256 is not the hub's. Raises ConfigError."""
     wanted = None if file.lfs is None else file.lfs.sha256
-    is_right = path.stat().st_size == file.size or not isinstance(file.size, int)
+    is_right = file.size in (None, path.stat().st_size)
     if is_right and wanted is not None:
         with path.open("rb") as content:
             is_right = hashlib.file_digest(content, "sha256").hexdigest() == wanted
@@ -311,34 +295,30 @@ def _verify(name: HubName, path: Path, file: Any) -> None:
 
 def _advice(name: HubName, error: BaseException) -> str:
     """Return one line on a failed look-up or download that says what to do."""
-    from huggingface_hub import constants, errors
+    from huggingface_hub import constants
 
-    kinds = [type(each).__name__ for each in _chain(error)]
-    status = _status(error)
-    if _is_offline(error):
+    model, hub, kinds = name.text, constants.ENDPOINT, _kinds(error)
+    gated = (
+        f"{model} is gated or private, or does not exist: accept its terms at {hub}/{name.repo}, "
+        "then run `hf auth login` or set HF_TOKEN"
+    )
+    if _OFFLINE in kinds:
         return (
-            f"{name.text} is not in the cache, and HF_HUB_OFFLINE is set: unset it, or run "
-            f"`penstock pull {name.text}` first"
+            f"{model} is not in the cache, and HF_HUB_OFFLINE is set: unset it, or run "
+            f"`penstock pull {model}` first"
         )
     if any(getattr(each, "errno", None) == errno.ENOSPC for each in _chain(error)):
-        return (
-            f"{name.text}: the disk of {constants.HF_HUB_CACHE} is full: free some, or set HF_HOME"
-        )
-    if isinstance(error, errors.RevisionNotFoundError):
-        return f"{name.text}: the repository has no revision {name.revision}"
-    if status in (401, 403) or "GatedRepoError" in kinds:
-        return (
-            f"{name.text} is gated or private, or does not exist: accept its terms at "
-            f"{constants.ENDPOINT}/{name.repo}, then run `hf auth login` or set HF_TOKEN"
-        )
-    if status == 404:
-        return (
-            f"{name.text} is neither a file or folder here nor a model of {constants.ENDPOINT}: "
-            "check its name"
-        )
-    if status == 429:
-        return f"{name.text}: {constants.ENDPOINT} allows no more requests now: wait, or log in"
-    return f"{name.text} cannot be downloaded ({_short(error)}): run it again, whole files are kept"
+        return f"{model}: the disk of {constants.HF_HUB_CACHE} is full: free some, or set HF_HOME"
+    if "RevisionNotFoundError" in kinds:
+        return f"{model}: the repository has no revision {name.revision}"
+    by_status = {
+        401: gated,
+        403: gated,
+        404: f"{model} is neither a file or folder here nor a model of {hub}: check its name",
+        429: f"{model}: {hub} allows no more requests now: wait, or log in",
+    }
+    other = f"{model} cannot be downloaded ({_short(error)}): run it again, whole files are kept"
+    return by_status.get(_status(error), other)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -349,23 +329,20 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         each = each.__cause__
 
 
-def _status(error: BaseException) -> int | None:
-    """Return the HTTP status of an answer; None without one."""
+def _kinds(error: BaseException) -> set[str]:
+    return {type(each).__name__ for each in _chain(error)}
+
+
+def _status(error: BaseException) -> int:
+    """Return the HTTP status of an answer; 0 without one."""
     answers = (getattr(each, "response", None) for each in _chain(error))
-    return next((a.status_code for a in answers if a is not None), None)
-
-
-def _is_offline(error: BaseException) -> bool:
-    from huggingface_hub.errors import OfflineModeIsEnabled
-
-    return any(isinstance(each, OfflineModeIsEnabled) for each in _chain(error))
+    return next((a.status_code for a in answers if a is not None), 0)
 
 
 def _short(error: BaseException) -> str:
     """Return the HTTP status, or the last cause without unprintable characters of the network."""
-    status = _status(error)
-    if status is not None:
-        return f"HTTP status {status}"
+    if _status(error):
+        return f"HTTP status {_status(error)}"
     *_, last = _chain(error)
     text = " ".join(str(last).split())[:160]
     return "".join(filter(str.isprintable, text)) or type(last).__name__
