@@ -181,7 +181,7 @@ def test_a_drafter_of_another_tokenizer_does_not_draft(
 ) -> None:
     monkeypatch.setitem(pairs.FAMILIES, r"qwen2\.5", {OTHER: 0.001})
     found, said = resolved(drafters={"auto": "auto"})
-    assert found == {}
+    assert found == {"suffix": "suffix"}
     assert f"{OTHER} has another tokenizer than {TARGET}, so it does not draft\n" in said
     assert resolved() == ({"suffix": "suffix"}, "")
 
@@ -192,7 +192,7 @@ def test_a_drafter_that_does_not_fit(
     monkeypatch.setattr(drafters, "free_memory", lambda *_: 25_000_000)
     assert resolved()[0] == {"suffix": "suffix"}
     found, said = resolved(drafters={"auto": "auto"})
-    assert (found, SMALL in family.downloads()) == ({}, False)
+    assert (found, SMALL in family.downloads()) == ({"suffix": "suffix"}, False)
     assert "no small model of its family that is known fits; --drafter NAME=MODEL names" in said
     monkeypatch.undo()
 
@@ -200,7 +200,7 @@ def test_a_drafter_that_does_not_fit(
 def test_a_family_without_a_small_model(family: Hub, resolved) -> None:
     family.add("lab/unknown", model_path("target-small"))
     found, said = resolved(target="lab/unknown", drafters={"auto": "auto"})
-    assert found == {}
+    assert found == {"suffix": "suffix"}
     assert "no small model of its family is known; --drafter NAME=MODEL names one" in said
     with pytest.raises(ConfigError, match="neither a checkpoint folder"):
         resolved(drafters={"auto": "elsewhere"})

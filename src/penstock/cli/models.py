@@ -56,8 +56,8 @@ def with_models(engine: dict[str, Any], *, download: bool = True) -> dict[str, A
         drafters = _drafters_of(target)
         if not drafters and is_added:
             drafters = automatic_drafter(path, target, say, download=False)
-        if not drafters and look_up in LOOK_UPS:
-            drafters = {look_up: look_up}
+    if not drafters and look_up in LOOK_UPS and engine.get("drafters", True):
+        drafters = {look_up: look_up}
     return {**engine, "target": path, "drafters": drafters, "look_up": look_up}
 
 
