@@ -97,7 +97,7 @@ def test_more_threads_than_may_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     (tmp_path / "cpu.max").write_text("50000 100000\n")
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("1\n")
-    monkeypatch.setattr(doctor, "_CGROUP", tmp_path)
+    monkeypatch.setattr(doctor, "CGROUP", tmp_path)
     code, found = findings(str(TARGET), "--port", "0", "--no-speculation")
     assert found["threads"][0] == "warning"
     assert "a quota of 0.5 cores" in found["threads"][1]

@@ -161,8 +161,8 @@ def dequantize(file: Path, folder: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
+    from penstock.engine.models.checkpoint import SINGLE_FILE
     from penstock.engine.models.config import DecoderConfig
-    from penstock.engine.models.folder_tensors import SINGLE_FILE
     from penstock.engine.models.formats import open_checkpoint
     from penstock.engine.models.weights import weight_specs
 

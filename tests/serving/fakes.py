@@ -168,7 +168,17 @@ class ToyEngine:
     state: None = None
 
     def describe(self) -> dict[str, Any]:
-        return {"target": "toy", "drafters": ["toy-drafter"], "dtype": "none", "backend": "echo"}
+        return {
+            "target": "toy",
+            "drafters": ["toy-drafter"],
+            "dtype": "none",
+            "backend": "echo",
+            "instruction_set": None,
+            "num_threads": 1,
+            "kv_tokens": self.scheduler.pool.capacity_tokens,
+            "kv_bytes": 0,
+            "max_model_len": 512,
+        }
 
 
 def build(config: EngineConfig, step_s: float) -> ToyEngine:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import os
+import shlex
 import signal
 import socket
 import threading
@@ -13,7 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -23,6 +25,7 @@ from penstock.api.http import Connection
 from penstock.api.metrics import Metrics, RequestMeter
 from penstock.api.reload import Reload
 from penstock.config import ConfigError, DraftersConfig, ServeConfig
+from penstock.engine.models.checkpoint import is_gguf
 from penstock.serving.client import EngineClient, RequestClient
 from penstock.serving.fork_context import LOAD_ENGINE
 
@@ -40,6 +43,7 @@ async def serve(
     announce: Callable[[str], None],
     factory: str = LOAD_ENGINE,
     announce_drafters: Callable[[str], None] = lambda address: None,
+    tell: Callable[[str], None] = lambda line: None,
     read_again: Callable[[], ServeConfig] | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT; a second one ends it at once.
@@ -49,6 +53,7 @@ async def serve(
     announce: called with the address when it serves
     factory:  builds the engine in its process, "package.module:function"
     announce_drafters: called with the address of draft servers when it is open
+    tell: called with lines on the model and its use, before and after the address
     read_again: reads the settings again; may raise ConfigError
 
     Raises: ConfigError for the address or the tokenizer, EngineFailed if the engine fails to load.
@@ -72,9 +77,15 @@ async def serve(
             reload = None
             if read_again is not None:
                 reload = Reload(config, read_again, client, app.state.api_keys).start
-            server = HttpServer(
-                app, client, config, lambda: announce(address_of(config.host, sock)), reload
-            )
+
+            def on_started() -> None:
+                address = address_of(config.host, sock)
+                for line in _facts(app.state.metrics.model_name, config, client):
+                    tell(line)
+                announce(address)
+                tell(_trial(app.state.metrics.model_name, address, config, tokenizer))
+
+            server = HttpServer(app, client, config, on_started, reload)
             # Loaded objects stay: the garbage collector need not visit them again.
             gc.collect()
             gc.freeze()
@@ -85,6 +96,33 @@ async def serve(
             await client.close()
             if tracer is not None:
                 await asyncio.to_thread(tracer.close)
+
+
+def _facts(model: str, config: ServeConfig, client: EngineClient) -> Iterator[str]:
+    """Yield lines on the model's format, computation, memory and drafters."""
+    facts = client.info.description
+    told = facts["instruction_set"]
+    kernels = facts["backend"] if told is None else f"kernels for {told}"
+    kind = "GGUF" if is_gguf(config.engine.target) else "safetensors"
+    threads = f"{facts['num_threads']} thread{'s' * (facts['num_threads'] != 1)}"
+    yield f"{model}: {kind}, {facts['dtype']}, {kernels}, {threads}"
+    size = "" if facts["kv_bytes"] is None else f" ({facts['kv_bytes'] / 2**30:.2f} GiB)"
+    yield (
+        f"KV memory of {facts['kv_tokens']:,} tokens{size}, at most {facts['max_model_len']:,} "
+        f"a request; drafters: {', '.join(client.drafters) or 'none'}"
+    )
+
+
+def _trial(model: str, address: str, config: ServeConfig, tokenizer: Tokenizer) -> str:
+    """Return a `curl` line that asks the server."""
+    has_keys = any(tenant.api_keys for tenant in config.engine.tenants.values())
+    key = " -H 'Authorization: Bearer KEY'" if has_keys else ""
+    asked: dict[str, Any] = {"prompt": "Once", "max_tokens": 16}
+    if tokenizer.has_chat_template:
+        asked = {"messages": [{"role": "user", "content": "Hello"}]}
+    path = "chat/completions" if tokenizer.has_chat_template else "completions"
+    body = shlex.quote(json.dumps({"model": model, **asked}))
+    return f"curl {address}/v1/{path}{key} -H 'Content-Type: application/json' -d {body}"
 
 
 def _tracer(config: ServeConfig) -> Tracer | None:

@@ -17,6 +17,7 @@ from penstock.cli.draft import draft
 from penstock.cli.generate import generate
 from penstock.cli.old_names import SettingsCommand
 from penstock.cli.plan import plan
+from penstock.cli.pull import list_models, pull
 from penstock.cli.quantize import quantize
 from penstock.cli.serve import serve
 from penstock.cli.simulate import simulate
@@ -32,6 +33,8 @@ app.command(cls=SettingsCommand)(serve)
 app.command()(draft)
 app.command(cls=SettingsCommand)(generate)
 app.command()(chat)
+app.command()(pull)
+app.command("models")(list_models)
 app.command()(simulate)
 app.command()(capacity)
 app.command()(plan)

@@ -55,7 +55,7 @@ def _mistakes(file: Path) -> list[ConfigError]:
 
     values = read_yaml(file)
     try:
-        return mistakes_in(ServeConfig, assembled(Settings(values)))
+        return mistakes_in(ServeConfig, assembled(Settings(values), download=False))
     except ConfigError as error:
         # A missing model or a wrong type: replace the models to find the other errors.
         engine = values.get("engine")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import typer
 
+from penstock.cli.memory import CGROUP, MEMINFO, MEMORY_SHARE, free_memory, model_bytes
 from penstock.cli.options import JsonOption, with_options_of
 from penstock.cli.serve import serve
 from penstock.cli.terminal import SERVE_EXTRA, what_to_install
@@ -22,11 +23,8 @@ if TYPE_CHECKING:
     from penstock.config import ServeConfig
 
 _GIB = 2**30
-_MEMORY_SHARE = 0.8
-"""Share of the free memory above which models cause a warning, as KV memory is added."""
 _OPEN_FILES = 4096
 """Open files to recommend: one per client, and room for the engine's."""
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 class Finding(NamedTuple):
@@ -123,7 +121,7 @@ def _threads(config: ServeConfig | None) -> Finding:
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
-    quota = cpu_quota(_CGROUP)
+    quota = cpu_quota(CGROUP)
     wanted = None if config is None else config.engine.num_threads
     if quota is not None and quota < (wanted or cores):
         told = f"set engine.num_threads to {max(int(quota), 1)}, or raise the limit"
@@ -155,11 +153,16 @@ def _model_paths(config: ServeConfig) -> dict[str, Path]:
 def _models(config: ServeConfig) -> Iterator[Finding]:
     if find_spec("torch") is None or find_spec("transformers") is None:
         return
+    from penstock.cli.models import hub_name
     from penstock.engine.models.checkpoint import CheckpointError
     from penstock.engine.models.config import DecoderConfig
     from penstock.engine.models.formats import open_checkpoint
 
     for name, path in _model_paths(config).items():
+        if hub_name(str(path)) is not None:
+            told = f"`penstock pull {path}` fetches it"
+            yield Finding(name, "warning", f"{path} is not in the hub's cache", told)
+            continue
         try:
             if config.engine.vllm is None or name != "target":
                 DecoderConfig.from_pretrained(path)
@@ -173,37 +176,16 @@ def _models(config: ServeConfig) -> Iterator[Finding]:
 
 
 def _memory(config: ServeConfig) -> Finding:
-    needed = sum(map(_bytes_of, set(_model_paths(config).values())))
-    free = free_memory(Path("/proc/meminfo"), _CGROUP)
+    needed = sum(map(model_bytes, set(_model_paths(config).values())))
+    free = free_memory(MEMINFO, CGROUP)
     if free is None:
         return Finding("memory", "ok", f"the models take {needed / _GIB:.1f} GiB")
     message = f"the models take {needed / _GIB:.1f} GiB of {free / _GIB:.1f} GiB that are free"
     if config.engine.device == "cpu" and needed > free:
         return Finding("memory", "failure", message, "smaller or quantised models, or more memory")
-    if config.engine.device == "cpu" and needed > _MEMORY_SHARE * free:
+    if config.engine.device == "cpu" and needed > MEMORY_SHARE * free:
         return Finding("memory", "warning", message, "little is left for KV memory")
     return Finding("memory", "ok", message)
-
-
-def _bytes_of(path: Path) -> int:
-    files = [path] if path.is_file() else [f for f in path.glob("*.safetensors") if f.is_file()]
-    return sum(f.stat().st_size for f in files if f.exists())
-
-
-def free_memory(meminfo: Path, cgroup: Path) -> int | None:
-    """Return free bytes of the machine and the control group (version 2 or 1); None: unknown."""
-    free: list[int] = []
-    with suppress(OSError, ValueError):
-        lines = meminfo.read_text(encoding="ascii").splitlines()
-        free += [int(li.split()[1]) * 1024 for li in lines if li.startswith("MemAvailable:")]
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        with suppress(OSError, ValueError):
-            most = int((cgroup / limit).read_text(encoding="ascii"))
-            free.append(most - int((cgroup / used).read_text(encoding="ascii")))
-    return min(free, default=None)
 
 
 def _ports(config: ServeConfig) -> Iterator[Finding]:

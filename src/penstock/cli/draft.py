@@ -24,7 +24,7 @@ def draft(
         str | None,
         typer.Option(
             metavar="NAME|PATH",
-            help="A bundled drafter, a checkpoint folder, a GGUF file or `ngram`. "
+            help="A bundled drafter, a checkpoint folder, a GGUF file, a hub name or `ngram`. "
             "Default: a bundled drafter.",
         ),
     ] = None,

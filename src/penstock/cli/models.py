@@ -1,11 +1,15 @@
-"""Resolution of models: checkpoints, or names of bundled ones."""
+"""Resolution of models: checkpoints, names of bundled ones, or names on the hub."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.cli.drafters import automatic_drafter
+from penstock.cli.memory import model_bytes
+from penstock.cli.terminal import note
 from penstock.config import (
     LOOK_UPS,
     NGRAM,
@@ -16,45 +20,77 @@ from penstock.config import (
     model_name,
 )
 from penstock.engine.models.checkpoint import is_gguf
+from penstock.engine.models.hub import HubName, cached, fetch
 from penstock.zoo.registry import DEFAULT_DRAFTER, DEFAULT_TARGET, ModelCard, bundled_models
+
+_AUTOMATIC = "auto"
+"""In place of a drafter: a small model of the target's family, fetched from the hub."""
 
 _TINY_BYTES = 128 << 20
 """Files of a model up to which its steps take a few milliseconds."""
 
+_HUB_FORMS = "models of the hub are owner/name[@revision], owner/name:QUANT or owner/name/FILE.gguf"
 
-def with_models(engine: dict[str, Any]) -> dict[str, Any]:
+
+def with_models(engine: dict[str, Any], *, download: bool = True) -> dict[str, Any]:
     """Return the settings `engine` with target and drafters resolved. Raises: ConfigError.
 
     The default target is bundled. A bundled target without drafters gets all bundled drafters and
     n-gram look-up. With a target that is not tiny, and not vLLM's, look-up comes before every
-    model, and is the drafter where none is given.
-    """
+    model, and is the drafter where none is given and no small model of its family is cached.
+
+    download: of models on the hub; else a name that is not in the cache stays as it is."""
+    say = note if download else lambda line: None
     target = str(engine.get("target") or DEFAULT_TARGET)
-    path = _target_path(target)
+    path = _target_path(target, download)
     is_added = not _is_tiny(path) and engine.get("vllm") is None
     look_up = engine.get("look_up", SUFFIX if is_added else "none")
     if "drafters" in engine:
-        given = settings_in(engine["drafters"], "engine.drafters")
-        drafters = {name: _drafter_path(name, str(path)) for name, path in given.items()}
+        drafters: dict[str, str] = {}
+        for name, given in settings_in(engine["drafters"], "engine.drafters").items():
+            if (name, given) == (_AUTOMATIC, _AUTOMATIC):
+                drafters |= automatic_drafter(path, target, say, download=download)
+            else:
+                drafters[name] = _drafter_path(name, str(given), download)
     else:
         drafters = _drafters_of(target)
-        if not drafters and look_up in LOOK_UPS:
-            drafters = {look_up: look_up}
+        if not drafters and is_added:
+            drafters = automatic_drafter(path, target, say, download=False)
+    if not drafters and look_up in LOOK_UPS and engine.get("drafters", True):
+        drafters = {look_up: look_up}
     return {**engine, "target": path, "drafters": drafters, "look_up": look_up}
 
 
 def checkpoint_folder(model: str) -> Path:
-    """Return the path of a bundled model, or `model` if that exists. Raises: ConfigError."""
+    """Return the path of a bundled model, of one on the hub, or `model` if that exists.
+
+    Raises: ConfigError."""
     path = Path(model)
     if path.exists():
         return path
     cards = {**_cards("target"), **_cards("drafter")}
-    if model not in cards:
+    if model in cards:
+        return cards[model].path
+    found = _hub_path(model)
+    if found is None:
         raise ConfigError(
             f"model {model!r} is neither a checkpoint folder nor bundled; bundled are "
-            f"{', '.join(cards)}"
+            f"{', '.join(cards)}; {_HUB_FORMS}"
         )
-    return cards[model].path
+    return found
+
+
+def hub_name(text: str) -> HubName | None:
+    """Return the parsed name of a model on the hub; None for others. A local path comes first."""
+    return None if Path(text).exists() else HubName.parse(text)
+
+
+def _hub_path(text: str, download: bool = True) -> Path | None:
+    """Return the path of a model on the hub; None for other texts. Raises: ConfigError."""
+    name = hub_name(text)
+    if name is None:
+        return None
+    return fetch(name, note) if download else cached(name) or Path(text)
 
 
 def settings_in(value: Any, where: str) -> dict[str, Any]:
@@ -74,7 +110,7 @@ def drafter_checkpoint(model: str | None) -> tuple[str, Path]:
     if model == NGRAM:
         return NGRAM, Path(_drafter_path(NGRAM, DEFAULT_DRAFTER))
     path = Path(_drafter_path(model or DEFAULT_DRAFTER, model or DEFAULT_DRAFTER))
-    return model_name(path.resolve()), path
+    return model_name(Path(os.path.abspath(path))), path
 
 
 def _cards(role: str) -> dict[str, ModelCard]:
@@ -91,26 +127,28 @@ def _is_checkpoint(text: str) -> bool:
 
 def _is_tiny(path: Path) -> bool:
     """Return whether a step of the model takes no longer than looking up for its requests."""
-    files = [path] if path.is_file() else path.iterdir()
-    return sum(file.stat().st_size for file in files if file.is_file()) < _TINY_BYTES
+    return 0 < model_bytes(path) < _TINY_BYTES
 
 
-def _target_path(text: str) -> Path:
+def _target_path(text: str, download: bool) -> Path:
     if _is_checkpoint(text):
         return Path(text)
     targets = _cards("target")
-    if text not in targets:
+    if text in targets:
+        return targets[text].path
+    found = _hub_path(text, download)
+    if found is None:
         raise ConfigError(
             f"target {text!r} is neither a checkpoint folder, a GGUF file nor a bundled target; "
-            f"bundled are {', '.join(targets)}",
+            f"bundled are {', '.join(targets)}; {_HUB_FORMS}",
             ("engine", "target"),
         )
-    return targets[text].path
+    return found
 
 
 def _drafters_of(target: str) -> dict[str, str]:
     """Return all drafters of a bundled target, the default first; none of any other target."""
-    if _is_checkpoint(target):
+    if _is_checkpoint(target) or target not in _cards("target"):
         return {}
     cards = _cards("drafter")
     names = sorted(cards, key=lambda name: name != DEFAULT_DRAFTER)
@@ -124,16 +162,18 @@ def named_drafters(options: Sequence[str]) -> dict[str, str]:
     return each_once(pairs, "--drafter")
 
 
-def _drafter_path(name: str, path: str) -> str:
+def _drafter_path(name: str, path: str, download: bool = True) -> str:
     parts = DrafterParts.from_path(path)
     model = parts.model
     if model is None or _is_checkpoint(model):
         return path
     cards = _cards("drafter")
-    if model not in cards:
+    found = cards[model].path if model in cards else _hub_path(model, download)
+    if found is None:
         raise ConfigError(
             f"drafter {name!r}: {model!r} is neither a checkpoint folder, a GGUF file nor a "
-            f"bundled drafter; bundled are {', '.join(cards)}, {' and '.join(LOOK_UPS)}",
+            f"bundled drafter; bundled are {', '.join(cards)}, {' and '.join(LOOK_UPS)}; "
+            f"{_HUB_FORMS}",
             ("engine", "drafters", name),
         )
-    return parts.with_model(str(cards[model].path))
+    return parts.with_model(str(found))

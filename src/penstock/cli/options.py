@@ -47,10 +47,15 @@ JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on std
 
 NATIVE, VLLM = "native", "vllm"
 
+_TARGET_HELP = (
+    "Checkpoint folder, GGUF file, bundled target, or a model of the hub: owner/name[@revision], "
+    "owner/name:QUANT. Default: the bundled family."
+)
+
 TargetArgument = Annotated[
     str | None,
     typer.Argument(
-        help="Checkpoint folder, GGUF file or bundled target. Default: the bundled family.",
+        help=_TARGET_HELP,
         show_default=False,
     ),
 ]
@@ -58,7 +63,7 @@ TargetOption = Annotated[
     str | None,
     typer.Option(
         metavar="NAME|PATH",
-        help="Checkpoint folder, GGUF file or bundled target. Default: the bundled family.",
+        help=_TARGET_HELP,
     ),
 ]
 DrafterOption = Annotated[
@@ -66,7 +71,8 @@ DrafterOption = Annotated[
     typer.Option(
         metavar="NAME=PATH",
         help="A drafter; may be repeated. A bare NAME is a bundled one, `ngram` or `suffix`; "
-        "`ngram+MODEL` tries a look-up before the model.",
+        "`ngram+MODEL` tries a look-up before the model; `auto` fetches a small model of the "
+        "target's family from the hub.",
     ),
 ]
 OneDrafterOption = Annotated[

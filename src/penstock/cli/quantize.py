@@ -13,7 +13,9 @@ from penstock.json_text import dumps
 
 
 def quantize(
-    model: Annotated[str, typer.Argument(help="Checkpoint folder of floats, or bundled model.")],
+    model: Annotated[
+        str, typer.Argument(help="Checkpoint folder of floats, bundled model or owner/name.")
+    ],
     out: Annotated[Path, typer.Argument(help="A new or empty folder for the quantised model.")],
     weights: Annotated[
         Literal["int8", "int4"],

@@ -95,7 +95,7 @@ def serve(
     from penstock.serving.process import EngineFailed, is_forked
 
     with one_line(ConfigError, EngineFailed):
-        parsed = in_force(options)
+        parsed = in_force(options, download=True)
         if parsed.engine.vllm is not None and parsed.engine.vllm.node_rank > 0:
             from penstock.engine.backends import run_vllm_node
 
@@ -113,6 +113,7 @@ def serve(
                 parsed,
                 lambda address: announce(f"serving on {address}"),
                 announce_drafters=lambda address: announce(f"draft servers connect to {address}"),
+                tell=announce,
                 read_again=None if config is None else lambda: in_force(options),
             )
         )

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
-from penstock.cli.models import named_drafters, settings_in, with_models
+from penstock.cli.models import hub_name, named_drafters, settings_in, with_models
 from penstock.cli.options import NATIVE, VLLM
 from penstock.config import (
     DEFAULT_TENANT,
@@ -43,19 +43,23 @@ _PLACES: dict[str, Where] = {
 """Settings by option."""
 
 
-def in_force(options: Mapping[str, Any]) -> ServeConfig:
+def in_force(options: Mapping[str, Any], *, download: bool = False) -> ServeConfig:
     """Return the settings of `penstock serve` with these options; None is not given.
 
-    Raises: ConfigError."""
-    return with_origins(options)[0]
+    download: as of `with_models`. Raises: ConfigError."""
+    return with_origins(options, download=download)[0]
 
 
-def with_origins(options: Mapping[str, Any]) -> tuple[ServeConfig, Settings]:
-    """Return the effective settings, and those given with their origins. Raises: ConfigError."""
+def with_origins(
+    options: Mapping[str, Any], *, download: bool = False
+) -> tuple[ServeConfig, Settings]:
+    """Return the effective settings, and those given with their origins. Raises: ConfigError.
+
+    download: as of `with_models`."""
     given = read_settings(options.get("config"), os.environ)
     try:
         put_options(given, options)
-        return _with_state(parse_config(assembled(given)), given), given
+        return _with_state(parse_config(assembled(given, download=download)), given), given
     except ConfigError as error:
         origin = given.origin(error.where)
         raise error if origin in (None, OPTION) else ConfigError(f"{origin}: {error}") from error
@@ -76,13 +80,18 @@ def engine_with(options: Mapping[str, Any]) -> EngineConfig:
     return parse_config(assembled(given)).engine
 
 
-def assembled(given: Settings) -> dict[str, Any]:
-    """Return settings with models and derived defaults; null is absent. Raises: ConfigError."""
+def assembled(given: Settings, *, download: bool = True) -> dict[str, Any]:
+    """Return settings with models and derived defaults; null is absent. Raises: ConfigError.
+
+    download: as of `with_models`."""
     settings = _without_null(given.values)
     engine = _without_null(settings_in(settings.get(_ENGINE), _ENGINE))
     if settings_in(settings.get("drafters"), "drafters"):
         engine = {"drafters": {}, "verification": "coupled", **engine}
-    return {**settings, _ENGINE: with_models(engine)}
+    target = str(engine.get("target"))
+    if hub_name(target) is not None:
+        settings = {"served_model_name": target, **settings}
+    return {**settings, _ENGINE: with_models(engine, download=download)}
 
 
 def _without_null(settings: dict[str, Any]) -> dict[str, Any]:

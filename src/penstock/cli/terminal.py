@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 SERVE_EXTRA = frozenset(
     {
-        "fastapi", "google", "grpc", "prometheus_client", "safetensors", "starlette", "tokenizers",
-        "torch", "transformers", "uvicorn",
+        "fastapi", "google", "grpc", "huggingface_hub", "prometheus_client", "safetensors",
+        "starlette", "tokenizers", "torch", "transformers", "uvicorn",
     }
 )  # fmt: skip
 """Import names of the packages of the extra `serve`."""
@@ -46,6 +46,11 @@ def what_to_install(error: ModuleNotFoundError) -> str | None:
         f"this needs {module}, which is not installed: pip install 'penstock[serve]' (without a "
         "GPU first: pip install torch --index-url https://download.pytorch.org/whl/cpu)"
     )
+
+
+def note(line: str) -> None:
+    """Print a line for the user on standard error."""
+    print(f"penstock: {line}", file=sys.stderr)
 
 
 def announce(line: str) -> None:

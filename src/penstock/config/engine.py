@@ -213,7 +213,10 @@ class ModelsConfig(Model):
 
 
 def model_name(path: Path) -> str:
-    """Return the model's name: its folder's, or its GGUF file's."""
+    """Return the model's name: its folder's, its GGUF file's, or `owner/name` of a hub's folder."""
+    hub = path.parent.parent.name
+    if path.parent.name == "snapshots" and hub.startswith("models--"):
+        return hub.removeprefix("models--").replace("--", "/", 1)
     return path.stem if path.suffix.lower() == ".gguf" else path.name
 
 

@@ -225,6 +225,14 @@ class Models:
     def dtype(self) -> torch.dtype:
         return self.place.dtype if self.vllm is None else self.vllm.dtype
 
+    @property
+    def kv_bytes(self) -> int | None:
+        """KV memory of all models; None with vLLM, which has its own."""
+        if self.vllm is not None:
+            return None
+        tokens = self.num_blocks * self.config.block_size
+        return tokens * sum(kv_bytes_per_token(m, self.place.dtype) for m in self.shapes.values())
+
     def drafter(self, name: str, path: Path) -> ModelDrafter | TextDrafter:
         target, own = self.target, self.tokenizers.get(name)
         runner = self._runner(name, path)

@@ -45,9 +45,9 @@ from penstock.engine.ends import LazyTokenizer
 from penstock.engine.executor import LocalExecutor
 from penstock.engine.grammar import GrammarCompiler
 from penstock.engine.models.config import DecoderConfig
-from penstock.engine.models.formats import open_checkpoint
+from penstock.engine.native.loading import loaded_instruction_set
 from penstock.engine.state import StateFile
-from penstock.engine.tokenizer import Tokenizer, load_tokenizer
+from penstock.engine.tokenizer import Tokenizer, load_tokenizer, unlike_tokenizers
 
 _log = logging.getLogger(__name__)
 
@@ -77,6 +77,8 @@ class Engine:
     backend: str
     dtype: str
     num_threads: int
+    kv_bytes: int | None
+    instruction_set: str | None = None
     scores_prompts: bool = True
     state: StateFile | None = None
 
@@ -87,8 +89,10 @@ class Engine:
             "drafters": list(self.executor.drafters),
             "dtype": self.dtype,
             "backend": self.backend,
+            "instruction_set": self.instruction_set,
             "num_threads": self.num_threads,
             "kv_tokens": self.scheduler.pool.capacity_tokens,
+            "kv_bytes": self.kv_bytes,
             "max_model_len": self.max_model_len,
         }
 
@@ -137,6 +141,8 @@ def load_engine(config: EngineConfig, *, calibrated: bool = True) -> Engine:
         backend=models.backend,
         dtype=str(models.dtype).removeprefix("torch."),
         num_threads=place.num_threads,
+        kv_bytes=models.kv_bytes,
+        instruction_set=loaded_instruction_set() if place.backend == "native" else None,
         scores_prompts=executor.scores_prompts,
         state=state,
     )
@@ -243,17 +249,10 @@ def _drafter_shapes(config: EngineConfig) -> dict[str, DecoderConfig]:
 def _tokenizers(config: EngineConfig) -> dict[str, Tokenizer]:
     """Return tokenizers of drafters that differ from the target's, and then the target's."""
     found: dict[str, Tokenizer] = {}
-    models = config.drafter_models
-    if not models:
-        return found
-    source = open_checkpoint(config.target).tokenizer_source()
-    for name, path in models.items():
-        if open_checkpoint(path).tokenizer_source() == source:
-            continue
-        own, target = load_tokenizer(path), found.get(TARGET) or load_tokenizer(config.target)
-        # Sizes first: a digest of a large vocabulary is slow.
-        if own.vocab_size != target.vocab_size or own.digest != target.digest:
-            found |= {name: own, TARGET: target}
+    for name, path in config.drafter_models.items():
+        pair = unlike_tokenizers(config.target, path, found.get(TARGET))
+        if pair is not None:
+            found |= {TARGET: pair[0], name: pair[1]}
             _log.warning(
                 "drafter %s (%s) has another tokenizer than the target: it drafts text, of which "
                 "the target's tokens are verified",

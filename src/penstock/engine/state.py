@@ -45,7 +45,8 @@ class StateFile:
         self._fingerprint = fingerprint(config, models)
         self._folder = folder
         # Names of files are at most 255 bytes long.
-        self._stem = config.target_name.encode()[:200].decode(errors="ignore")
+        name = config.target_name.replace("/", "--")
+        self._stem = name.encode()[:200].decode(errors="ignore")
         self.path = self._folder / f"{self._stem}-{digest(self._fingerprint)[:16]}.json"
         self._learn = Estimators()
         self._save_at = -math.inf

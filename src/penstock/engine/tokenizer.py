@@ -29,6 +29,22 @@ def load_tokenizer(path: Path) -> Tokenizer:
     return Tokenizer(open_checkpoint(path).tokenizer())
 
 
+def unlike_tokenizers(
+    target: Path, drafter: Path, loaded: Tokenizer | None = None
+) -> tuple[Tokenizer, Tokenizer] | None:
+    """Return the tokenizers of target and drafter; None if they are equal.
+
+    Equal sources are not loaded. loaded: the target's, if it was. Raises: CheckpointError."""
+    sources = [open_checkpoint(path).tokenizer_source() for path in (target, drafter)]
+    if sources[0] == sources[1]:
+        return None
+    theirs, own = loaded or load_tokenizer(target), load_tokenizer(drafter)
+    # Sizes first: a digest of a large vocabulary is slow.
+    if own.vocab_size == theirs.vocab_size and own.digest == theirs.digest:
+        return None
+    return theirs, own
+
+
 class Tokenizer:
     """Fast transformers tokenizer, reduced to the needs of serving."""
 

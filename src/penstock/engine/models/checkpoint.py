@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 GGUF_MAGIC = b"GGUF"
 _GGUF_SUFFIX = ".gguf"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 
 
 class CheckpointError(ValueError):

@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from penstock.engine.models.checkpoint import CheckpointError, one_line
+from penstock.engine.models.checkpoint import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    CheckpointError,
+    one_line,
+)
 from penstock.engine.models.dtypes import DTYPES
 from penstock.engine.models.packed import GroupedMatrix, PackedFormat
 from penstock.engine.models.quantized import NOT_FINITE, QuantizedMatrix, is_finite
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 
 _log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from penstock.config import ConfigError
-from penstock.engine.models.folder_tensors import INDEX_FILE, SINGLE_FILE
+from penstock.engine.models.checkpoint import INDEX_FILE, SINGLE_FILE
 
 SHARD_BYTES = 1 << 30
 """Limit of a file, whose tensors are held in memory at once."""

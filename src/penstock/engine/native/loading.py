@@ -51,6 +51,11 @@ def load_library() -> ctypes.CDLL:
         raise NativeUnavailableError(f"the native library cannot be loaded: {error}") from error
 
 
+def loaded_instruction_set() -> str:
+    """Return the instruction set of the loaded library."""
+    return Path(load_library()._name).stem.removeprefix("penstock_")
+
+
 def best_instruction_set() -> str:
     """Return the best instruction set of this processor."""
     return usable_instruction_sets()[0]

@@ -1,0 +1,79 @@
+"""The small model that drafts for a target without being named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penstock.cli.memory import CGROUP, MEMINFO, MEMORY_SHARE, free_memory, model_bytes
+from penstock.engine.models.hub import HubName, Say, cached, fetch
+from penstock.engine.models.pairs import SmallModel, small_models
+
+_SMALLER = 2
+"""Times that a target must be as large as a drafter, in bytes: a choice."""
+
+
+def cached_drafter(target: Path, name: str) -> tuple[SmallModel, Path] | None:
+    """Return a cached small model that suits a target and has its tokenizer, and its path.
+
+    name: of the target, as the user gave it."""
+    for model in small_models(target, name):
+        path = cached(_name(model))
+        if path is not None and _suits(target, model_bytes(path)) and _reads_alike(target, path):
+            return model, path
+    return None
+
+
+def automatic_drafter(target: Path, name: str, say: Say, *, download: bool) -> dict[str, str]:
+    """Return name and path of a target's drafter, or nothing, and say which or why none.
+
+    download: get one that is not in the cache. Raises ConfigError."""
+    found = cached_drafter(target, name)
+    if found is not None:
+        say(f"{found[0].name} drafts; it was in the cache")
+        return _entry(*found)
+    known = small_models(target, name)
+    fitting = [model for model in known if _suits(target, int(model.gigabytes * 1e9))]
+    absent = [model for model in fitting if cached(_name(model)) is None]
+    if not absent:
+        if download:
+            why = "that is known fits" if known else "is known"
+            say(f"{name}: no small model of its family {why}; --drafter NAME=MODEL names one")
+        return {}
+    model = absent[0]
+    if not download:
+        say(f"{model.name} would help as a drafter: --drafter auto fetches it")
+        return {}
+    path = fetch(_name(model), say)
+    if not _reads_alike(target, path):
+        say(f"{model.name} has another tokenizer than {name}, so it does not draft")
+        return {}
+    say(f"{model.name} drafts")
+    return _entry(model, path)
+
+
+def _name(model: SmallModel) -> HubName:
+    name = HubName.parse(model.name)
+    assert name is not None
+    return name
+
+
+def _entry(model: SmallModel, path: Path) -> dict[str, str]:
+    return {_name(model).repo.partition("/")[2]: str(path)}
+
+
+def _suits(target: Path, num_bytes: int) -> bool:
+    """Return whether a drafter of this size is small beside the target, and fits in memory."""
+    beside = model_bytes(target)
+    free = free_memory(MEMINFO, CGROUP)
+    fits = free is None or beside + num_bytes <= MEMORY_SHARE * free
+    return fits and _SMALLER * num_bytes <= beside
+
+
+def _reads_alike(target: Path, drafter: Path) -> bool:
+    from penstock.engine.models.checkpoint import CheckpointError
+    from penstock.engine.tokenizer import unlike_tokenizers
+
+    try:
+        return unlike_tokenizers(target, drafter) is None
+    except CheckpointError:
+        return False
