@@ -146,13 +146,38 @@ class GenerationBody(_SamplingBody, StructuredBody):
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
 
+class TextPart(Body):
+    """A text part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+def _text_of(content: str | list[TextPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class PredictedContent(Body):
+    """OpenAI's prediction: text that the client expects in the output, which is drafted."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        return _text_of(self.content)
+
+
 class CompletionBody(GenerationBody):
     """Body of `POST /v1/completions`.
 
-    logprobs: alternatives per token. echo: prepend the prompt, with its log-probabilities;
-    max_tokens may then be 0. add_special_tokens: to text prompts."""
+    suffix: text behind the output, which fills in the middle. logprobs: alternatives per token.
+    echo: prepend the prompt, with its log-probabilities; max_tokens may then be 0.
+    add_special_tokens: to text prompts."""
 
     prompt: _Prompt
+    suffix: str = ""
+    prediction: PredictedContent | None = None
     add_special_tokens: bool = True
     max_tokens: int | None = Field(default=None, ge=0)
     echo: bool = False
@@ -162,6 +187,8 @@ class CompletionBody(GenerationBody):
     def _something_to_show(self) -> CompletionBody:
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens: 0 is only allowed with echo: true")
+        if self.suffix and self.echo:
+            raise ValueError("echo is not allowed with suffix")
         return self
 
     @property
@@ -176,13 +203,6 @@ class CompletionBody(GenerationBody):
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
-
-
-class TextPart(Body):
-    """A text part of a message's content."""
-
-    type: Literal["text"]
-    text: str
 
 
 class CalledFunction(Body):
@@ -241,9 +261,7 @@ class ChatMessage(Body):
 
     @property
     def text(self) -> str:
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.text for part in self.content)
+        return _text_of(self.content)
 
     @property
     def is_about_tools(self) -> bool:
@@ -306,6 +324,7 @@ class ChatBody(GenerationBody):
 
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
+    prediction: PredictedContent | None = None
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     tools: list[Tool] = Field(default_factory=list, max_length=MAX_TOOLS)
