@@ -163,12 +163,18 @@ class PredictedContent(Body):
     type: Literal["content"]
     content: str | list[TextPart]
 
+
+class _PredictedBody(GenerationBody):
+    """Fields of completions and chats, which may have a prediction."""
+
+    prediction: PredictedContent | None = None
+
     @property
-    def text(self) -> str:
-        return _text_of(self.content)
+    def predicted_text(self) -> str:
+        return "" if self.prediction is None else _text_of(self.prediction.content)
 
 
-class CompletionBody(GenerationBody):
+class CompletionBody(_PredictedBody):
     """Body of `POST /v1/completions`.
 
     suffix: text behind the output, which fills in the middle. logprobs: alternatives per token.
@@ -177,7 +183,6 @@ class CompletionBody(GenerationBody):
 
     prompt: _Prompt
     suffix: str = ""
-    prediction: PredictedContent | None = None
     add_special_tokens: bool = True
     max_tokens: int | None = Field(default=None, ge=0)
     echo: bool = False
@@ -316,7 +321,7 @@ class NamedTool(Body):
     function: NamedFunction
 
 
-class ChatBody(GenerationBody):
+class ChatBody(_PredictedBody):
     """Body of `POST /v1/chat/completions`.
 
     top_logprobs: alternatives per token. parallel_tool_calls: false ends a choice after its first
@@ -324,7 +329,6 @@ class ChatBody(GenerationBody):
 
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
-    prediction: PredictedContent | None = None
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     tools: list[Tool] = Field(default_factory=list, max_length=MAX_TOOLS)

@@ -114,7 +114,7 @@ class RequestBuilder:
         fill = self._fill_tokens() if body.suffix else None
         suffix = await self._text_ids(body.suffix, "suffix")
         ends = fill.ends if fill is not None and not body.ignore_eos else frozenset[int]()
-        prediction = await self._prediction(body)
+        prediction = await self._text_ids(body.predicted_text, "prediction")
         size = sum(_COST_PER_TEXT + len(prompt) for prompt in given if isinstance(prompt, str))
 
         def encode(prompt: str | list[int]) -> list[int]:
@@ -179,7 +179,7 @@ class RequestBuilder:
             return self._checked(token_ids, "messages")
 
         prompt = tuple(await self._tokenise(chat.size, encode, chat))
-        prediction = await self._prediction(body)
+        prediction = await self._text_ids(body.predicted_text, "prediction")
         grammar = await _compiled(structures, body.ignore_eos, self._grammars)
         wanted = body.max_completion_tokens
         max_tokens = self._max_tokens(
@@ -287,12 +287,10 @@ class RequestBuilder:
             raise ApiError(400, message, param="suffix", code="unsupported_value")
         return found
 
-    async def _prediction(self, body: CompletionBody | ChatBody) -> tuple[int, ...]:
-        given = body.prediction
-        return () if given is None else await self._text_ids(given.text, "prediction")
-
     async def _text_ids(self, text: str, param: str) -> tuple[int, ...]:
         """Return the tokens of a text within another. Raises: ApiError."""
+        if not text:
+            return ()
         encode = partial(self._encode, param=param, add_special_tokens=False)
         token_ids = await self._tokenise(len(text), encode, text)
         self._check_ids(token_ids, param)
