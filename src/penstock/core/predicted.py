@@ -9,8 +9,6 @@ Every output token says whether the prediction was right there, also where it wa
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -39,10 +37,7 @@ class Prediction:
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._tokens = token_ids
-        self._behind: defaultdict[int, list[int]] = defaultdict(list)
-        """Places behind each token, ascending."""
-        for place, token in enumerate(token_ids, 1):
-            self._behind[token].append(place)
+        self._array = np.array(token_ids, dtype=np.int32)
         self._place = self._sure_place = self._match = 0
         # By kind of match.
         self._num_right, self._num_seen = [0.0] * len(_FIRST_RATES), [0.0] * len(_FIRST_RATES)
@@ -87,10 +82,10 @@ class Prediction:
         """Go to the longest match of the text's end, the nearest behind the last sure one.
 
         Without a match the text is taken to have another token in place of the prediction's."""
-        places = self._behind.get(text[-1], [])
-        first = bisect_right(places, self._sure_place)
+        places = np.flatnonzero(self._array == text[-1]) + 1
+        behind = np.roll(places, -np.searchsorted(places, self._sure_place, side="right"))
         best = 0
-        for place in (places[first : first + _MOST_TRIED] + places[:first])[:_MOST_TRIED]:
+        for place in behind[:_MOST_TRIED].tolist():
             length = self._num_equal(place, text)
             is_near = 0 < place - self._sure_place <= _NEAR
             if length > best and (is_near or length >= _SURE_MATCH):
