@@ -367,6 +367,8 @@ class ToyExecutor:
             if key not in self.held:
                 raise Corruption(f"{key}: no such draft is held")
             drafted = self.held.pop(key)
+        if item.source is DraftSource.AHEAD:
+            drafted = list(item.ahead_token_ids)
         if item.source is DraftSource.NONE and drafted:
             raise Corruption(f"{item.request_id}: a draft that nobody verifies")
         return drafted[: item.num_draft_tokens]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from tests.core.fakes import Corruption, ToyDrafter, ToyExecutor
+from tests.core.fakes import VOCAB, Corruption, ToyDrafter, ToyExecutor, target_only
 from tests.core.world import Chaos, World, make_request, make_scheduler
 from tests.products import covering
 
@@ -50,9 +50,9 @@ class Restless(SelectionPolicy):
 
 
 def make_requests(rng: random.Random, num: int) -> list[Request]:
-    """Prompts with common beginnings, of two tenants, and drafters by name."""
+    """Prompts with common beginnings, of two tenants, drafters by name, and predictions of some."""
     names = ["auto", "none", *(d.name for d in DRAFTERS)]
-    return [
+    requests = [
         make_request(
             f"r{i}",
             prompt_len=rng.randrange(1, 40),
@@ -65,6 +65,12 @@ def make_requests(rng: random.Random, num: int) -> list[Request]:
         )
         for i in range(num)
     ]
+    for i, request in enumerate(requests):
+        if rng.random() < 0.4:
+            right = target_only(request)
+            prediction = [rng.randrange(VOCAB) if rng.random() < 0.2 else t for t in right]
+            requests[i] = replace(request, prediction=tuple(prediction))
+    return requests
 
 
 def make_world(
@@ -195,7 +201,8 @@ def test_notices_old_drafts_taken_for_new_ones(monkeypatch: pytest.MonkeyPatch) 
         state = ctx.table.requests.get(event.request_id)
         if state is not None and event.num_draft_tokens:
             num = event.num_draft_tokens
-            state.draft = DraftRound(DraftStage.HELD, num_draft_tokens=num)
+            held = DraftStage.HELD
+            state.draft = DraftRound(held, num_draft_tokens=num, drafter=event.drafter)
 
     monkeypatch.setattr(observe, "draft_ready", ready)
     assert_noticed(own_lanes=OWN_LANES["all-lanes"])

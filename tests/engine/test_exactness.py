@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy.stats import chi2_contingency
 from tests.core.world import Rotating
 from tests.engine.small_family import VOCAB
 from tests.products import covering, slow
@@ -376,6 +377,79 @@ def test_negative_control_accepting_a_lanes_drafts_is_caught(engine, alone, monk
     loop = make_loop(engine, own_lane=True, pipeline="2")
     outputs, _ = run(loop, make_requests(SAMPLINGS["coupled"], 8, "near"))
     assert outputs != alone["coupled"][:8]
+
+
+def timeless() -> Estimators:
+    """Without step times, so that predictions are drafted whatever the machine does."""
+    learn = Estimators()
+    learn.times.target.add_measurement = lambda size, seconds: None  # type: ignore[method-assign]
+    return learn
+
+
+def predicted(requests: Sequence[Request], outputs: Sequence[tuple[int, ...]]) -> list[Request]:
+    """With predictions of which every seventh token is wrong, or all of a request are."""
+    return [
+        dataclasses.replace(
+            request, prediction=tuple((t + (j % 7 == i or i == 7)) % VOCAB for j, t in texts)
+        )
+        for i, (request, texts) in enumerate(
+            (r, list(enumerate(o))) for r, o in zip(requests, outputs, strict=True)
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("engine", "sampling", "drafter", "pipeline"),
+    covering(BACKENDS, SAMPLINGS, ["auto", "ngram", "rotating"], ["off", "2", "async"], strength=1),
+    indirect=["engine"],
+)
+def test_predictions_change_nothing(engine, alone, sampling, drafter, pipeline) -> None:
+    rotating = drafter == "rotating"
+    requests = make_requests(SAMPLINGS[sampling], 8, "auto" if rotating else drafter)
+    loop = make_loop(engine, rotating=rotating, pipeline=pipeline, learn=timeless())
+    outputs, accepted = run(loop, predicted(requests, alone[sampling][:8]))
+    assert outputs == alone[sampling][:8]
+    assert accepted > 50
+
+
+def test_negative_control_accepting_predictions_is_caught(engine, alone, monkeypatch) -> None:
+    monkeypatch.setattr(Verifier, "decide", lenient(Verifier.decide))
+    requests = make_requests(SAMPLINGS["greedy"], 8, "ngram")
+    loop = make_loop(engine, learn=timeless())
+    outputs, _ = run(loop, predicted(requests, alone["greedy"][:8]))
+    assert outputs != alone["greedy"][:8]
+
+
+def second_tokens(
+    engine: Engine, sampling: SamplingParams, tokens: Sequence[int] = (), first_seed: int = 0
+) -> Counter[int]:
+    """Of 600 outputs, with these tokens predicted."""
+    requests = [
+        dataclasses.replace(
+            make_requests(sampling, 1, "ngram", tokens=3)[0],
+            sampling=dataclasses.replace(sampling, seed=seed),
+            prediction=tuple(tokens),
+        )
+        for seed in range(first_seed, first_seed + 600)
+    ]
+    loop = make_loop(engine, learn=timeless())
+    return Counter(text[1] for text in run(loop, requests)[0])
+
+
+def same_p_value(found: Counter[int], others: Counter[int]) -> float:
+    common = [token for token, _ in (found + others).most_common(12)]
+    table = [[c[t] for t in common] + [600 - sum(c[t] for t in common)] for c in (found, others)]
+    return float(chi2_contingency(np.array(table)).pvalue)
+
+
+def test_ratio_keeps_the_distribution_with_a_prediction(engine, monkeypatch) -> None:
+    """Of the token behind the likeliest first one, whatever that is; and the control must fail."""
+    sampling = SamplingParams(temperature=0.4, verification="ratio")
+    likely = run(make_loop(engine), make_requests(SAMPLINGS["greedy"], 1, "none"))[0][0]
+    plain = second_tokens(engine, sampling)
+    assert same_p_value(plain, second_tokens(engine, sampling, likely, 600)) > 1e-3
+    monkeypatch.setattr(Verifier, "decide", lenient(Verifier.decide))
+    assert same_p_value(plain, second_tokens(engine, sampling, likely, 600)) < 1e-6
 
 
 def test_a_cached_prefix_changes_nothing(engine: Engine, alone: Alone) -> None:

@@ -146,13 +146,43 @@ class GenerationBody(_SamplingBody, StructuredBody):
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
 
-class CompletionBody(GenerationBody):
+class TextPart(Body):
+    """A text part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+def _text_of(content: str | list[TextPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class PredictedContent(Body):
+    """OpenAI's prediction: text that the client expects in the output, which is drafted."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+
+class _PredictedBody(GenerationBody):
+    """Fields of completions and chats, which may have a prediction."""
+
+    prediction: PredictedContent | None = None
+
+    @property
+    def predicted_text(self) -> str:
+        return "" if self.prediction is None else _text_of(self.prediction.content)
+
+
+class CompletionBody(_PredictedBody):
     """Body of `POST /v1/completions`.
 
-    logprobs: alternatives per token. echo: prepend the prompt, with its log-probabilities;
-    max_tokens may then be 0. add_special_tokens: to text prompts."""
+    suffix: text behind the output, which fills in the middle. logprobs: alternatives per token.
+    echo: prepend the prompt, with its log-probabilities; max_tokens may then be 0.
+    add_special_tokens: to text prompts."""
 
     prompt: _Prompt
+    suffix: str = ""
     add_special_tokens: bool = True
     max_tokens: int | None = Field(default=None, ge=0)
     echo: bool = False
@@ -162,6 +192,8 @@ class CompletionBody(GenerationBody):
     def _something_to_show(self) -> CompletionBody:
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens: 0 is only allowed with echo: true")
+        if self.suffix and self.echo:
+            raise ValueError("echo is not allowed with suffix")
         return self
 
     @property
@@ -176,13 +208,6 @@ class CompletionBody(GenerationBody):
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
-
-
-class TextPart(Body):
-    """A text part of a message's content."""
-
-    type: Literal["text"]
-    text: str
 
 
 class CalledFunction(Body):
@@ -241,9 +266,7 @@ class ChatMessage(Body):
 
     @property
     def text(self) -> str:
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.text for part in self.content)
+        return _text_of(self.content)
 
     @property
     def is_about_tools(self) -> bool:
@@ -298,7 +321,7 @@ class NamedTool(Body):
     function: NamedFunction
 
 
-class ChatBody(GenerationBody):
+class ChatBody(_PredictedBody):
     """Body of `POST /v1/chat/completions`.
 
     top_logprobs: alternatives per token. parallel_tool_calls: false ends a choice after its first

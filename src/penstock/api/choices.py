@@ -257,5 +257,6 @@ def usage(choices: Sequence[ResponseChoice]) -> dict[str, Any]:
         "completion_tokens": total.num_tokens,
         "total_tokens": prompt_tokens + total.num_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "completion_tokens_details": total.prediction(),
         "speculation": total.speculation(),
     }

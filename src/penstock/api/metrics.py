@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 
 from penstock.api.bodies import UNNAMED
 from penstock.api.collectors import EngineCollector, PositionCollector
-from penstock.core.types import NO_TARGET, FinishReason, Output, Request
+from penstock.core.types import NO_TARGET, PREDICTION, FinishReason, Output, Request
 from penstock.serving.messages import EngineStats
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ class RequestMeter:
         self._num_preemptions += output.num_preemptions
         if output.drafter is not None and output.num_proposed:
             self._metrics.count_draft(output.drafter, output.num_proposed, output.num_accepted)
-            if output.drafter != self._drafter:
+            if output.drafter not in (self._drafter, PREDICTION):
                 name = "drafter_requests" if self._drafter is None else "drafter_switches"
                 self._metrics.drafter(output.drafter)[name].inc()
                 self._drafter = output.drafter

@@ -20,6 +20,7 @@ from penstock.api.http import Caller
 from penstock.api.token_bodies import DetokenizeBody, TokenizeBody
 from penstock.api.tool_use import tool_use
 from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, Request, SamplingParams, StopStrings
+from penstock.engine.fill import FillTokens
 from penstock.engine.grammar import GrammarCompiler, GrammarError, grammar_of
 from penstock.serving.limits import Quotas
 from penstock.serving.messages import Ready
@@ -110,11 +111,20 @@ class RequestBuilder:
             raise ApiError(400, message, param="echo", code="unsupported_value")
         if not given:
             raise ApiError(400, "prompt: must not be empty", param="prompt")
+        fill = self._fill_tokens() if body.suffix else None
+        suffix = await self._text_ids(body.suffix, "suffix")
+        ends = fill.ends if fill is not None and not body.ignore_eos else frozenset[int]()
+        prediction = await self._text_ids(body.predicted_text, "prediction")
         size = sum(_COST_PER_TEXT + len(prompt) for prompt in given if isinstance(prompt, str))
 
         def encode(prompt: str | list[int]) -> list[int]:
+            is_text, adds_special = isinstance(prompt, str), body.add_special_tokens
             if isinstance(prompt, str):
-                prompt = self._encode(prompt, "prompt", add_special_tokens=body.add_special_tokens)
+                adds_inside = adds_special and fill is None
+                prompt = self._encode(prompt, "prompt", add_special_tokens=adds_inside)
+            if fill is not None:
+                begin = self.tokenizer.encode("") if is_text and adds_special else []
+                prompt = begin + fill.prompt(prompt, suffix)
             return self._checked(prompt, "prompt")
 
         # One by one, so that the texts of other requests can go between.
@@ -133,6 +143,8 @@ class RequestBuilder:
                 request = self._request(
                     body, f"{job_id}-{index}", prompt, max_tokens, sampling, stop, caller.tenant
                 )
+                stops = request.stop_token_ids | ends
+                request = replace(request, prediction=prediction, stop_token_ids=stops)
                 choices.append(
                     ResponseChoice(
                         index,
@@ -167,6 +179,7 @@ class RequestBuilder:
             return self._checked(token_ids, "messages")
 
         prompt = tuple(await self._tokenise(chat.size, encode, chat))
+        prediction = await self._text_ids(body.predicted_text, "prediction")
         grammar = await _compiled(structures, body.ignore_eos, self._grammars)
         wanted = body.max_completion_tokens
         max_tokens = self._max_tokens(
@@ -186,7 +199,7 @@ class RequestBuilder:
             choices.append(
                 ResponseChoice(
                     n,
-                    request,
+                    replace(request, prediction=prediction),
                     TextStream(self.tokenizer, body.stops, None, shown),
                     opens_prompt=n == 0,
                     tells_origins=body.speculation.origins,
@@ -266,6 +279,22 @@ class RequestBuilder:
             return self.tokenizer.chat_text(chat.messages, chat.is_asked, chat.tools) + chat.lead
         except ValueError as error:
             raise ApiError(400, f"messages: {error}", param="messages") from error
+
+    def _fill_tokens(self) -> FillTokens:
+        found = FillTokens.of(self.tokenizer)
+        if found is None:
+            message = "suffix: this model has no fill-in-the-middle tokens"
+            raise ApiError(400, message, param="suffix", code="unsupported_value")
+        return found
+
+    async def _text_ids(self, text: str, param: str) -> tuple[int, ...]:
+        """Return the tokens of a text within another. Raises: ApiError."""
+        if not text:
+            return ()
+        encode = partial(self._encode, param=param, add_special_tokens=False)
+        token_ids = await self._tokenise(len(text), encode, text)
+        self._check_ids(token_ids, param)
+        return tuple(token_ids)
 
     def _encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
         limit = self.engine.max_request_tokens

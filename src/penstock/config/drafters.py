@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from penstock.config.model import Model, address_in
 from penstock.config.tenants import DEFAULT_TENANT
-from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, TARGET
+from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, PREDICTION, TARGET
 
 
 class DraftServerConfig(Model):
@@ -84,7 +84,7 @@ class DraftersConfig(Model):
                     f"a draft server cannot be called {name!r}; use 1 to 64 letters, digits, dots, "
                     "hyphens and underscores"
                 )
-            if name in (AUTO_DRAFTER, NO_DRAFTER, TARGET):
+            if name in (AUTO_DRAFTER, NO_DRAFTER, PREDICTION, TARGET):
                 raise ValueError(f"a draft server cannot be called {name!r}")
         return servers
 

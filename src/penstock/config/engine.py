@@ -21,7 +21,7 @@ from penstock.config.state import StateFolder
 from penstock.config.tenants import DEFAULT_TENANT, TenantConfig, TenantShare
 from penstock.core.policies.bundles import AUTO, BUNDLES, bundle
 from penstock.core.policies.registry import make_pipeline, make_policy
-from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, TARGET
+from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, PREDICTION, TARGET
 
 NGRAM = "ngram"
 SUFFIX = "suffix"
@@ -194,7 +194,7 @@ class ModelsConfig(Model):
     @classmethod
     def _names(cls, drafters: dict[str, str]) -> dict[str, str]:
         for name, path in drafters.items():
-            if name in (AUTO_DRAFTER, NO_DRAFTER, TARGET) or not name:
+            if name in (AUTO_DRAFTER, NO_DRAFTER, PREDICTION, TARGET) or not name:
                 raise ValueError(f"a drafter cannot be called {name!r}")
             DrafterParts.from_path(path)
         return drafters

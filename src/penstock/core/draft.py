@@ -13,6 +13,7 @@ import numpy as np
 from penstock.core.allocate import allocate
 from penstock.core.context import Context
 from penstock.core.policies.base import ReplayProposal, Room, usable
+from penstock.core.predicted import MOST_PREDICTED
 from penstock.core.select import select
 from penstock.core.state import (
     SKIPPED,
@@ -25,6 +26,7 @@ from penstock.core.state import (
 from penstock.core.table import DueDrafts
 from penstock.core.types import (
     AUTO_DRAFTER,
+    PREDICTION,
     TARGET,
     DrafterUp,
     DraftOrder,
@@ -129,6 +131,31 @@ def _make_room(ctx: Context, drafter: Drafter, num_blocks: int, keep: RequestSta
     return False
 
 
+# --- from a prediction -------------------------------------------------------------------------
+
+
+def predict(ctx: Context, state: RequestState) -> None:
+    """Hold the next tokens of a request's prediction, as many as give the most tokens a second.
+
+    None where its drafter's tokens are likelier. Other requests are taken to draft nothing."""
+    if state.prediction is None:
+        return
+    tokens = state.prediction.next_tokens(MOST_PREDICTED)
+    survival = state.prediction.survival(len(tokens))
+    request_id, drafter, learn = state.request.id, state.drafter, ctx.learn
+    if drafter is not None:
+        found = learn.acceptance.found(request_id, drafter)
+        if survival[:1].sum() < found * learn.acceptance.mean(request_id, drafter):
+            return
+    length, target = len(tokens), learn.times.target
+    if not target.is_empty:
+        num = len(ctx.table.running)
+        seconds = target.at(num + np.arange(length + 1)) + learn.times.overhead
+        gained = np.concatenate([[0.0], survival.cumsum()])
+        length = int(np.argmax((num + gained) / seconds))
+    state.hold(tokens[:length], PREDICTION)
+
+
 # --- in a lane of its own ----------------------------------------------------------------------
 
 
@@ -154,7 +181,10 @@ def orders_of_lane(ctx: Context, lane: str, plan_id: int, now: float) -> tuple[D
         at_hand = _at_hand(ctx, state, lane, grant.num_draft_tokens)
         if at_hand:
             state.draft = DraftRound(
-                DraftStage.HELD, num_draft_tokens=len(at_hand), ahead_token_ids=at_hand
+                DraftStage.HELD,
+                num_draft_tokens=len(at_hand),
+                ahead_token_ids=at_hand,
+                drafter=lane,
             )
             continue
         given = _lane_order(ctx, state, drafter, grant, now)

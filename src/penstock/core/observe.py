@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from penstock.core import draft
 from penstock.core.ahead import LinesAhead
 from penstock.core.context import Context
 from penstock.core.groups import CountedState, num_later_blocks
 from penstock.core.state import SKIPPED, DraftRound, DraftStage, Outcome, RequestState
 from penstock.core.types import (
+    PREDICTION,
     TARGET,
     DecodeRun,
     DraftAhead,
@@ -81,8 +83,8 @@ def _judge(ctx: Context, plan: StepPlan, result: StepResult) -> list[Output]:
             output = _advance(ctx, state, item, verdict, result.finished_at, is_read)
             if output is not None:
                 outputs.append(output)
-                # What had to come tells nothing of drafters.
-                if item.drafter is not None or not item.ahead_token_ids:
+                # What had to come, or was predicted, tells nothing of drafters.
+                if item.drafter not in (None, PREDICTION) or not item.ahead_token_ids:
                     outcomes.append(Outcome(state, verdict))
     ctx.allocation.on_step(outcomes, result.finished_at)
     if ctx.table.drafters:
@@ -130,7 +132,9 @@ def _advance(
         state.append(new_tokens)
         memory.commit(state)
         if verdict.forced_token_ids:
-            state.force(verdict.forced_token_ids)
+            state.hold(verdict.forced_token_ids)
+        else:
+            draft.predict(ctx, state)
     reason = verdict.finish_reason
     if reason is None and state.num_remaining_tokens <= 0:
         reason = FinishReason.LENGTH
@@ -226,7 +230,7 @@ def draft_ready(ctx: Context, event: DraftReady, now: float, *, is_read: bool = 
         _drafted(state, order, num_draft_tokens)
     if not num_draft_tokens:
         ctx.learn.acceptance.observe_empty(state.request.id, event.drafter)
-    held = DraftRound(DraftStage.HELD, num_draft_tokens=num_draft_tokens)
+    held = DraftRound(DraftStage.HELD, num_draft_tokens=num_draft_tokens, drafter=event.drafter)
     state.draft = held if num_draft_tokens else SKIPPED
 
 

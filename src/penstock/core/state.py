@@ -9,7 +9,16 @@ from typing import NamedTuple
 
 from penstock.core.ahead import LinesAhead, Text
 from penstock.core.kv import BlockPool, SequenceKV
-from penstock.core.types import TARGET, DraftOrder, Request, Status, Tenant, Verdict
+from penstock.core.predicted import Prediction
+from penstock.core.types import (
+    NO_DRAFTER,
+    TARGET,
+    DraftOrder,
+    Request,
+    Status,
+    Tenant,
+    Verdict,
+)
 
 
 class DraftStage(Enum):
@@ -26,14 +35,14 @@ class DraftRound(NamedTuple):
     """A stage with its data.
 
     order, ordered_at: the order and when it was given. ahead_token_ids: tokens of a draft that was
-    sent ahead, or is forced by a grammar, without a drafter."""
+    sent ahead, is predicted, or is forced by a grammar. drafter: of a held draft (None: forced)."""
 
     stage: DraftStage
     order: DraftOrder | None = None
     ordered_at: float = 0.0
     num_draft_tokens: int = 0
     ahead_token_ids: tuple[int, ...] = ()
-    is_forced: bool = False
+    drafter: str | None = None
 
 
 OPEN = DraftRound(DraftStage.OPEN)
@@ -127,6 +136,7 @@ class RequestState:
         "order",
         "output_token_ids",
         "plans",
+        "prediction",
         "request",
         "round",
         "seen_token_ids",
@@ -153,6 +163,8 @@ class RequestState:
         self.draft = OPEN
         self.ahead: LinesAhead | None = None
         """Continuations that a draft server has sent without an order."""
+        is_predicted = bool(request.prediction) and request.drafter != NO_DRAFTER
+        self.prediction = Prediction(request.prediction) if is_predicted else None
         self.seen_token_ids = (0, -1)
         """Output tokens examined by `highest_token_id`, and its result."""
 
@@ -217,8 +229,8 @@ class RequestState:
         self.round += 1
         self.draft = OPEN
 
-    def force(self, token_ids: tuple[int, ...]) -> None:
-        """Hold tokens that must come next as the draft of this round."""
+    def hold(self, token_ids: tuple[int, ...], drafter: str | None = None) -> None:
+        """Hold tokens as the draft of this round. drafter: None if they must come next."""
         most = self.num_remaining_tokens - 1
         if self.request.max_draft_tokens is not None:
             most = min(most, self.request.max_draft_tokens)
@@ -228,7 +240,7 @@ class RequestState:
                 DraftStage.HELD,
                 num_draft_tokens=len(tokens),
                 ahead_token_ids=tokens,
-                is_forced=True,
+                drafter=drafter,
             )
 
     def append(self, token_ids: Sequence[int]) -> None:
@@ -237,6 +249,8 @@ class RequestState:
         self.num_output_tokens += len(token_ids)
         if self.ahead is not None:
             self.ahead.follow(self.text)
+        if self.prediction is not None:
+            self.prediction.follow(self.output_token_ids, len(token_ids))
 
     def kv_of(self, pool: str) -> SequenceKV:
         kv = self.kv.get(pool)

@@ -18,6 +18,8 @@ TARGET: Final = "target"
 
 AUTO_DRAFTER: Final = "auto"
 NO_DRAFTER: Final = "none"
+PREDICTION: Final = "prediction"
+"""Name, as of a drafter, of drafts from a request's prediction."""
 
 
 class Status(StrEnum):
@@ -139,7 +141,7 @@ class Request:
 
     block_hashes: of the prompt's full blocks; empty: nothing is shared. prompt_token_ids: None
     where only lengths are known. expected_output_tokens: the client's estimate. stop: None without
-    stop strings."""
+    stop strings. prediction: tokens that the client expects as output."""
 
     id: str
     prompt_len: int
@@ -155,6 +157,7 @@ class Request:
     expected_output_tokens: int | None = None
     latency: LatencyTarget = NO_TARGET
     stop: StopStrings | None = None
+    prediction: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,8 +294,8 @@ class VerifyItem(NamedTuple):
 
     It computes `num_scheduled_tokens` known tokens from `start` on, then up to `num_draft_tokens`
     draft positions. samples: the last known token is included, so that the item yields tokens; any
-    other item is a chunk of prefill. ahead_token_ids: a draft that was sent ahead, or is forced
-    (then `drafter` is None); other drafts are with the executor."""
+    other item is a chunk of prefill. ahead_token_ids: a draft that was sent ahead, predicted, or
+    forced (then `drafter` is None); other drafts are with the executor."""
 
     request_id: str
     epoch: int

@@ -10,6 +10,7 @@ from penstock.core.kv import BlockPool
 from penstock.core.state import CHOSEN, DraftStage, Grant
 from penstock.core.step import ScheduledTokens, Step
 from penstock.core.types import (
+    PREDICTION,
     TARGET,
     DecodeRun,
     DraftOrder,
@@ -50,14 +51,14 @@ def _item(ctx: Context, scheduled: ScheduledTokens, grant: Grant) -> VerifyItem:
         if length:
             is_ahead = bool(state.draft.ahead_token_ids)
             source = DraftSource.AHEAD if is_ahead else DraftSource.HELD
-            drafter = None if state.draft.is_forced else state.drafter
+            drafter = state.draft.drafter
     elif state.drafter:
         order = _order_inside(ctx, scheduled, grant)
         length = order.max_draft_tokens if order is not None else 0
         if length:
             source, drafter = DraftSource.INLINE, state.drafter
     ahead = state.draft.ahead_token_ids[:length] if is_held else ()
-    if drafter is not None:
+    if drafter not in (None, PREDICTION):
         ctx.table.counters.ahead_used += len(ahead)
     if is_held:
         state.draft = CHOSEN

@@ -223,6 +223,11 @@ class Tokenizer:
         """Return the special tokens among some spellings."""
         return frozenset(i for i, text in self.special_tokens.items() if text in spellings)
 
+    def token_id(self, spelling: str) -> int | None:
+        """Return the token that the vocabulary spells so."""
+        found: int | None = self._fast.backend_tokenizer.token_to_id(spelling)
+        return found
+
     def is_special(self, token_id: int) -> bool:
         return token_id in self.special_tokens
 

@@ -6,20 +6,23 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.core.types import Output
+from penstock.core.types import PREDICTION, Output
 
 
 @dataclass(slots=True)
 class Usage:
     """Counts of one request or several. A draft is a round in which a drafter proposed tokens.
 
-    num_rounds: outputs with tokens. drafts: rounds by drafter."""
+    num_rounds: outputs with tokens. drafts: rounds by drafter. num_predicted_tokens,
+    num_right_tokens: the part of draft and accepted tokens that is of predictions."""
 
     num_tokens: int = 0
     num_cached_tokens: int = 0
     num_rounds: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_predicted_tokens: int = 0
+    num_right_tokens: int = 0
     drafts: Counter[str] = field(default_factory=Counter)
 
     def on_output(self, output: Output) -> None:
@@ -30,6 +33,9 @@ class Usage:
             self.drafts[output.drafter] += 1
             self.num_draft_tokens += output.num_proposed
             self.num_accepted_tokens += output.num_accepted
+            if output.drafter == PREDICTION:
+                self.num_predicted_tokens += output.num_proposed
+                self.num_right_tokens += output.num_accepted
 
     def add(self, other: Usage) -> None:
         self.num_tokens += other.num_tokens
@@ -37,6 +43,8 @@ class Usage:
         self.num_rounds += other.num_rounds
         self.num_draft_tokens += other.num_draft_tokens
         self.num_accepted_tokens += other.num_accepted_tokens
+        self.num_predicted_tokens += other.num_predicted_tokens
+        self.num_right_tokens += other.num_right_tokens
         self.drafts += other.drafts
 
     @property
@@ -48,6 +56,13 @@ class Usage:
     def mean_acceptance_length(self) -> float:
         """1 + accepted / drafts, as vLLM reports it; 1 without drafts."""
         return 1 + self.num_accepted_tokens / max(self.drafts.total(), 1)
+
+    def prediction(self) -> dict[str, int]:
+        """Return the tokens of predictions that were drafted, as OpenAI names them."""
+        return {
+            "accepted_prediction_tokens": self.num_right_tokens,
+            "rejected_prediction_tokens": self.num_predicted_tokens - self.num_right_tokens,
+        }
 
     def speculation(self) -> dict[str, Any]:
         """Return the counts for reports."""

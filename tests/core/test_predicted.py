@@ -1,0 +1,146 @@
+"""Drafts from a prediction: where the output is in it, what they promise, and how long they are."""
+
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from tests.core.fakes import ToyDrafter, ToyExecutor, target_only
+from tests.core.world import Chaos, World, make_request, make_scheduler
+
+from penstock.core.learn import Estimators
+from penstock.core.predicted import MOST_PREDICTED, Prediction
+from penstock.core.types import PREDICTION, Output, Request
+
+TEXT = tuple(random.Random(0).randrange(1000) for _ in range(400))
+OTHER = 5000
+"""A token that is not in it."""
+
+
+def followed(prediction: Sequence[int], output: Sequence[int], by: int = 1) -> Prediction:
+    """By so many tokens at a time."""
+    made, seen = Prediction(prediction), list[int]()
+    for start in range(0, len(output), by):
+        new = output[start : start + by]
+        seen += new
+        made.follow(seen, len(new))
+    return made
+
+
+@pytest.mark.parametrize("by", [1, 3, 100])
+@pytest.mark.parametrize(
+    ("output", "place"),
+    [
+        ((), 0),
+        (TEXT[:9], 9),
+        pytest.param((*TEXT[:9], OTHER), 10, id="one is replaced, as far as is known"),
+        pytest.param((*TEXT[:9], OTHER, TEXT[10]), 11, id="one was replaced"),
+        pytest.param((*TEXT[:9], OTHER, TEXT[9]), 10, id="one was put in"),
+        pytest.param((*TEXT[:9], TEXT[10]), 11, id="one was left out"),
+        pytest.param((*TEXT[:9], *[OTHER] * 30, *TEXT[20:23]), 23, id="a part is another"),
+        pytest.param((*TEXT[200:210], *TEXT[3:6]), 6, id="and goes back"),
+        pytest.param((OTHER, *TEXT[:2]), 2, id="something before it"),
+        pytest.param(TEXT, len(TEXT), id="its end"),
+        pytest.param((*TEXT, OTHER, OTHER), len(TEXT), id="beyond its end"),
+    ],
+)
+def test_the_output_is_found_in_it(output: tuple[int, ...], place: int, by: int) -> None:
+    found = followed(TEXT, output, by)
+    assert found.next_tokens(5) == TEXT[place : place + 5]
+
+
+def test_of_equal_matches_the_nearest_behind_counts() -> None:
+    part = (1, 2, 3)
+    text = (*part, 10, *range(20, 30), *part, 11, *range(30, 40), *part, 12)
+    assert followed(text, (*range(20, 26), OTHER, OTHER, *part)).next_tokens(1) == (11,)
+
+
+def test_one_token_far_away_is_no_match() -> None:
+    found = followed(TEXT, (*TEXT[:9], TEXT[300]))
+    assert found.next_tokens(1) == (TEXT[10],)
+
+
+def test_what_it_promises() -> None:
+    """Less along a draft, more behind longer matches, and what it has kept so far."""
+    fresh, sure = Prediction(TEXT), followed(TEXT, TEXT[:100])
+    for made in (fresh, sure):
+        survival = made.survival(20)
+        assert all(1 > a > b > 0 for a, b in pairwise(survival.tolist()))
+    assert sure.survival(20)[-1] > 0.5 > fresh.survival(20)[-1]
+    assert len(fresh.survival(0)) == 0
+    wrong = followed(TEXT, [OTHER] * 50)
+    assert wrong.survival(20).sum() < 0.2, "also of longer matches, of which there were none"
+
+
+# --- in the loop ----------------------------------------------------------------------------------
+
+DRAFTER = ToyDrafter("toy", accuracy=0.5)
+
+
+def edited(tokens: Sequence[int], rng: random.Random, share: float) -> tuple[int, ...]:
+    return tuple(OTHER if rng.random() < share else token for token in tokens)
+
+
+def run(
+    share: float, learn: Estimators | None = None, drafters: tuple[ToyDrafter, ...] = (), **asked
+) -> tuple[World, list[Output]]:
+    """Four requests, a share of whose predictions is wrong."""
+    rng = random.Random(1)
+    requests: list[Request] = []
+    for i in range(4):
+        plain = make_request(f"r{i}", prompt_len=5, max_tokens=150, seed=i)
+        prediction = edited(target_only(plain), rng, share)
+        made = {"prompt_len": 5, "max_tokens": 150, "seed": i, "prediction": prediction}
+        requests.append(make_request(f"r{i}", **made, **asked))
+    scheduler = make_scheduler(num_blocks=400, drafters=drafters, learn=learn)
+    executor = ToyExecutor(4, {d.name: d for d in drafters}, 1)
+    world = World(scheduler, executor, chaos=Chaos(), seed=0)
+    world.run(requests)
+    world.check_outputs()
+    world.check_empty()
+    return world, [e for e in world.log if isinstance(e, Output) and e.num_proposed]
+
+
+@pytest.mark.parametrize("drafters", [(), (DRAFTER,)])
+def test_with_any_drafter_and_with_none(drafters: tuple[ToyDrafter, ...]) -> None:
+    _, drafted = run(0.05, drafters=drafters)
+    predicted = [o for o in drafted if o.drafter == PREDICTION]
+    assert sum(o.num_accepted for o in predicted) > 0.8 * 4 * 150
+    assert max(o.num_proposed for o in predicted) == MOST_PREDICTED
+
+
+def test_a_likelier_drafter_goes_before_it() -> None:
+    _, drafted = run(1.0, drafters=(ToyDrafter("toy", accuracy=0.9),))
+    num_predicted = sum(o.drafter == PREDICTION for o in drafted)
+    assert num_predicted < 0.1 * len(drafted)
+
+
+@pytest.mark.parametrize("asked", [{"drafter": "none"}, {"max_draft_tokens": 0}])
+def test_no_draft_is_no_draft(asked: dict[str, object]) -> None:
+    assert run(0.0, **asked)[1] == []
+
+
+def test_the_longest_draft_of_a_request() -> None:
+    _, drafted = run(0.0, max_draft_tokens=3)
+    assert {o.num_proposed for o in drafted} <= {1, 2, 3}
+
+
+def test_drafts_are_as_long_as_they_pay() -> None:
+    """A row costs nothing, a fifth of a step, or a whole one."""
+    lengths = {}
+    for row_s in (0.0, 0.2, 1.0):
+        learn = Estimators()
+        for rows in (1, 64):
+            learn.times.target.add_measurement(rows, 1.0 + row_s * (rows - 1))
+        drafted = run(0.05, learn)[1]
+        lengths[row_s] = sum(o.num_proposed for o in drafted) / max(1, len(drafted))
+    assert lengths[0.0] > 1.5 * lengths[0.2] > 3
+    assert lengths[1.0] == 0
+
+
+def test_a_wrong_prediction_is_soon_not_drafted() -> None:
+    learn = Estimators()
+    for rows in (1, 64):
+        learn.times.target.add_measurement(rows, 1.0 + 0.1 * (rows - 1))
+    drafted = run(1.0, learn)[1]
+    assert sum(o.num_proposed for o in drafted) < 4 * 10
