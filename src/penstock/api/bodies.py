@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import AliasChoices, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import from_json
 
 from penstock.api.body import Body, StructuredBody
@@ -221,18 +221,25 @@ class ChatMessage(Body):
     """One turn of a chat.
 
     role: `developer` is OpenAI's newer name of `system`. name: passed to the chat template.
-    tool_calls: of the assistant; content is then optional. tool_call_id: the call answered."""
+    tool_calls, reasoning_content (or `reasoning`): of the assistant; content is then optional.
+    tool_call_id: the call answered."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] = ""
+    reasoning_content: str = Field(
+        default="", validation_alias=AliasChoices("reasoning_content", "reasoning")
+    )
     name: str | None = None
     tool_calls: list[ToolCall] = Field(default_factory=list)
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
     def _belongs_to_role(self) -> ChatMessage:
-        if "content" not in self.model_fields_set and not self.tool_calls:
+        is_optional = self.tool_calls or self.reasoning_content
+        if "content" not in self.model_fields_set and not is_optional:
             raise ValueError("content is required")
+        if self.reasoning_content and self.role != "assistant":
+            raise ValueError("reasoning_content is only allowed in messages of the assistant")
         if self.tool_calls and self.role != "assistant":
             raise ValueError("tool_calls are only allowed in messages of the assistant")
         if self.tool_call_id is not None and self.role != "tool":
@@ -256,6 +263,9 @@ class ChatMessage(Body):
             made["role"] = "system"
         if self.tool_calls:
             made["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if self.reasoning_content:
+            # gpt-oss' template calls it `thinking`.
+            made |= dict.fromkeys(("reasoning_content", "thinking"), self.reasoning_content)
         named = {"name": self.name, "tool_call_id": self.tool_call_id}
         return made | {key: value for key, value in named.items() if value is not None}
 

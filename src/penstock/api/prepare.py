@@ -17,6 +17,7 @@ from penstock.api.body import Structure
 from penstock.api.choices import ResponseChoice, TextStream
 from penstock.api.errors import ApiError
 from penstock.api.http import Caller
+from penstock.api.reasoning import ReasoningParser, reasoning_of
 from penstock.api.token_bodies import DetokenizeBody, TokenizeBody
 from penstock.api.tool_use import tool_use
 from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, Request, SamplingParams, StopStrings
@@ -154,19 +155,23 @@ class RequestBuilder:
         self._check(body, caller, 1)
         tools = tool_use(body, self.tokenizer.tool_template) if body.uses_tools else None
         chat = _Chat.from_messages(body.messages, body.offered_tools)
-        structures, shown = body.structures, frozenset[int]()
+        thinks = reasoning_of(self.tokenizer.tool_template)
+        structures, marks = body.structures, set[str]() if thinks is None else thinks.marks
         if tools is not None:
             chat = replace(chat, lead=tools.lead)
             special = {text: i for i, text in self.tokenizer.special_tokens.items()}
             structures = tools.shaped(structures, special)
-            shown = self.tokenizer.special_ids(tools.form.marks)
+            marks |= tools.form.marks
+        shown = self.tokenizer.special_ids(marks)
 
-        def encode(chat: _Chat) -> list[int]:
+        def encode(chat: _Chat) -> tuple[list[int], str]:
             text = self._chat_text(chat)
             token_ids = self._encode(text, "messages", add_special_tokens=body.add_special_tokens)
-            return self._checked(token_ids, "messages")
+            return self._checked(token_ids, "messages"), text
 
-        prompt = tuple(await self._tokenise(chat.size, encode, chat))
+        token_ids, text = await self._tokenise(chat.size, encode, chat)
+        prompt = tuple(token_ids)
+        is_open = thinks is not None and thinks.is_open(text, None)
         grammar = await _compiled(structures, body.ignore_eos, self._grammars)
         wanted = body.max_completion_tokens
         max_tokens = self._max_tokens(
@@ -190,6 +195,7 @@ class RequestBuilder:
                     TextStream(self.tokenizer, body.stops, None, shown),
                     opens_prompt=n == 0,
                     tells_origins=body.speculation.origins,
+                    reasoning=None if thinks is None else ReasoningParser(thinks, inside=is_open),
                     calls=None if tools is None else tools.parser(),
                 )
             )

@@ -233,7 +233,7 @@ class ToolCallParser:
             self._opening, self._pending = found[0], text[found.end() :]
             self._closing, self._state = self._form.closings[found[0]], _State.OPENED
             return True
-        held = max(_overlap(text, opening) for opening in self._form.openings)
+        held = max(overlap(text, opening) for opening in self._form.openings)
         self._say(text[: len(text) - held])
         self._pending = text[len(text) - held :]
         return False
@@ -241,7 +241,7 @@ class ToolCallParser:
     def _in_formatted(self) -> bool:
         text, closing = self._pending, self._closing
         is_closed = closing and text.endswith(closing)
-        held = len(closing) if is_closed else _overlap(text, closing)
+        held = len(closing) if is_closed else overlap(text, closing)
         self._say(text[: len(text) - held])
         self._pending = text[len(text) - held :]
         return False
@@ -326,7 +326,7 @@ def _agree(text: str, mark: str) -> bool:
     return text.startswith(mark) or mark.startswith(text)
 
 
-def _overlap(text: str, mark: str) -> int:
+def overlap(text: str, mark: str) -> int:
     """Return the length of the longest end of a text that begins a mark."""
     sizes = range(min(len(mark) - 1, len(text)), 0, -1)
     return next((size for size in sizes if mark.startswith(text[-size:])), 0)
