@@ -137,6 +137,8 @@ class Service:
         if told is not None and body.expected_output_tokens is None:
             body = body.model_copy(update={"expected_output_tokens": _count(told)})
         ignored = ignored_fields(body)
+        if isinstance(body, ChatBody):
+            ignored += self.prepare.unused_fields(body)
         self.metrics.count_ignored_fields(ignored)
         http.state.ignored_fields = header_value(ignored)
         return body

@@ -25,6 +25,8 @@ from penstock.core.types import (
 _MAX_CHOICES = 128
 _MAX_PROMPTS = 2**16
 MAX_TOOLS = 128
+_MAX_TEMPLATE_CHARS = 2**14
+"""Of chat_template_kwargs, as JSON."""
 _MAX_TOP_K = 2**31 - 1
 """Largest int32: the type of top_k in the draft servers' protocol."""
 
@@ -308,11 +310,24 @@ class NamedTool(Body):
     function: NamedFunction
 
 
+_TEMPLATE_NAME = re.compile(r"(?!\w*_token$)[A-Za-z_]\w{0,63}", re.ASCII)
+RESERVED_NAMES = frozenset({
+    "self", "messages", "conversation", "tools", "documents", "chat_template", "tokenize",
+    "add_generation_prompt", "continue_final_message", "sanitize_control_tokens", "padding",
+    "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+})  # fmt: skip
+"""Parameters of transformers' apply_chat_template, which no client sets."""
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
 class ChatBody(GenerationBody):
     """Body of `POST /v1/chat/completions`.
 
     top_logprobs: alternatives per token. parallel_tool_calls: false ends a choice after its first
-    call. add_special_tokens: in addition to those of the chat template."""
+    call. add_special_tokens: in addition to those of the chat template. chat_template_kwargs: its
+    variables. continue_final_message: the last message is the beginning of the answer."""
 
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
@@ -322,6 +337,30 @@ class ChatBody(GenerationBody):
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
     add_special_tokens: bool = False
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    documents: list[dict[str, str]] = Field(default_factory=list)
+    reasoning_effort: Effort | None = None
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _are_variables(cls, given: dict[str, Any]) -> dict[str, Any]:
+        for name in given:
+            if not _TEMPLATE_NAME.fullmatch(name) or name in RESERVED_NAMES:
+                raise ValueError(f"{name[:64]!r} is not a variable that a client may set")
+        if (size := len(json.dumps(given))) > _MAX_TEMPLATE_CHARS:
+            raise ValueError(f"at most {_MAX_TEMPLATE_CHARS} characters are allowed, not {size}")
+        return given
+
+    @model_validator(mode="after")
+    def _end_of_prompt(self) -> ChatBody:
+        if self.continue_final_message:
+            if self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set:
+                raise ValueError("give continue_final_message or add_generation_prompt, not both")
+            if self.messages[-1].role != "assistant" or not self.messages[-1].text:
+                raise ValueError("continue_final_message needs a last message of the assistant")
+        return self
 
     @model_validator(mode="after")
     def _alternatives(self) -> ChatBody:

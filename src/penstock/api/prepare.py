@@ -42,6 +42,9 @@ _COST_PER_TEXT = 100
 """Overhead of tokenising any text, in characters."""
 
 
+_EFFORTS = ("reasoning_effort", "enable_thinking")
+"""Variables of chat templates that say how much the model thinks."""
+
 _COMPILE_S = 20.0
 """Timeout of a grammar, including those queued before it and the loading of the vocabulary."""
 
@@ -54,6 +57,9 @@ class _Chat:
     tools: Sequence[Mapping[str, Any]]
     is_asked: bool = True
     """True if the assistant's turn has begun."""
+    continues: bool = False
+    """True if the last message is the beginning of that turn."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
     lead: str = ""
     """Beginning of that turn."""
 
@@ -66,10 +72,17 @@ class _Chat:
         )
 
     @property
+    def continued(self) -> str | None:
+        """Text that the answer continues, or None."""
+        text: str | None = self.messages[-1]["content"] if self.continues else None
+        return text
+
+    @property
     def size(self) -> int:
         """Cost of tokenising it, in characters."""
         calls = [call for m in self.messages for call in m.get("tool_calls", ())]
-        written = len(json.dumps([*self.tools, *calls])) if self.tools or calls else 0
+        given = [*self.tools, *calls, *self.variables.items()]
+        written = len(json.dumps(given)) if given else 0
         return written + sum(_COST_PER_TEXT + len(m["content"]) for m in self.messages)
 
 
@@ -154,7 +167,11 @@ class RequestBuilder:
         Raises: ApiError."""
         self._check(body, caller, 1)
         tools = tool_use(body, self.tokenizer.tool_template) if body.uses_tools else None
-        chat = _Chat.from_messages(body.messages, body.offered_tools)
+        chat = replace(
+            _Chat.from_messages(body.messages, body.offered_tools, body.add_generation_prompt),
+            continues=body.continue_final_message,
+            variables=self._variables(body),
+        )
         thinks = reasoning_of(self.tokenizer.tool_template)
         structures, marks = body.structures, set[str]() if thinks is None else thinks.marks
         if tools is not None:
@@ -171,7 +188,7 @@ class RequestBuilder:
 
         token_ids, text = await self._tokenise(chat.size, encode, chat)
         prompt = tuple(token_ids)
-        is_open = thinks is not None and thinks.is_open(text, None)
+        is_open = thinks is not None and thinks.is_open(text, chat.continued)
         grammar = await _compiled(structures, body.ignore_eos, self._grammars)
         wanted = body.max_completion_tokens
         max_tokens = self._max_tokens(
@@ -181,7 +198,8 @@ class RequestBuilder:
             len(prompt),
             caller.tenant,
         )
-        stop = StopStrings(body.stops, None, shown) if body.stops else None
+        last = self.tokenizer.last_of_text(prompt) if chat.continues else None
+        stop = StopStrings(body.stops, last, shown) if body.stops else None
         choices = []
         for n in range(body.n):
             sampling = self._sampling(body, n, grammar)
@@ -192,7 +210,7 @@ class RequestBuilder:
                 ResponseChoice(
                     n,
                     request,
-                    TextStream(self.tokenizer, body.stops, None, shown),
+                    TextStream(self.tokenizer, body.stops, last, shown),
                     opens_prompt=n == 0,
                     tells_origins=body.speculation.origins,
                     reasoning=None if thinks is None else ReasoningParser(thinks, inside=is_open),
@@ -263,13 +281,43 @@ class RequestBuilder:
         self._check_ids(body.stop_token_ids, "stop_token_ids")
         self._check_ids([int(token) for token in body.logit_bias], "logit_bias")
 
+    def _variables(self, body: ChatBody) -> dict[str, Any]:
+        """Return the chat template's variables that a body sets. Raises: ApiError."""
+        knows, effort = self.tokenizer.has_variable, body.reasoning_effort
+        found = {k: v for k, v in body.chat_template_kwargs.items() if knows(k)}
+        if effort is not None and knows("reasoning_effort"):
+            found.setdefault("reasoning_effort", effort)
+        elif effort is not None and knows("enable_thinking"):
+            found.setdefault("enable_thinking", effort != "none")
+        if body.documents:
+            if not knows("documents"):
+                message = "documents: the model's chat template takes none"
+                raise ApiError(400, message, param="documents", code="unsupported_value")
+            found["documents"] = body.documents
+        return found
+
+    def unused_fields(self, body: ChatBody) -> list[str]:
+        """Return the names of fields that the chat template does not read."""
+        knows = self.tokenizer.has_variable
+        unused = [f"chat_template_kwargs.{k}" for k in body.chat_template_kwargs if not knows(k)]
+        if body.reasoning_effort is not None and not any(map(knows, _EFFORTS)):
+            unused.append("reasoning_effort")
+        return unused
+
     def _drafters_of(self, tenant: str) -> Iterable[str]:
         allowed = self.quotas.config_of(tenant).allowed_drafters
         return (name for name in self.drafters() if allowed is None or name in allowed)
 
     def _chat_text(self, chat: _Chat) -> str:
         try:
-            return self.tokenizer.chat_text(chat.messages, chat.is_asked, chat.tools) + chat.lead
+            text = self.tokenizer.chat_text(
+                chat.messages,
+                chat.is_asked and not chat.continues,
+                chat.tools,
+                chat.continues,
+                chat.variables,
+            )
+            return text + chat.lead
         except ValueError as error:
             raise ApiError(400, f"messages: {error}", param="messages") from error
 
