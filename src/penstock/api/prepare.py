@@ -21,7 +21,7 @@ from penstock.api.reasoning import ReasoningParser, reasoning_of
 from penstock.api.token_bodies import DetokenizeBody, TokenizeBody
 from penstock.api.tool_use import tool_use
 from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, Request, SamplingParams, StopStrings
-from penstock.engine.grammar import GrammarCompiler, GrammarError, grammar_of
+from penstock.engine.grammar import GrammarCompiler, GrammarError, behind, grammar_of
 from penstock.serving.limits import Quotas
 from penstock.serving.messages import Ready
 
@@ -166,17 +166,19 @@ class RequestBuilder:
 
         Raises: ApiError."""
         self._check(body, caller, 1)
-        tools = tool_use(body, self.tokenizer.tool_template) if body.uses_tools else None
+        thinks = reasoning_of(self.tokenizer.tool_template)
+        tools = None
+        if body.uses_tools:
+            tools = tool_use(body, self.tokenizer.tool_template, thinks=thinks is not None)
         chat = replace(
             _Chat.from_messages(body.messages, body.offered_tools, body.add_generation_prompt),
             continues=body.continue_final_message,
             variables=self._variables(body),
         )
-        thinks = reasoning_of(self.tokenizer.tool_template)
+        special = {text: i for i, text in self.tokenizer.special_tokens.items()}
         structures, marks = body.structures, set[str]() if thinks is None else thinks.marks
         if tools is not None:
             chat = replace(chat, lead=tools.lead)
-            special = {text: i for i, text in self.tokenizer.special_tokens.items()}
             structures = tools.shaped(structures, special)
             marks |= tools.form.marks
         shown = self.tokenizer.special_ids(marks)
@@ -189,7 +191,12 @@ class RequestBuilder:
         token_ids, text = await self._tokenise(chat.size, encode, chat)
         prompt = tuple(token_ids)
         is_open = thinks is not None and thinks.is_open(text, chat.continued)
-        grammar = await _compiled(structures, body.ignore_eos, self._grammars)
+        before = None
+        if thinks is not None and (is_open or not (chat.continues or thinks.is_closed(text))):
+            # Grammars that were made for tools have the text's head themselves.
+            heads = all(s.kind != "lark" for s in structures)
+            before = thinks.rules(special, inside=is_open, heads=heads)
+        grammar = await _compiled(structures, body.ignore_eos, self._grammars, before)
         wanted = body.max_completion_tokens
         max_tokens = self._max_tokens(
             body,
@@ -435,9 +442,12 @@ class RequestBuilder:
 
 
 async def _compiled(
-    structures: list[Structure], ignore_eos: bool, compiler: GrammarCompiler
+    structures: list[Structure],
+    ignore_eos: bool,
+    compiler: GrammarCompiler,
+    before: str | None = None,
 ) -> str | None:
-    """Return the validated grammar of a body, or None. Raises: ApiError."""
+    """Return the validated grammar of a body, or None. before: as in `behind`. Raises: ApiError."""
     if not structures:
         return None
     field, kind, value = structures[0]
@@ -451,6 +461,7 @@ async def _compiled(
     try:
         async with asyncio.timeout(_COMPILE_S):
             grammar = await asyncio.to_thread(grammar_of, kind, value)
+            grammar = grammar if before is None else behind(before, grammar)
             # A timeout must not cancel a compilation that others wait for.
             await asyncio.shield(asyncio.wrap_future(compiler.compile(grammar)))
     except GrammarError as error:

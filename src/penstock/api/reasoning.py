@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.api.tool_calls import overlap
+from penstock.engine.grammar import lark_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,26 @@ class ReasoningFormat:
         if continued is None:
             return prompt.rstrip().endswith(opening)
         return continued.rfind(opening) > continued.rfind(self.closing[0])
+
+    def is_closed(self, prompt: str) -> bool:
+        """True if the prompt has closed the reasoning, as templates do that turn it off."""
+        return prompt.rstrip().endswith(self.closing[0])
+
+    def rules(self, special: Mapping[str, int], *, inside: bool, heads: bool) -> str:
+        """Return the Lark rules of an answer whose text, `@behind`, follows its reasoning, if any.
+
+        inside: the prompt has opened it. heads: `before` is not part of the text's own grammar"""
+        end, *more = self.closing
+        thought = "/(?s:.*)/ " if end in special else "inner"
+        closing = lark_text((end, *more) if end in special else more, special)
+        opening = lark_text(self.opening, special)
+        before = lark_text(self.before, special) if heads else ""
+        start = "thought" if inside else f"({opening} thought)?"
+        rules = [f"start: {start} {before} @behind"]
+        rules.append(f"thought: {thought} {closing}" + ("" if more else " /\\n*/"))
+        if end not in special:
+            rules.append(f"inner[suffix={json.dumps(end)}]: /(?s:.*)/")
+        return "\n".join(rules)
 
 
 THINK = ReasoningFormat(("<think>",), ("</think>",))
