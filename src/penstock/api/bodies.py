@@ -187,6 +187,17 @@ class TextPart(Body):
     text: str
 
 
+class RefusalPart(Body):
+    """A part of an earlier answer that refused."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
 class CalledFunction(Body):
     """Name of a called function, and its arguments: a JSON object in a string."""
 
@@ -223,11 +234,12 @@ class ChatMessage(Body):
     """One turn of a chat.
 
     role: `developer` is OpenAI's newer name of `system`. name: passed to the chat template.
-    tool_calls, reasoning_content (or `reasoning`): of the assistant; content is then optional.
-    tool_call_id: the call answered."""
+    tool_calls, reasoning_content (or `reasoning`), refusal: of the assistant; content is then
+    optional. tool_call_id: the call answered."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] = ""
+    content: str | list[TextPart | RefusalPart] = ""
+    refusal: str = ""
     reasoning_content: str = Field(
         default="", validation_alias=AliasChoices("reasoning_content", "reasoning")
     )
@@ -237,13 +249,12 @@ class ChatMessage(Body):
 
     @model_validator(mode="after")
     def _belongs_to_role(self) -> ChatMessage:
-        is_optional = self.tool_calls or self.reasoning_content
-        if "content" not in self.model_fields_set and not is_optional:
+        answered = [n for n in ("tool_calls", "reasoning_content", "refusal") if getattr(self, n)]
+        if "content" not in self.model_fields_set and not answered:
             raise ValueError("content is required")
-        if self.reasoning_content and self.role != "assistant":
-            raise ValueError("reasoning_content is only allowed in messages of the assistant")
-        if self.tool_calls and self.role != "assistant":
-            raise ValueError("tool_calls are only allowed in messages of the assistant")
+        if answered and self.role != "assistant":
+            are = "are" if answered[0] == "tool_calls" else "is"
+            raise ValueError(f"{answered[0]} {are} only allowed in messages of the assistant")
         if self.tool_call_id is not None and self.role != "tool":
             raise ValueError("tool_call_id is only allowed in messages of a tool")
         return self
@@ -251,7 +262,7 @@ class ChatMessage(Body):
     @property
     def text(self) -> str:
         if isinstance(self.content, str):
-            return self.content
+            return self.content or self.refusal
         return "".join(part.text for part in self.content)
 
     @property
@@ -310,6 +321,20 @@ class NamedTool(Body):
     function: NamedFunction
 
 
+class AllowedTools(Body):
+    """The tools of a `ToolSubset`. mode: whether one of them is to be called."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1, max_length=MAX_TOOLS)
+
+
+class ToolSubset(Body):
+    """A tool_choice that allows some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 _TEMPLATE_NAME = re.compile(r"(?!\w*_token$)[A-Za-z_]\w{0,63}", re.ASCII)
 RESERVED_NAMES = frozenset({
     "self", "messages", "conversation", "tools", "documents", "chat_template", "tokenize",
@@ -334,7 +359,7 @@ class ChatBody(GenerationBody):
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     tools: list[Tool] = Field(default_factory=list, max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | ToolSubset = "auto"
     parallel_tool_calls: bool = True
     add_special_tokens: bool = False
     add_generation_prompt: bool = True
@@ -381,8 +406,25 @@ class ChatBody(GenerationBody):
         return bool(is_asked) or any(message.is_about_tools for message in self.messages)
 
     @property
+    def must_call(self) -> bool:
+        """Return whether the answer is to be a call."""
+        choice = self.tool_choice
+        mode = choice.allowed_tools.mode if isinstance(choice, ToolSubset) else choice
+        return mode not in ("none", "auto")
+
+    @property
+    def named_tools(self) -> list[str] | None:
+        """Names of the tools that may be called; None: all."""
+        choice = self.tool_choice
+        if isinstance(choice, ToolSubset):
+            return [tool.function.name for tool in choice.allowed_tools.tools]
+        return [choice.function.name] if isinstance(choice, NamedTool) else None
+
+    @property
     def offered_tools(self) -> list[Tool]:
         """Tools that the chat template receives."""
+        if isinstance(self.tool_choice, ToolSubset):
+            return [t for t in self.tools if t.function.name in (self.named_tools or ())]
         return [] if self.tool_choice == "none" else self.tools
 
 

@@ -303,11 +303,11 @@ class RequestBuilder:
             found["documents"] = body.documents
         return found
 
-    def unused_fields(self, body: ChatBody) -> list[str]:
-        """Return the names of fields that the chat template does not read."""
+    def unused_fields(self, effort: str | None, variables: Iterable[str] = ()) -> list[str]:
+        """Return names of fields that the chat template does not read: variables, and effort."""
         knows = self.tokenizer.has_variable
-        unused = [f"chat_template_kwargs.{k}" for k in body.chat_template_kwargs if not knows(k)]
-        if body.reasoning_effort is not None and not any(map(knows, _EFFORTS)):
+        unused = [f"chat_template_kwargs.{name}" for name in variables if not knows(name)]
+        if effort is not None and not any(map(knows, _EFFORTS)):
             unused.append("reasoning_effort")
         return unused
 

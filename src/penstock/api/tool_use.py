@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.api.bodies import ChatBody, NamedTool, Tool
+from penstock.api.bodies import ChatBody, Tool
 from penstock.api.body import Structure
 from penstock.api.errors import ApiError
 from penstock.api.tool_calls import ToolCallParser, ToolFormat, format_of
@@ -254,20 +254,21 @@ def tool_use(body: ChatBody, template: str | None, *, thinks: bool = False) -> T
     tools = _callable(body)
     if form is None or not tools:
         return None
-    must = body.tool_choice not in ("none", "auto")
+    must = body.must_call
     most = 1 if must or form.is_single or not body.parallel_tool_calls else None
     formatted = any(s.field == "response_format" for s in body.structures)
     return ToolUse(form, tools, must, thinks, not body.stream, most, formatted and not must)
 
 
 def _callable(body: ChatBody) -> tuple[Tool, ...]:
-    choice = body.tool_choice
-    if not isinstance(choice, NamedTool):
-        if choice == "required" and not body.tools:
-            raise ApiError(400, "tool_choice: there are no tools", param="tool_choice")
+    if body.must_call and not body.tools:
+        raise ApiError(400, "tool_choice: there are no tools", param="tool_choice")
+    names = body.named_tools
+    if names is None:
         return tuple(body.offered_tools)
-    named = tuple(tool for tool in body.tools if tool.function.name == choice.function.name)
-    if not named:
-        message = f"tool_choice: no tool is called {choice.function.name!r}"
+    tools = {tool.function.name: tool for tool in body.tools}
+    unknown = next((name for name in names if name not in tools), None)
+    if unknown is not None:
+        message = f"tool_choice: no tool is called {unknown!r}"
         raise ApiError(400, message, param="tool_choice")
-    return named
+    return tuple(tools[name] for name in dict.fromkeys(names))
