@@ -203,7 +203,8 @@ def test_the_structure_is_of_the_text_behind(
     tokenizer: Tokenizer, kind, form, inside, text, fits
 ) -> None:
     special = {spelt: i for i, spelt in tokenizer.special_tokens.items()}
-    rules = form.rules(special, inside=inside, heads=True)
+    rules = form.rules(special, "".join(form.opening) if inside else "", None, heads=True)
+    assert rules is not None
     value = {"json": SCHEMA, "regex": r'\{"a": \d\}', "lark": 'start: "{\\"a\\": " /[0-9]/ "}"'}
     compiler = GrammarCompiler(lambda: tokenizer, tokenizer.vocab_size, [special["<|eos|>"]])
     matcher = compiler.compile(behind(rules, grammar_of(kind, value[kind]))).result()
@@ -219,7 +220,8 @@ def test_a_forced_call_behind_it(template: str) -> None:
     assert use is not None
     assert use.lead == ""
     (structure,) = use.shaped([], {})
-    rules = THINK.rules({}, inside=False, heads=False)
+    rules = THINK.rules({}, "", None, heads=False)
+    assert rules is not None
     grammar = behind(rules, grammar_of(structure.kind, structure.value))
     tokenizer = LLTokenizer("byte")
     matcher = LLMatcher(tokenizer, grammar)
@@ -247,7 +249,11 @@ async def test_only_where_the_prompt_has_not_closed_it(tmp_path) -> None:
     assert await grammar("") == plain
     assert await grammar("<think>\n\n</think>\n\n") == plain
     opened = await grammar("{# </think> #}<think>\n")
-    assert opened == behind(THINK.rules({}, inside=True, heads=True), plain)
+    assert opened == behind(THINK.rules({}, "<think>", None, heads=True) or "", plain)
+    assert THINK.rules({}, "", "<think>Hm.", heads=True) == THINK.rules(
+        {}, "<think>", None, heads=True
+    )
+    assert THINK.rules({}, "", "Well", heads=True) is None
 
 
 def test_marks_of_harmony_are_told_from_text() -> None:

@@ -17,7 +17,7 @@ from penstock.api.body import Structure
 from penstock.api.choices import ResponseChoice, TextStream
 from penstock.api.errors import ApiError
 from penstock.api.http import Caller
-from penstock.api.reasoning import ReasoningParser, reasoning_of
+from penstock.api.reasoning import reasoning_of
 from penstock.api.token_bodies import DetokenizeBody, TokenizeBody
 from penstock.api.tool_use import tool_use
 from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, Request, SamplingParams, StopStrings
@@ -166,10 +166,9 @@ class RequestBuilder:
 
         Raises: ApiError."""
         self._check(body, caller, 1)
-        thinks = reasoning_of(self.tokenizer.tool_template)
-        tools = None
-        if body.uses_tools:
-            tools = tool_use(body, self.tokenizer.tool_template, thinks=thinks is not None)
+        template = self.tokenizer.tool_template
+        thinks = reasoning_of(template)
+        tools = tool_use(body, template, thinks=thinks is not None) if body.uses_tools else None
         chat = replace(
             _Chat.from_messages(body.messages, body.offered_tools, body.add_generation_prompt),
             continues=body.continue_final_message,
@@ -190,12 +189,11 @@ class RequestBuilder:
 
         token_ids, text = await self._tokenise(chat.size, encode, chat)
         prompt = tuple(token_ids)
-        is_open = thinks is not None and thinks.is_open(text, chat.continued)
         before = None
-        if thinks is not None and (is_open or not (chat.continues or thinks.is_closed(text))):
+        if thinks is not None:
             # Grammars that were made for tools have the text's head themselves.
             heads = all(s.kind != "lark" for s in structures)
-            before = thinks.rules(special, inside=is_open, heads=heads)
+            before = thinks.rules(special, text, chat.continued, heads=heads)
         grammar = await _compiled(structures, body.ignore_eos, self._grammars, before)
         wanted = body.max_completion_tokens
         max_tokens = self._max_tokens(
@@ -220,7 +218,7 @@ class RequestBuilder:
                     TextStream(self.tokenizer, body.stops, last, shown),
                     opens_prompt=n == 0,
                     tells_origins=body.speculation.origins,
-                    reasoning=None if thinks is None else ReasoningParser(thinks, inside=is_open),
+                    reasoning=None if thinks is None else thinks.parser(text, chat.continued),
                     calls=None if tools is None else tools.parser(),
                 )
             )

@@ -38,24 +38,31 @@ class ReasoningFormat:
             return prompt.rstrip().endswith(opening)
         return continued.rfind(opening) > continued.rfind(self.closing[0])
 
-    def is_closed(self, prompt: str) -> bool:
-        """True if the prompt has closed the reasoning, as templates do that turn it off."""
-        return prompt.rstrip().endswith(self.closing[0])
+    def parser(self, prompt: str, continued: str | None) -> ReasoningParser:
+        """Return the parser of an answer. continued: its beginning, if given."""
+        return ReasoningParser(self, inside=self.is_open(prompt, continued))
 
-    def rules(self, special: Mapping[str, int], *, inside: bool, heads: bool) -> str:
+    def rules(
+        self, special: Mapping[str, int], prompt: str, continued: str | None, *, heads: bool
+    ) -> str | None:
         """Return the Lark rules of an answer whose text, `@behind`, follows its reasoning, if any.
 
-        inside: the prompt has opened it. heads: `before` is not part of the text's own grammar"""
+        None where the prompt has ended the reasoning, as templates do that turn it off. special:
+        token ids by spelling. heads: `before` is not part of the text's own grammar"""
+        is_open = self.is_open(prompt, continued)
+        if not is_open and (continued is not None or prompt.rstrip().endswith(self.closing[0])):
+            return None
         end, *more = self.closing
-        thought = "/(?s:.*)/ " if end in special else "inner"
-        closing = lark_text((end, *more) if end in special else more, special)
-        opening = lark_text(self.opening, special)
+        opening = "" if is_open else lark_text(self.opening, special)
         before = lark_text(self.before, special) if heads else ""
-        start = "thought" if inside else f"({opening} thought)?"
-        rules = [f"start: {start} {before} @behind"]
-        rules.append(f"thought: {thought} {closing}" + ("" if more else " /\\n*/"))
-        if end not in special:
+        rules = [f"start: ({opening} thought){'' if is_open else '?'} {before} @behind"]
+        if end in special:
+            rules.append(f"thought: /(?s:.*)/ {lark_text(self.closing, special)}")
+        else:
+            rules.append(f"thought: inner {lark_text(more, special)}")
             rules.append(f"inner[suffix={json.dumps(end)}]: /(?s:.*)/")
+        if not more:
+            rules[1] += " /\\n*/"
         return "\n".join(rules)
 
 
