@@ -137,6 +137,11 @@ class Service:
         if told is not None and body.expected_output_tokens is None:
             body = body.model_copy(update={"expected_output_tokens": _count(told)})
         ignored = ignored_fields(body)
+        if isinstance(body, ChatBody):
+            names = body.chat_template_kwargs
+            ignored += self.prepare.unused_fields(body.reasoning_effort, names)
+        elif isinstance(body, ResponsesBody):
+            ignored += self.prepare.unused_fields(body.reasoning.effort)
         self.metrics.count_ignored_fields(ignored)
         http.state.ignored_fields = header_value(ignored)
         return body

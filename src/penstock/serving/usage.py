@@ -13,10 +13,12 @@ from penstock.core.types import PREDICTION, Output
 class Usage:
     """Counts of one request or several. A draft is a round in which a drafter proposed tokens.
 
-    num_rounds: outputs with tokens. drafts: rounds by drafter. num_predicted_tokens,
-    num_right_tokens: the part of draft and accepted tokens that is of predictions."""
+    num_reasoning_tokens: among num_tokens. num_rounds: outputs with tokens. drafts: rounds by
+    drafter. num_predicted_tokens, num_right_tokens: the part of draft and accepted tokens that is
+    of predictions."""
 
     num_tokens: int = 0
+    num_reasoning_tokens: int = 0
     num_cached_tokens: int = 0
     num_rounds: int = 0
     num_draft_tokens: int = 0
@@ -39,6 +41,7 @@ class Usage:
 
     def add(self, other: Usage) -> None:
         self.num_tokens += other.num_tokens
+        self.num_reasoning_tokens += other.num_reasoning_tokens
         self.num_cached_tokens += other.num_cached_tokens
         self.num_rounds += other.num_rounds
         self.num_draft_tokens += other.num_draft_tokens

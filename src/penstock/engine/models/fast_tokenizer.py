@@ -46,19 +46,16 @@ class FastTokenizer:
     def apply_chat_template(
         self,
         conversation: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = False,
         tokenize: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        **options: Any,
     ) -> str:
-        """Render a chat as text. Raises ValueError if asked to tokenize."""
-        if tokenize:
-            raise ValueError("tokenize is true; allowed: false")
-        text: str = self._writer.apply_chat_template(
-            conversation,
-            add_generation_prompt=add_generation_prompt,
-            tokenize=False,
-            tools=tools,
-        )
+        """Render a chat by its own template as text. Raises ValueError if asked for more.
+
+        options: as transformers' method has them, and the template's variables"""
+        if tokenize or chat_template is not None:
+            raise ValueError("tokenize and chat_template are not offered")
+        text: str = self._writer.apply_chat_template(conversation, tokenize=False, **options)
         return text
 
     def to_transformers(self) -> Any:
