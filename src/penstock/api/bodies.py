@@ -72,7 +72,7 @@ class LatencyOptions(Body):
         return latency_target(self.tpot_ms, self.deadline_ms)
 
 
-class _SamplingBody(Body):
+class SamplingBody(Body):
     """Sampling parameters, with vLLM's meanings.
 
     temperature: 0 is greedy. top_k: 0 and -1 are off. seed: drawn if not given. n: choices, with
@@ -112,7 +112,7 @@ class _SamplingBody(Body):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
-class GenerationBody(_SamplingBody, StructuredBody):
+class GenerationBody(SamplingBody, StructuredBody):
     """Fields of completions, chats and responses.
 
     user: ignored. timeout: seconds until the request is cancelled. expected_output_tokens: the
@@ -136,6 +136,10 @@ class GenerationBody(_SamplingBody, StructuredBody):
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is only allowed with stream: true")
         return self
+
+    def parts(self) -> Iterator[tuple[tuple[str | int, ...], Body]]:
+        """Yield the objects inside it whose unknown fields count, and their paths."""
+        yield from ()
 
     @property
     def usage_at_end(self) -> bool:
@@ -183,6 +187,11 @@ class TextPart(Body):
 
     type: Literal["text"]
     text: str
+
+
+def json_of_object(value: Any) -> Any:
+    """Return an object as JSON, and anything else as it is."""
+    return json.dumps(value) if isinstance(value, dict) else value
 
 
 class CalledFunction(Body):
@@ -406,8 +415,9 @@ def _unknown(
     body: GenerationBody,
 ) -> Iterator[tuple[tuple[str | int, ...], str, Any, Mapping[str, tuple[object, ...]]]]:
     """Yield each unknown field's path, name, value, and the unsupported fields there."""
-    for name, value in (body.model_extra or {}).items():
-        yield (), name, value, {**_UNSUPPORTED, **body.not_offered}
+    for path, part in (((), body), *body.parts()):
+        for name, value in (part.model_extra or {}).items():
+            yield path, name, value, {**_UNSUPPORTED, **body.not_offered}
     if body.stream_options is not None:
         for name, value in (body.stream_options.model_extra or {}).items():
             yield ("stream_options",), name, value, {}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from starlette.requests import Request
 
+from penstock.api.errors import from_validation
 from penstock.engine.grammar import GrammarKind
 
 _Schema = dict[str, Any] | bool | str
@@ -14,6 +16,17 @@ _Schema = dict[str, Any] | bool | str
 _Choice = Annotated[list[str], Field(min_length=1, max_length=10_000, fail_fast=True)]
 
 _ANY_OBJECT = {"type": "object"}
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+async def validated(model: type[_Model], http: Request) -> _Model:
+    """Parse the body of a request. Raises: ApiError."""
+    # By pydantic, not FastAPI: it refuses invalid Unicode and says what is wrong with broken JSON.
+    try:
+        return model.model_validate_json(await http.body())
+    except ValidationError as error:
+        raise from_validation(error) from error
 
 
 class Body(BaseModel):
