@@ -98,11 +98,18 @@ def from_validation(error: ValidationError) -> ApiError:
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         message = "unknown field"
-    elif shaped is not None and len({d["loc"] for d in details}) > 1:
+    elif shaped is not None and _num_shapes(details, location[: shaped + 1]) > 1:
         location = location[: shaped + 1]
         message = _SHAPES[str(location[-1])]
     where = _dotted(location)
     return ApiError(400, f"{where}: {message}", param=where, code=first["type"])
+
+
+def _num_shapes(details: Sequence[Any], field: list[Any]) -> int:
+    """Return how many shapes of a field were tried: their names are behind it in locations."""
+    size = len(field)
+    behind = {d["loc"][size] for d in details if list(d["loc"][:size]) == field != list(d["loc"])}
+    return sum(isinstance(name, str) for name in behind)
 
 
 def _dotted(location: Sequence[Any]) -> str:

@@ -80,10 +80,13 @@ class Turn(Body):
         return self
 
 
-class ClientTool(FunctionDefinition):
+class _Custom(Body):
+    type: Literal["custom"] = "custom"
+
+
+class ClientTool(FunctionDefinition, _Custom):
     """A tool. Names may be longer than OpenAI's: servers of tools put theirs before them."""
 
-    type: Literal["custom"] = "custom"
     name: str = Field(pattern="^[A-Za-z0-9_.-]{1,128}$")
     parameters: dict[str, Any] = Field(alias="input_schema")
 

@@ -67,12 +67,19 @@ class OllamaBody(GenerationBody):
     model: str
     stream: bool = True
     options: OllamaOptions = OllamaOptions()
-    format: Literal["", "json"] | dict[str, Any] = ""
+    format: str | dict[str, Any] = ""
 
     @field_validator("model")
     @classmethod
     def _without_latest(cls, name: str) -> str:
         return name.removesuffix(LATEST)
+
+    @field_validator("format")
+    @classmethod
+    def _is_json(cls, given: str | dict[str, Any]) -> str | dict[str, Any]:
+        if given and isinstance(given, str) and given != "json":
+            raise ValueError('must be "json" or a JSON schema')
+        return given
 
     @model_validator(mode="after")
     def _one_answer(self) -> OllamaBody:
