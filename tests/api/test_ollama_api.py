@@ -35,9 +35,11 @@ def client_of(server: RunningServer, **settings: Any) -> closing[ollama.Client]:
 @pytest.fixture(scope="module")
 def tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ollama.Client]:
     """Its model says what its last message says, and then ends."""
-    with tool_server(tmp_path_factory.mktemp("hermes"), HERMES) as server:
-        with client_of(server) as client:
-            yield client
+    with (
+        tool_server(tmp_path_factory.mktemp("hermes"), HERMES) as server,
+        client_of(server) as client,
+    ):
+        yield client
 
 
 @pytest.fixture(scope="module")
