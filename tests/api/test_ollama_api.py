@@ -12,6 +12,7 @@ from tests.api.tool_servers import HERMES, tool_server
 from tests.serving.fakes import SLOW_FACTORY
 from tests.serving.harness import RunningServer, eventually, running_server, serve_config
 
+from penstock.api.bodies import ChatBody
 from penstock.api.body import Structure
 from penstock.api.ollama_bodies import OllamaChat, OllamaGenerate
 from penstock.config import hash_of_key
@@ -254,13 +255,15 @@ def test_options_and_formats() -> None:
     body = OllamaChat.model_validate(
         {"model": "toy:latest", "messages": user("a"), "options": given, "format": schema}
     )
-    chat = body.as_chat()
+    chat = body.asked()
+    assert chat is not None
     assert (body.model, chat.model) == ("toy", "toy")
     assert (chat.max_tokens, chat.seed, chat.stops) == (7, 3, ("x",))
     assert (chat.repetition_penalty, chat.temperature, chat.top_k) == (1.1, 0.8, 40)
     assert chat.structures == [Structure("response_format", "json", schema)]
     asked = {"model": "toy", "prompt": "a", "system": "b", "format": "json"}
-    made = OllamaGenerate.model_validate(asked).as_chat()
+    made = OllamaGenerate.model_validate(asked).asked()
+    assert isinstance(made, ChatBody)
     assert [message.role for message in made.messages] == ["system", "user"]
     assert made.structures == [Structure("response_format", "json", {"type": "object"})]
     assert (made.max_tokens, made.top_p) == (None, 0.9)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from penstock.api.bodies import (
     MAX_TOOLS,
@@ -22,7 +22,8 @@ from penstock.api.bodies import (
     ToolCall,
     json_of_object,
 )
-from penstock.api.body import Body, NamedSchema, ResponseFormat
+from penstock.api.body import Body
+from penstock.api.response_bodies import TextOptions
 
 
 def _as_blocks(content: Any) -> Any:
@@ -111,21 +112,6 @@ class ToolChoice(Body):
         return "required" if self.type == "any" else "none" if self.type == "none" else "auto"
 
 
-class OutputFormat(Body):
-    """A JSON schema that the text follows."""
-
-    model_config = ConfigDict(protected_namespaces=())
-
-    type: Literal["json_schema"]
-    schema_: dict[str, Any] = Field(alias="schema")
-
-
-class OutputConfig(Body):
-    """Options of the answer."""
-
-    format: OutputFormat | None = None
-
-
 class MessagesInput(GenerationBody):
     """Body of `POST /v1/messages/count_tokens`."""
 
@@ -138,7 +124,7 @@ class MessagesInput(GenerationBody):
     tools: list[ClientTool] = Field(default_factory=list, max_length=MAX_TOOLS)
     tool_choice: ToolChoice = ToolChoice()
     stop: list[str] = Field(default_factory=list, alias="stop_sequences")
-    output_config: OutputConfig = OutputConfig()
+    output_config: TextOptions = TextOptions()
 
     @model_validator(mode="after")
     def _one_answer(self) -> MessagesInput:
@@ -160,13 +146,8 @@ class MessagesInput(GenerationBody):
     def as_chat(self) -> ChatBody:
         """Return the equivalent chat request."""
         shared = {name: getattr(self, name) for name in GenerationBody.model_fields}
-        given = self.output_config.format
-        if given is not None:
-            schema = NamedSchema(schema=given.schema_)
-            made = ResponseFormat(type="json_schema", json_schema=schema)
-            shared["response_format"] = made
         return ChatBody.model_construct(
-            **shared,
+            **shared | {"response_format": self.output_config.response_format},
             messages=list(self._messages()),
             tools=[Tool(type="function", function=tool) for tool in self.tools],
             tool_choice=self.tool_choice.as_chat,

@@ -9,23 +9,18 @@ from uuid import uuid4
 
 from fastapi import Depends, FastAPI, Request, Response
 
+from penstock.api.bodies import ChatBody
 from penstock.api.body import validated
 from penstock.api.errors import ApiError
 from penstock.api.http import Caller
 from penstock.api.ollama_bodies import LATEST, OllamaBody, OllamaChat, OllamaGenerate, OllamaShow
-from penstock.api.ollama_format import (
-    OllamaChatFormat,
-    OllamaFormat,
-    OllamaGenerateFormat,
-    timestamp,
-)
+from penstock.api.ollama_format import OllamaFormat, timestamp
 from penstock.api.responses import as_json
 from penstock.api.schema import body_of, refusals
 from penstock.api.tool_calls import format_of
 
 if TYPE_CHECKING:
     from penstock.api.app import Service
-    from penstock.api.choices import ResponseChoice
 
 _VERSION = "0.13.0"
 """The version of Ollama whose endpoints these are: clients refuse older ones."""
@@ -49,38 +44,25 @@ def add_ollama(app: FastAPI, service: Service, caller_of: Callable[..., Caller])
     errors = refusals("OllamaError")
     checked = [Depends(caller_of)]
 
-    async def answer(
-        http: Request,
-        caller: Caller,
-        body: OllamaBody,
-        form: OllamaFormat,
-        choices: list[ResponseChoice] | None,
-    ) -> Response:
-        if choices is None:
+    async def answer(http: Request, caller: Caller, body: OllamaBody) -> Response:
+        form, asked = OllamaFormat(body.model, is_chat=isinstance(body, OllamaChat)), body.asked()
+        job_id = f"ollama-{uuid4().hex}"
+        if asked is None:
             service.prepare.check_model(body.model)
             return Response(as_json(form.loaded()), media_type="application/json")
+        if isinstance(asked, ChatBody):
+            choices = await service.prepare.chat(asked, caller, job_id, clips=True)
+        else:
+            choices = await service.prepare.completion(asked, caller, job_id, clips=True)
         return await service.answer(http, caller, body, choices, form)
 
     @app.post("/api/chat", openapi_extra=body_of(OllamaChat), responses=errors)
     async def chat(http: Request, caller: Caller = Depends(caller_of)) -> Response:
-        body = await service.read(OllamaChat, http)
-        choices = None
-        if body.messages:
-            made = body.as_chat()
-            choices = await service.prepare.chat(made, caller, _new_id(), clips=True)
-        return await answer(http, caller, body, OllamaChatFormat(body.model), choices)
+        return await answer(http, caller, await service.read(OllamaChat, http))
 
     @app.post("/api/generate", openapi_extra=body_of(OllamaGenerate), responses=errors)
     async def generate(http: Request, caller: Caller = Depends(caller_of)) -> Response:
-        body = await service.read(OllamaGenerate, http)
-        choices = None
-        if body.prompt and body.raw:
-            text = body.as_completion()
-            choices = await service.prepare.completion(text, caller, _new_id(), clips=True)
-        elif body.prompt:
-            made = body.as_chat()
-            choices = await service.prepare.chat(made, caller, _new_id(), clips=True)
-        return await answer(http, caller, body, OllamaGenerateFormat(body.model), choices)
+        return await answer(http, caller, await service.read(OllamaGenerate, http))
 
     @app.get("/api/tags", dependencies=checked, responses=errors)
     async def tags() -> dict[str, Any]:
@@ -99,7 +81,20 @@ def add_ollama(app: FastAPI, service: Service, caller_of: Callable[..., Caller])
     async def show(http: Request) -> dict[str, Any]:
         body = await validated(OllamaShow, http)
         service.prepare.check_model((body.model or body.name).removesuffix(LATEST))
-        return _shown(service)
+        template = service.tokenizer.tool_template
+        context = service.client.info.max_request_tokens
+        return {
+            "modelfile": "",
+            "parameters": "",
+            "template": template or "",
+            "details": _DETAILS,
+            "model_info": {
+                "general.architecture": "penstock",
+                "penstock.context_length": context,
+            },
+            "capabilities": ["completion", *(["tools"] if format_of(template) else [])],
+            "modified_at": timestamp(service.started_at),
+        }
 
     @app.get("/api/version", responses=errors)
     async def version() -> dict[str, str]:
@@ -117,10 +112,6 @@ async def _refuse(http: Request) -> None:
     raise ApiError(501, f"{path} is not offered: this server has one model, which makes text")
 
 
-def _new_id() -> str:
-    return f"ollama-{uuid4().hex}"
-
-
 def _card(service: Service) -> dict[str, Any]:
     name = service.model_name
     tagged = name if ":" in name else name + LATEST
@@ -131,21 +122,4 @@ def _card(service: Service) -> dict[str, Any]:
         "size": 0,
         "digest": hashlib.sha256(name.encode()).hexdigest(),
         "details": _DETAILS,
-    }
-
-
-def _shown(service: Service) -> dict[str, Any]:
-    template = service.tokenizer.tool_template
-    has_tools = format_of(template) is not None
-    return {
-        "modelfile": "",
-        "parameters": "",
-        "template": template or "",
-        "details": _DETAILS,
-        "model_info": {
-            "general.architecture": "penstock",
-            "penstock.context_length": service.client.info.max_request_tokens,
-        },
-        "capabilities": ["completion", *(["tools"] if has_tools else [])],
-        "modified_at": timestamp(service.started_at),
     }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
@@ -87,6 +88,10 @@ class OllamaBody(GenerationBody):
             raise ValueError("n is not a field of Ollama's API")
         return self
 
+    @abstractmethod
+    def asked(self) -> ChatBody | CompletionBody | None:
+        """Return the equivalent request; None if only the model is to be loaded."""
+
     def parts(self) -> Iterator[tuple[tuple[str | int, ...], Body]]:
         yield ("options",), self.options
 
@@ -94,12 +99,11 @@ class OllamaBody(GenerationBody):
         """Return the fields that all bodies have, as OpenAI's endpoints take them."""
         shared = {name: getattr(self, name) for name in GenerationBody.model_fields}
         shared |= {name: getattr(self.options, name) for name in SamplingBody.model_fields}
-        if isinstance(self.format, dict):
-            schema = NamedSchema(schema=self.format)
+        if self.format:
+            given = {"type": "object"} if isinstance(self.format, str) else self.format
+            schema = NamedSchema(schema=given)
             made = ResponseFormat(type="json_schema", json_schema=schema)
             shared["response_format"] = made
-        elif self.format:
-            shared["response_format"] = ResponseFormat(type="json_object")
         # Ollama's calls come whole, also in a stream.
         return {**shared, "stream": False}
 
@@ -136,8 +140,10 @@ class OllamaChat(OllamaBody):
         yield from super().parts()
         yield from ((("messages", n), message) for n, message in enumerate(self.messages))
 
-    def as_chat(self) -> ChatBody:
+    def asked(self) -> ChatBody | None:
         """Return the equivalent chat request."""
+        if not self.messages:
+            return None
         return ChatBody.model_construct(**self._shared(), messages=self.messages, tools=self.tools)
 
 
@@ -150,15 +156,13 @@ class OllamaGenerate(OllamaBody):
     system: str = ""
     raw: bool = False
 
-    def as_chat(self) -> ChatBody:
-        """Return the equivalent chat request."""
-        roles: list[tuple[Literal["system", "user"], str]] = [
-            ("system", self.system),
-            ("user", self.prompt),
-        ]
-        messages = [ChatMessage(role=role, content=text) for role, text in roles if text]
+    def asked(self) -> ChatBody | CompletionBody | None:
+        """Return the equivalent request: of a completion if it is raw."""
+        if not self.prompt:
+            return None
+        if self.raw:
+            return CompletionBody.model_construct(**self._shared(), prompt=self.prompt)
+        messages = [ChatMessage(role="user", content=self.prompt)]
+        if self.system:
+            messages.insert(0, ChatMessage(role="system", content=self.system))
         return ChatBody.model_construct(**self._shared(), messages=messages)
-
-    def as_completion(self) -> CompletionBody:
-        """Return the equivalent completion request."""
-        return CompletionBody.model_construct(**self._shared(), prompt=self.prompt)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from abc import abstractmethod
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import ClassVar
 
@@ -17,53 +17,57 @@ from penstock.api.responses import Form, Generation, JsonDict, as_json
 from penstock.api.tool_calls import CallPiece
 
 PATH = "/api/"
+_NOTHING = Delta(0, "", (), None)
 
 
 class OllamaFormat(Form):
-    """One answer. A silent stream sends blanks, which may precede a line of JSON."""
+    """One answer, of a chat or of `/api/generate`.
+
+    A silent stream sends blanks, which may precede a line of JSON."""
 
     media_type: ClassVar[str] = "application/x-ndjson"
     keep_alive: ClassVar[bytes] = b" "
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, *, is_chat: bool) -> None:
         self._model = model_name
+        self._is_chat = is_chat
         self._started_at = time.perf_counter()
-
-    @abstractmethod
-    def said(self, text: str, calls: Sequence[CallPiece]) -> JsonDict:
-        """Return the fields that tell the new text and calls."""
 
     def response(self, choices: Sequence[ResponseChoice], deltas: Sequence[Delta]) -> JsonDict:
         (delta,) = deltas
         return self._ended(choices, delta)
 
     async def events(self, job: Generation, body: GenerationBody) -> AsyncIterator[bytes]:
-        last = Delta(0, "", (), None)
+        last = _NOTHING
         try:
             async for delta in job.deltas():
                 last = delta
                 if delta.text or delta.calls:
-                    told = self.said(delta.text, delta.calls)
-                    yield _line({**self._head(), **told, "done": False})
-            nothing = Delta(0, "", (), last.finish_reason)
-            yield _line(self._ended(job.choices, nothing))
+                    yield _line({**self._said(delta), "done": False})
+            rest = replace(_NOTHING, finish_reason=last.finish_reason)
+            yield _line(self._ended(job.choices, rest))
         except ApiError as error:
             yield _line(error.body(PATH))
 
     def loaded(self) -> JsonDict:
         """Return the answer to a request without a prompt."""
-        return {**self._head(), **self.said("", ()), "done": True, "done_reason": "load"}
+        return {**self._said(_NOTHING), "done": True, "done_reason": "load"}
 
-    def _head(self) -> JsonDict:
-        return {"model": self._model, "created_at": timestamp(time.time())}
+    def _said(self, delta: Delta) -> JsonDict:
+        head: JsonDict = {"model": self._model, "created_at": timestamp(time.time())}
+        if not self._is_chat:
+            return {**head, "response": delta.text}
+        message: JsonDict = {"role": "assistant", "content": delta.text}
+        if delta.calls:
+            message["tool_calls"] = [_called(piece) for piece in delta.calls]
+        return {**head, "message": message}
 
     def _ended(self, choices: Sequence[ResponseChoice], delta: Delta) -> JsonDict:
         (choice,) = choices
         now, counted = time.perf_counter(), usage(choices)
         first = choice.first_output_at or now
         return {
-            **self._head(),
-            **self.said(delta.text, delta.calls),
+            **self._said(delta),
             "done": True,
             "done_reason": "length" if delta.finish_reason == "length" else "stop",
             "total_duration": _nanoseconds(now - self._started_at),
@@ -74,23 +78,6 @@ class OllamaFormat(Form):
             "eval_duration": _nanoseconds(now - first),
             "speculation": counted["speculation"],
         }
-
-
-class OllamaChatFormat(OllamaFormat):
-    """Answers of `/api/chat`."""
-
-    def said(self, text: str, calls: Sequence[CallPiece]) -> JsonDict:
-        message: JsonDict = {"role": "assistant", "content": text}
-        if calls:
-            message["tool_calls"] = [_called(piece) for piece in calls]
-        return {"message": message}
-
-
-class OllamaGenerateFormat(OllamaFormat):
-    """Answers of `/api/generate`."""
-
-    def said(self, text: str, calls: Sequence[CallPiece]) -> JsonDict:
-        return {"response": text}
 
 
 def timestamp(seconds: float) -> str:
