@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
 from fastapi import Depends, FastAPI, Request, Response
@@ -17,10 +17,8 @@ from penstock.api.ollama_bodies import LATEST, OllamaBody, OllamaChat, OllamaGen
 from penstock.api.ollama_format import OllamaFormat, timestamp
 from penstock.api.responses import as_json
 from penstock.api.schema import body_of, refusals
+from penstock.api.service import Service
 from penstock.api.tool_calls import format_of
-
-if TYPE_CHECKING:
-    from penstock.api.app import Service
 
 _VERSION = "0.13.0"
 """The version of Ollama whose endpoints these are: clients refuse older ones."""
