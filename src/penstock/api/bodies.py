@@ -189,11 +189,6 @@ class TextPart(Body):
     text: str
 
 
-def json_of_object(value: Any) -> Any:
-    """Return an object as JSON, and anything else as it is."""
-    return json.dumps(value) if isinstance(value, dict) else value
-
-
 class CalledFunction(Body):
     """Name of a called function, and its arguments: a JSON object in a string."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -40,6 +41,11 @@ class Body(BaseModel):
         if isinstance(data, dict):
             return {name: value for name, value in data.items() if value is not None}
         return data
+
+
+def json_of_object(value: Any) -> Any:
+    """Return an object as JSON, and anything else as it is."""
+    return json.dumps(value) if isinstance(value, dict) else value
 
 
 class Structure(NamedTuple):

@@ -213,6 +213,8 @@ class ResponseChoice:
 
         Raises: ApiError if the engine ended the request without completing it.
         """
+        if self.first_output_at is None:
+            self.first_output_at = time.perf_counter()
         if output.finish_reason in _STATUS:
             self.finish_reason = output.finish_reason
             status = _STATUS[output.finish_reason]
@@ -227,8 +229,6 @@ class ResponseChoice:
             nothing = Output(output.request_id, finish_reason=FinishReason.LENGTH)
             output = nothing._replace(num_cached_tokens=output.num_cached_tokens)
         self.usage.on_output(output)
-        if self.first_output_at is None:
-            self.first_output_at = time.perf_counter()
         self._add(output)
         if output.finish_reason is not None:
             self._text.finish(output.num_stop_chars)

@@ -20,9 +20,8 @@ from penstock.api.bodies import (
     TextPart,
     Tool,
     ToolCall,
-    json_of_object,
 )
-from penstock.api.body import Body
+from penstock.api.body import Body, json_of_object
 from penstock.api.response_bodies import TextOptions
 
 

@@ -17,9 +17,8 @@ from penstock.api.bodies import (
     SamplingBody,
     Tool,
     ToolCall,
-    json_of_object,
 )
-from penstock.api.body import Body, NamedSchema, ResponseFormat
+from penstock.api.body import Body, NamedSchema, ResponseFormat, json_of_object
 
 LATEST = ":latest"
 """Tag that Ollama adds to names without one."""
