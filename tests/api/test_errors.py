@@ -78,7 +78,7 @@ CHATS: list[tuple[dict[str, Any], int, str]] = [
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         400,
-        "messages.0.content: must be a string or a list of text parts",
+        "messages.0.content: must be a string or a list of text parts; images, audio and files are",
     ),
     ({"messages": [{"role": "user", "content": "a " * 600}]}, 400, "context of 512 tokens"),
     ({"messages": USER, "top_logprobs": 2}, 400, "top_logprobs is only allowed with logprobs"),

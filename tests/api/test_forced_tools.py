@@ -9,7 +9,16 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 from tests.api.conftest import client_of
-from tests.api.tool_servers import HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, QWEN_CODER
+from tests.api.tool_servers import (
+    DEEPSEEK,
+    DEEPSEEK_V31,
+    GPT_OSS,
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    MISTRAL_ARGS,
+    QWEN_CODER,
+)
 from tests.serving.harness import model_server
 
 from penstock.engine.tokenizer import load_tokenizer
@@ -46,8 +55,11 @@ TEMPLATE = "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}<|assistan
     scope="module",
     params=[
         HERMES,
-        *(pytest.param(t, marks=pytest.mark.slow) for t in (LLAMA, MISTRAL, MISTRAL_ARGS)),
-        pytest.param(QWEN_CODER, marks=pytest.mark.slow),
+        GPT_OSS,
+        *(
+            pytest.param(t, marks=pytest.mark.slow)
+            for t in (LLAMA, MISTRAL, MISTRAL_ARGS, QWEN_CODER, DEEPSEEK, DEEPSEEK_V31)
+        ),
     ],
 )
 def forced(
@@ -136,7 +148,7 @@ def test_a_format_beside_tools_is_that_of_texts(forced: openai.OpenAI, stream: b
     }  # fmt: skip
     tokenizer = load_tokenizer(model_path("target-small"))
     ends = set()
-    for start in ('{"verdict', '{"name', "<tool", "[TOOL"):
+    for start in ('{"verdict', '{"name', "<tool", "[TOOL", "final", "commentary"):
         push = dict.fromkeys(tokenizer.encode(start, add_special_tokens=False), 8)
         for seed in range(3):
             made = forced.chat.completions.create(**asked, seed=seed, logit_bias=push)

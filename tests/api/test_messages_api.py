@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -223,9 +224,7 @@ def test_what_agents_send(claude: anthropic.Anthropic) -> None:
     )
     assert raw.parse().stop_reason == "model_context_window_exceeded"
     ignored = set(raw.headers["X-Penstock-Ignored-Fields"].split(", "))
-    assert {"metadata", "thinking", "system.cache_control", "messages.content.cache_control"} <= (
-        ignored
-    )
+    assert {"metadata", "system.cache_control", "messages.content.cache_control"} <= (ignored)
     assert {"output_config.effort", "context_management", "new_one"} <= ignored
 
 
@@ -234,6 +233,43 @@ def test_other_thinking(claude: anthropic.Anthropic, thinking: Any) -> None:
     claude.messages.create(
         model="toy", max_tokens=1, messages=user("a"), thinking={"type": thinking}
     )
+
+
+def test_thinking_is_a_block(tmp_path: Path) -> None:
+    with (
+        tool_server(tmp_path, HERMES + "{# </think> enable_thinking #}") as server,
+        client_of(server) as client,
+    ):
+        asked: Any = {"messages": user("<think>\nWhat is it? Rain.\n</think>\n\nRain.")}
+        made = client.messages.create(model="toy", max_tokens=100, **asked)
+        kinds, final = streamed(client, **asked)
+        assert kinds == [
+            "message_start", *block_of("thinking_delta"), *block_of("text_delta"), *END,
+        ]  # fmt: skip
+        for message in (made, final):
+            thought, text = message.content
+            assert thought.type == "thinking"
+            assert text.type == "text"
+            assert (thought.thinking, text.text) == ("What is it? Rain.", "Rain.")
+        turns = [*user("a"), {"role": "assistant", "content": made.content}, *user("b")]
+        (text,) = client.messages.create(model="toy", max_tokens=100, messages=turns).content
+        assert text.type == "text"
+        assert text.text == "b"
+
+
+@pytest.mark.parametrize(("thinking", "thinks"), [("adaptive", True), ("disabled", False)])
+def test_thinking_is_a_variable_of_the_template(thinking: str, thinks: bool) -> None:
+    asked = {"max_tokens": 1, "messages": user("a"), "thinking": {"type": thinking}}
+    made = MessagesBody.model_validate(asked).as_chat()
+    assert made.chat_template_kwargs == {"enable_thinking": thinks}
+
+
+def test_a_last_turn_of_the_assistant_goes_on() -> None:
+    turns = [*user("a"), {"role": "assistant", "content": "b"}]
+    made = MessagesBody.model_validate({"max_tokens": 1, "messages": turns}).as_chat()
+    assert made.continue_final_message
+    made = MessagesBody.model_validate({"max_tokens": 1, "messages": user("a")}).as_chat()
+    assert not made.continue_final_message
 
 
 def test_models(claude: anthropic.Anthropic) -> None:
@@ -362,7 +398,12 @@ def test_blocks_as_turns() -> None:
     assert messages == [
         {"role": "system", "content": "Be brief.\nOr not."},
         {"role": "user", "content": "a\nb"},
-        {"role": "assistant", "content": "Well."},
+        {
+            "role": "assistant",
+            "content": "Well.",
+            "reasoning_content": "Hm.",
+            "thinking": "Hm.",
+        },
         {"role": "tool", "content": "x", "tool_call_id": "1"},
         {"role": "tool", "content": "", "tool_call_id": "2"},
         {"role": "user", "content": "and"},

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -110,6 +111,21 @@ def test_a_whole_conversation(tools: ollama.Client) -> None:
     assert tools.chat("toy", turns, tools=[weather]).message.content == "sunny in Rome"
 
 
+def test_thinking(tmp_path: Path) -> None:
+    thought = "<think>\nWhat is it? Rain.\n</think>\n\nRain."
+    with (
+        tool_server(tmp_path, HERMES + "{# </think> enable_thinking #}") as server,
+        client_of(server) as client,
+    ):
+        made = client.chat("toy", user(thought), think=True)
+        assert (made.message.thinking, made.message.content) == ("What is it? Rain.", "Rain.")
+        parts = list(client.generate("toy", thought, stream=True, think="low"))
+        assert "".join(part.thinking or "" for part in parts) == "What is it? Rain."
+        assert "".join(part.response or "" for part in parts) == "Rain."
+        turns = [*user("a"), made.message, *user("b")]
+        assert client.chat("toy", turns).message.content == "b"
+
+
 def test_generate(tools: ollama.Client) -> None:
     assert tools.generate("toy", "Say it.", system="Be brief.").response == "Say it."
     parts = list(tools.generate("toy", "Say it.", stream=True))
@@ -206,10 +222,10 @@ def test_what_is_not_offered(
 
 def test_ignored_options_are_said(http: httpx.Client) -> None:
     options = {"num_ctx": 4096, "repeat_last_n": 64, "num_predict": 1}
-    body = {"model": "toy", "prompt": "a", "think": True, "keep_alive": "5m", "options": options}
+    body = {"model": "toy", "prompt": "a", "think": None, "keep_alive": "5m", "options": options}
     answer = http.post("/api/generate", json=body)
     ignored = answer.headers["X-Penstock-Ignored-Fields"].split(", ")
-    assert {*ignored} == {"think", "keep_alive", "options.num_ctx", "options.repeat_last_n"}
+    assert {*ignored} == {"keep_alive", "options.num_ctx", "options.repeat_last_n"}
 
 
 def test_unknown_models_and_endpoints(llama: ollama.Client, http: httpx.Client) -> None:

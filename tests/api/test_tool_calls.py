@@ -7,6 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.api.tool_calls import (
+    DEEPSEEK,
+    DEEPSEEK_V31,
+    GPT_OSS,
     HERMES,
     LLAMA,
     MISTRAL,
@@ -47,6 +50,13 @@ def xml(name: str, **arguments: str) -> str:
 
 
 XML_CALL = xml("weather", city="Paris")
+TO, JSON = "<|channel|>commentary to=functions.", "<|constrain|>json<|message|>"
+HARMONY_CALL = f"{TO}weather {JSON}{PARIS}<|call|>"
+BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+ONE = (
+    f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{PARIS}\n```<｜tool▁call▁end｜>"
+)
+SHORT = f"<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{PARIS}<｜tool▁call▁end｜>"
 TAGGED = f"<tool_call>\n{CALL}\n</tool_call>"
 
 Calls = list[tuple[str, str]]
@@ -158,6 +168,25 @@ GOOD: list[tuple[ToolFormat, str, str, Calls]] = [
         "",
         [("add", '{"é": "\\u00e9"}')],
     ),
+    (GPT_OSS, HARMONY_CALL, "", [("weather", PARIS)]),
+    (GPT_OSS, f"{TO}weather{JSON} {PARIS}", "", [("weather", PARIS)]),
+    (GPT_OSS, f"{TO}add<|message|>{{}}", "", [("add", "{}")]),
+    (
+        GPT_OSS,
+        f"Wait. to=functions.weather<|channel|>commentary json<|message|>{PARIS}<|call|>",
+        "Wait.",
+        [("weather", PARIS)],
+    ),
+    (
+        GPT_OSS,
+        "<|channel|>analysis to=functions.add code<|message|>{}<|call|> so",
+        " so",
+        [("add", "{}")],
+    ),
+    (DEEPSEEK, f"{BEGIN}{ONE}{END}", "", [("weather", PARIS)]),
+    (DEEPSEEK, f"I look.\n{BEGIN}{ONE}\n{ONE}{END}\n", "I look.", [("weather", PARIS)] * 2),
+    (DEEPSEEK, ONE.partition("```<")[0], "", [("weather", PARIS)]),
+    (DEEPSEEK_V31, f"I look.{BEGIN}{SHORT}{SHORT}{END}", "I look.", [("weather", PARIS)] * 2),
 ]
 
 BROKEN: list[tuple[ToolFormat, str]] = [
@@ -194,6 +223,13 @@ BROKEN: list[tuple[ToolFormat, str]] = [
     (QWEN_CODER, "<tool_call><function=add>so</function></tool_call>"),
     (QWEN_CODER, "<tool_call><function=add><parameter=></parameter></function></tool_call>"),
     (QWEN_CODER, XML_CALL.replace("</function>", "<parameter=city>x</parameter></function>")),
+    (GPT_OSS, f"{TO}launch {JSON}{PARIS}"),
+    (GPT_OSS, f"{TO}weather {JSON}[1]"),
+    (GPT_OSS, f"{TO}weather<|channel|>{PARIS}"),
+    (GPT_OSS, "send it to=functions. and <|channel|>comm"),
+    (DEEPSEEK, f"{BEGIN}<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n{PARIS}"),
+    (DEEPSEEK, f"weather\n```json\n{PARIS}\n```"),
+    (DEEPSEEK_V31, f"<｜tool▁call▁begin｜>launch<｜tool▁sep｜>{PARIS}"),
     (LLAMA, '{"city": "Paris", "name": "weather"}'),
     (LLAMA, f"It is {LLAMA_CALL}"),
     (LLAMA, '<|python_tag|>weather.call(city="Paris")'),
@@ -292,12 +328,15 @@ def test_no_more_calls_than_are_wanted() -> None:
 PARTS = st.sampled_from(
     [TAGGED, CALL, LLAMA_CALL, "<tool_call>", "</tool_call>", "<|python_tag|>", "```json", "```",
      "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", ARGS_CALL, XML_CALL, "<function=add>", "</function>",
-     "<parameter=a>", "</parameter>", "weather",
+     "<parameter=a>", "</parameter>", "weather", TO, JSON, HARMONY_CALL, " to=functions.", BEGIN,
+     "<｜tool▁call▁begin｜>", ONE, SHORT, "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "<|call|>",
      "{", "}", '"', ";", '"name"', ":", " ", "\n", "x", "\\", ",", '{"name": "add"', "<"]
 )  # fmt: skip
 
 
-FORMS = st.sampled_from([HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, QWEN_CODER])
+FORMS = st.sampled_from(
+    [HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, QWEN_CODER, GPT_OSS, DEEPSEEK, DEEPSEEK_V31]
+)
 
 
 @given(st.lists(PARTS, max_size=12), st.data(), FORMS, st.booleans(), st.booleans())
@@ -318,6 +357,9 @@ def test_the_format_is_the_templates() -> None:
     assert format_of("[AVAILABLE_TOOLS] {{ tools }} [TOOL_CALLS] [") is MISTRAL
     assert format_of("[AVAILABLE_TOOLS] {{ tools }} [TOOL_CALLS]name[ARGS]") is MISTRAL_ARGS
     assert format_of("{{ messages }}") is None
+    assert format_of("{{ tools }} <|channel|>commentary to=functions.") is GPT_OSS
+    assert format_of("{{ tools }} <｜tool▁call▁begin｜>function\n```json") is DEEPSEEK
+    assert format_of("{{ tools }} <｜tool▁call▁begin｜>name<｜tool▁sep｜>") is DEEPSEEK_V31
 
 
 def test_mistrals_templates_want_ids_of_nine_letters_or_digits() -> None:

@@ -19,6 +19,9 @@ HERMES = TEMPLATE + "{# <tool_call> #}"
 MISTRAL = TEMPLATE + "{# [TOOL_CALLS] #}"
 MISTRAL_ARGS = TEMPLATE + "{# [TOOL_CALLS]name[ARGS] #}"
 QWEN_CODER = TEMPLATE + "{# <tool_call> <function=name> #}"
+GPT_OSS = TEMPLATE + "{# <|channel|>analysis<|message|> <|channel|>commentary #}<|end|>"
+DEEPSEEK = TEMPLATE + "{# <｜tool▁call▁begin｜>name ```json #}"
+DEEPSEEK_V31 = TEMPLATE + "{# <｜tool▁call▁begin｜>name #}"
 LLAMA = TEMPLATE + '{# ipython {"name": NAME, "parameters": {}} #}'
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import AliasChoices, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import from_json
 
 from penstock.api.body import Body, StructuredBody
@@ -25,6 +25,8 @@ from penstock.core.types import (
 _MAX_CHOICES = 128
 _MAX_PROMPTS = 2**16
 MAX_TOOLS = 128
+_MAX_TEMPLATE_CHARS = 2**14
+"""Of chat_template_kwargs, as JSON."""
 _MAX_TOP_K = 2**31 - 1
 """Largest int32: the type of top_k in the draft servers' protocol."""
 
@@ -189,6 +191,17 @@ class TextPart(Body):
     text: str
 
 
+class RefusalPart(Body):
+    """A part of an earlier answer that refused."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
 class CalledFunction(Body):
     """Name of a called function, and its arguments: a JSON object in a string."""
 
@@ -225,20 +238,27 @@ class ChatMessage(Body):
     """One turn of a chat.
 
     role: `developer` is OpenAI's newer name of `system`. name: passed to the chat template.
-    tool_calls: of the assistant; content is then optional. tool_call_id: the call answered."""
+    tool_calls, reasoning_content (or `reasoning`), refusal: of the assistant; content is then
+    optional. tool_call_id: the call answered."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] = ""
+    content: str | list[TextPart | RefusalPart] = ""
+    refusal: str = ""
+    reasoning_content: str = Field(
+        default="", validation_alias=AliasChoices("reasoning_content", "reasoning")
+    )
     name: str | None = None
     tool_calls: list[ToolCall] = Field(default_factory=list)
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
     def _belongs_to_role(self) -> ChatMessage:
-        if "content" not in self.model_fields_set and not self.tool_calls:
+        answered = [n for n in ("tool_calls", "reasoning_content", "refusal") if getattr(self, n)]
+        if "content" not in self.model_fields_set and not answered:
             raise ValueError("content is required")
-        if self.tool_calls and self.role != "assistant":
-            raise ValueError("tool_calls are only allowed in messages of the assistant")
+        if answered and self.role != "assistant":
+            are = "are" if answered[0] == "tool_calls" else "is"
+            raise ValueError(f"{answered[0]} {are} only allowed in messages of the assistant")
         if self.tool_call_id is not None and self.role != "tool":
             raise ValueError("tool_call_id is only allowed in messages of a tool")
         return self
@@ -246,8 +266,13 @@ class ChatMessage(Body):
     @property
     def text(self) -> str:
         if isinstance(self.content, str):
-            return self.content
+            return self.content or self.refusal
         return "".join(part.text for part in self.content)
+
+    @property
+    def is_begun(self) -> bool:
+        """Return whether it is an answer that can go on."""
+        return self.role == "assistant" and bool(self.text) and not self.tool_calls
 
     @property
     def is_about_tools(self) -> bool:
@@ -260,6 +285,9 @@ class ChatMessage(Body):
             made["role"] = "system"
         if self.tool_calls:
             made["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if self.reasoning_content:
+            # gpt-oss' template calls it `thinking`.
+            made |= dict.fromkeys(("reasoning_content", "thinking"), self.reasoning_content)
         named = {"name": self.name, "tool_call_id": self.tool_call_id}
         return made | {key: value for key, value in named.items() if value is not None}
 
@@ -302,20 +330,71 @@ class NamedTool(Body):
     function: NamedFunction
 
 
+class AllowedTools(Body):
+    """The tools of a `ToolSubset`. mode: whether one of them is to be called."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1, max_length=MAX_TOOLS)
+
+
+class ToolSubset(Body):
+    """A tool_choice that allows some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+_TEMPLATE_NAME = re.compile(r"(?!\w*_token$)[A-Za-z_]\w{0,63}", re.ASCII)
+RESERVED_NAMES = frozenset({
+    "self", "messages", "conversation", "tools", "documents", "chat_template", "tokenize",
+    "add_generation_prompt", "continue_final_message", "sanitize_control_tokens", "padding",
+    "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+})  # fmt: skip
+"""Parameters of transformers' apply_chat_template, which no client sets."""
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
 class ChatBody(GenerationBody):
     """Body of `POST /v1/chat/completions`.
 
     top_logprobs: alternatives per token. parallel_tool_calls: false ends a choice after its first
-    call. add_special_tokens: in addition to those of the chat template."""
+    call. add_special_tokens: in addition to those of the chat template. chat_template_kwargs: its
+    variables. continue_final_message: the last message is the beginning of the answer."""
 
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     tools: list[Tool] = Field(default_factory=list, max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | ToolSubset = "auto"
     parallel_tool_calls: bool = True
     add_special_tokens: bool = False
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    documents: list[dict[str, str]] = Field(default_factory=list)
+    reasoning_effort: Effort | None = None
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _are_variables(cls, given: dict[str, Any]) -> dict[str, Any]:
+        for name in given:
+            if not _TEMPLATE_NAME.fullmatch(name) or name in RESERVED_NAMES:
+                raise ValueError(f"{name[:64]!r} is not a variable that a client may set")
+        if (size := len(json.dumps(given))) > _MAX_TEMPLATE_CHARS:
+            raise ValueError(f"at most {_MAX_TEMPLATE_CHARS} characters are allowed, not {size}")
+        return given
+
+    @model_validator(mode="after")
+    def _end_of_prompt(self) -> ChatBody:
+        if self.continue_final_message:
+            if self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set:
+                raise ValueError("give continue_final_message or add_generation_prompt, not both")
+            if self.messages[-1].role != "assistant" or not self.messages[-1].text:
+                raise ValueError("continue_final_message needs a last message of the assistant")
+        return self
 
     @model_validator(mode="after")
     def _alternatives(self) -> ChatBody:
@@ -336,8 +415,25 @@ class ChatBody(GenerationBody):
         return bool(is_asked) or any(message.is_about_tools for message in self.messages)
 
     @property
+    def must_call(self) -> bool:
+        """Return whether the answer is to be a call."""
+        choice = self.tool_choice
+        mode = choice.allowed_tools.mode if isinstance(choice, ToolSubset) else choice
+        return mode not in ("none", "auto")
+
+    @property
+    def named_tools(self) -> list[str] | None:
+        """Names of the tools that may be called; None: all."""
+        choice = self.tool_choice
+        if isinstance(choice, ToolSubset):
+            return [tool.function.name for tool in choice.allowed_tools.tools]
+        return [choice.function.name] if isinstance(choice, NamedTool) else None
+
+    @property
     def offered_tools(self) -> list[Tool]:
         """Tools that the chat template receives."""
+        if isinstance(self.tool_choice, ToolSubset):
+            return [t for t in self.tools if t.function.name in (self.named_tools or ())]
         return [] if self.tool_choice == "none" else self.tools
 
 

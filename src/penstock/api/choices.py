@@ -1,4 +1,4 @@
-"""One choice of a response: detokenization, stop strings, tool calls, usage."""
+"""One choice of a response: detokenization, stop strings, reasoning, tool calls, usage."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from penstock.api.errors import ApiError
+from penstock.api.reasoning import ReasoningParser
 from penstock.api.tool_calls import CallPiece, ToolCallParser
 from penstock.core.types import FinishReason, Output, Request, TokenLogprob
 from penstock.serving.usage import Usage
@@ -163,13 +164,16 @@ class TextStream:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New text of a choice, with its tokens, tool calls, and finish reason if it has ended."""
+    """New text of a choice, with its tokens, tool calls, and finish reason if it has ended.
+
+    reasoning: text of the model's thinking, which precedes `text`. tokens: of both"""
 
     index: int
     text: str
     tokens: Sequence[TokenText]
     finish_reason: FinishReason | Literal["tool_calls"] | None
     calls: Sequence[CallPiece] = ()
+    reasoning: str = ""
 
 
 class ResponseChoice:
@@ -186,6 +190,7 @@ class ResponseChoice:
         *,
         opens_prompt: bool,
         tells_origins: bool = False,
+        reasoning: ReasoningParser | None = None,
         calls: ToolCallParser | None = None,
         echo: bool = False,
         adds_text: bool = True,
@@ -199,6 +204,7 @@ class ResponseChoice:
         self.first_output_at: float | None = None
         """By `time.perf_counter`."""
         self._text = text
+        self._reasoning = reasoning
         self._calls = calls
         self._echo = echo
         self._adds_text = adds_text
@@ -229,14 +235,9 @@ class ResponseChoice:
             nothing = Output(output.request_id, finish_reason=FinishReason.LENGTH)
             output = nothing._replace(num_cached_tokens=output.num_cached_tokens)
         self.usage.on_output(output)
-        self._add(output)
-        if output.finish_reason is not None:
-            self._text.finish(output.num_stop_chars)
-            self.finish_reason = output.finish_reason
-        text, tokens = self._text.pop_text()
-        return self._delta(text, tokens)
+        return self._delta(*self._add(output))
 
-    def _delta(self, text: str, tokens: Sequence[TokenText]) -> Delta | None:
+    def _delta(self, reasoning: str, text: str, tokens: Sequence[TokenText]) -> Delta | None:
         reason: FinishReason | Literal["tool_calls"] | None = self.finish_reason
         pieces: Sequence[CallPiece] = ()
         if self._calls is not None:
@@ -246,17 +247,40 @@ class ResponseChoice:
                 self.finish_reason = reason = FinishReason.STOP
             if reason is FinishReason.STOP and self._calls.num_calls:
                 reason = "tool_calls"
-        if text or tokens or pieces or reason is not None:
-            return Delta(self.index, text, tokens, reason, pieces)
+        if reasoning or text or tokens or pieces or reason is not None:
+            return Delta(self.index, text, tokens, reason, pieces, reasoning)
         return None
 
-    def _add(self, output: Output) -> None:
+    def _add(self, output: Output) -> tuple[str, str, list[TokenText]]:
+        """Add an output; return the reasoning, the text and the tokens that are ready."""
         shown = output.token_ids
         if output.finish_reason is FinishReason.STOP:
             stops = self.request.stop_token_ids
             shown = tuple(token for token in shown if token not in stops)
         origins = origins_of(output) if self.tells_origins else ()
-        self._text.add(shown, output.logprobs, origins)
+        # Where a model thinks, one by one: each token is of the reasoning or is not.
+        size = max(1, len(shown)) if self._reasoning is None else 1
+        reasoning, text, tokens = "", "", list[TokenText]()
+        for start in range(0, max(1, len(shown)), size):
+            part = slice(start, start + size)
+            self._text.add(shown[part], output.logprobs[part], origins[part])
+            if start + size >= len(shown) and output.finish_reason is not None:
+                self._text.finish(output.num_stop_chars)
+                self.finish_reason = output.finish_reason
+            popped, more = self._text.pop_text()
+            thought, popped = self._split(popped, len(shown[part]))
+            reasoning, text, tokens = reasoning + thought, text + popped, tokens + more
+        return reasoning, text, tokens
+
+    def _split(self, text: str, num_tokens: int) -> tuple[str, str]:
+        """Return the reasoning and the rest of a text."""
+        if self._reasoning is None:
+            return "", text
+        was_thinking = self._reasoning.is_thinking
+        parts = self._reasoning.add(text, is_last=self.finish_reason is not None)
+        if was_thinking or self._reasoning.is_thinking:
+            self.usage.num_reasoning_tokens += num_tokens
+        return parts
 
 
 def usage(choices: Sequence[ResponseChoice]) -> dict[str, Any]:
@@ -271,5 +295,6 @@ def usage(choices: Sequence[ResponseChoice]) -> dict[str, Any]:
         "completion_tokens": total.num_tokens,
         "total_tokens": prompt_tokens + total.num_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": total.num_reasoning_tokens},
         "speculation": total.speculation(),
     }

@@ -31,8 +31,8 @@ _MESSAGES_TYPES = {
 _SHAPES = {
     "prompt": "must be a string, a list of strings, a list of token ids, or a list of such lists",
     "stop": "must be a string or a list of strings",
-    "content": "must be a string or a list of text parts",
-    "tool_choice": 'must be "none", "auto", "required" or an object that names a function',
+    "content": "must be a string or a list of text parts; images, audio and files are not read",
+    "tool_choice": 'must be "none", "auto", "required" or an object that names functions',
 }
 """Messages of fields with several shapes, for which pydantic reports an error per shape."""
 

@@ -53,9 +53,10 @@ class ToolResultBlock(Body):
 
 
 class ThinkingBlock(Body):
-    """Thinking of an earlier answer, which is not put into the prompt."""
+    """Thinking of an earlier answer."""
 
     type: Literal["thinking", "redacted_thinking"]
+    thinking: str = ""
 
 
 _Block = Annotated[
@@ -111,6 +112,12 @@ class ToolChoice(Body):
         return "required" if self.type == "any" else "none" if self.type == "none" else "auto"
 
 
+class Thinking(Body):
+    """Whether the model is to think, where its chat template knows."""
+
+    type: str
+
+
 class MessagesInput(GenerationBody):
     """Body of `POST /v1/messages/count_tokens`."""
 
@@ -124,6 +131,7 @@ class MessagesInput(GenerationBody):
     tool_choice: ToolChoice = ToolChoice()
     stop: list[str] = Field(default_factory=list, alias="stop_sequences")
     output_config: TextOptions = TextOptions()
+    thinking: Thinking | None = None
 
     @model_validator(mode="after")
     def _one_answer(self) -> MessagesInput:
@@ -145,12 +153,16 @@ class MessagesInput(GenerationBody):
     def as_chat(self) -> ChatBody:
         """Return the equivalent chat request."""
         shared = {name: getattr(self, name) for name in GenerationBody.model_fields}
+        messages = list(self._messages())
+        thinks = self.thinking is not None and self.thinking.type != "disabled"
         return ChatBody.model_construct(
             **shared | {"response_format": self.output_config.response_format},
-            messages=list(self._messages()),
+            messages=messages,
             tools=[Tool(type="function", function=tool) for tool in self.tools],
             tool_choice=self.tool_choice.as_chat,
             parallel_tool_calls=not self.tool_choice.disable_parallel_tool_use,
+            continue_final_message=messages[-1].is_begun,
+            chat_template_kwargs={"enable_thinking": thinks} if self.thinking else {},
         )
 
     def _messages(self) -> Iterator[ChatMessage]:
@@ -166,8 +178,14 @@ class MessagesInput(GenerationBody):
             called = [block for block in blocks if isinstance(block, ToolUseBlock)]
             calls = [ToolCall(id=block.id, function=block) for block in called]
             texts = [block for block in blocks if isinstance(block, TextPart)]
+            thought = "".join(b.thinking for b in blocks if isinstance(b, ThinkingBlock))
             if texts or not results:
-                yield ChatMessage(role=role, content=_text_of(texts), tool_calls=calls)
+                yield ChatMessage(
+                    role=role,
+                    content=_text_of(texts),
+                    tool_calls=calls,
+                    reasoning_content=thought,
+                )
 
 
 class MessagesBody(MessagesInput):

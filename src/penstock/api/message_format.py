@@ -15,7 +15,11 @@ from penstock.api.responses import Form, Generation, JsonDict, event
 
 PATH = "/v1/messages"
 _STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
-_DELTAS = {"text": ("text_delta", "text"), "tool_use": ("input_json_delta", "partial_json")}
+_DELTAS = {
+    "thinking": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}
 """Of each type of block: the type of its deltas, and the field with the new text."""
 
 
@@ -45,10 +49,10 @@ class MessagesFormat(Form):
         for _ in self._add(delta):
             pass
         for block, text in zip(self._blocks, self._texts, strict=True):
-            if block["type"] == "text":
-                block["text"] = text
-            else:
+            if block["type"] == "tool_use":
                 block["input"] = from_json(text or "{}", allow_partial=True)
+            else:
+                block[block["type"]] = text
         return {**self._head, "content": self._blocks, **self._ended(choices, delta.finish_reason)}
 
     async def events(self, job: Generation, body: GenerationBody) -> AsyncIterator[bytes]:
@@ -84,6 +88,9 @@ class MessagesFormat(Form):
         }
 
     def _add(self, delta: Delta) -> Iterator[bytes]:
+        if delta.reasoning:
+            block: JsonDict = {"type": "thinking", "thinking": "", "signature": ""}
+            yield from self._say(block, delta.reasoning)
         if delta.text:
             yield from self._say({"type": "text", "text": ""}, delta.text)
         for piece in delta.calls:

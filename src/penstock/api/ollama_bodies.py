@@ -13,6 +13,7 @@ from penstock.api.bodies import (
     ChatBody,
     ChatMessage,
     CompletionBody,
+    Effort,
     GenerationBody,
     SamplingBody,
     Tool,
@@ -68,6 +69,7 @@ class OllamaBody(GenerationBody):
     stream: bool = True
     options: OllamaOptions = OllamaOptions()
     format: str | dict[str, Any] = ""
+    think: bool | Effort | None = None
 
     @field_validator("model")
     @classmethod
@@ -93,6 +95,13 @@ class OllamaBody(GenerationBody):
 
     def parts(self) -> Iterator[tuple[tuple[str | int, ...], Body]]:
         yield ("options",), self.options
+
+    def _chat(self) -> dict[str, Any]:
+        """Return the fields that all chats have."""
+        if isinstance(self.think, str):
+            return {**self._shared(), "reasoning_effort": self.think}
+        variables = {} if self.think is None else {"enable_thinking": self.think}
+        return {**self._shared(), "chat_template_kwargs": variables}
 
     def _shared(self) -> dict[str, Any]:
         """Return the fields that all bodies have, as OpenAI's endpoints take them."""
@@ -123,9 +132,10 @@ def _with_json(calls: Any) -> Any:
 
 
 class OllamaMessage(ChatMessage):
-    """One turn of a chat. tool_name: of the tool whose result it is."""
+    """One turn of a chat. thinking: of an earlier answer. tool_name: of a result."""
 
     name: str | None = Field(default=None, alias="tool_name")
+    reasoning_content: str = Field(default="", alias="thinking")
     tool_calls: Annotated[list[ToolCall], BeforeValidator(_with_json)] = Field(default_factory=list)
 
 
@@ -143,7 +153,12 @@ class OllamaChat(OllamaBody):
         """Return the equivalent chat request."""
         if not self.messages:
             return None
-        return ChatBody.model_construct(**self._shared(), messages=self.messages, tools=self.tools)
+        return ChatBody.model_construct(
+            **self._chat(),
+            messages=self.messages,
+            tools=self.tools,
+            continue_final_message=self.messages[-1].is_begun,
+        )
 
 
 class OllamaGenerate(OllamaBody):
@@ -164,4 +179,4 @@ class OllamaGenerate(OllamaBody):
         messages = [ChatMessage(role="user", content=self.prompt)]
         if self.system:
             messages.insert(0, ChatMessage(role="system", content=self.system))
-        return ChatBody.model_construct(**self._shared(), messages=messages)
+        return ChatBody.model_construct(**self._chat(), messages=messages)

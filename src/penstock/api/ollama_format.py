@@ -42,7 +42,7 @@ class OllamaFormat(Form):
         try:
             async for delta in job.deltas():
                 last = delta
-                if delta.text or delta.calls:
+                if delta.text or delta.calls or delta.reasoning:
                     yield _line({**self._said(delta), "done": False})
             rest = replace(_NOTHING, finish_reason=last.finish_reason)
             yield _line(self._ended(job.choices, rest))
@@ -55,9 +55,10 @@ class OllamaFormat(Form):
 
     def _said(self, delta: Delta) -> JsonDict:
         head: JsonDict = {"model": self._model, "created_at": timestamp(time.time())}
+        thought = {"thinking": delta.reasoning} if delta.reasoning else {}
         if not self._is_chat:
-            return {**head, "response": delta.text}
-        message: JsonDict = {"role": "assistant", "content": delta.text}
+            return {**head, "response": delta.text, **thought}
+        message: JsonDict = {"role": "assistant", "content": delta.text, **thought}
         if delta.calls:
             message["tool_calls"] = [_called(piece) for piece in delta.calls]
         return {**head, "message": message}

@@ -17,10 +17,11 @@ from penstock.api.body import Structure
 from penstock.api.choices import ResponseChoice, TextStream
 from penstock.api.errors import ApiError
 from penstock.api.http import Caller
+from penstock.api.reasoning import reasoning_of
 from penstock.api.token_bodies import DetokenizeBody, TokenizeBody
 from penstock.api.tool_use import tool_use
 from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, Request, SamplingParams, StopStrings
-from penstock.engine.grammar import GrammarCompiler, GrammarError, grammar_of
+from penstock.engine.grammar import GrammarCompiler, GrammarError, behind, grammar_of
 from penstock.serving.limits import Quotas
 from penstock.serving.messages import Ready
 
@@ -41,6 +42,9 @@ _COST_PER_TEXT = 100
 """Overhead of tokenising any text, in characters."""
 
 
+_EFFORTS = ("reasoning_effort", "enable_thinking")
+"""Variables of chat templates that say how much the model thinks."""
+
 _COMPILE_S = 20.0
 """Timeout of a grammar, including those queued before it and the loading of the vocabulary."""
 
@@ -53,6 +57,9 @@ class _Chat:
     tools: Sequence[Mapping[str, Any]]
     is_asked: bool = True
     """True if the assistant's turn has begun."""
+    continues: bool = False
+    """True if the last message is the beginning of that turn."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
     lead: str = ""
     """Beginning of that turn."""
 
@@ -65,10 +72,17 @@ class _Chat:
         )
 
     @property
+    def continued(self) -> str | None:
+        """Text that the answer continues, or None."""
+        text: str | None = self.messages[-1]["content"] if self.continues else None
+        return text
+
+    @property
     def size(self) -> int:
         """Cost of tokenising it, in characters."""
         calls = [call for m in self.messages for call in m.get("tool_calls", ())]
-        written = len(json.dumps([*self.tools, *calls])) if self.tools or calls else 0
+        given = [*self.tools, *calls, *self.variables.items()]
+        written = len(json.dumps(given)) if given else 0
         return written + sum(_COST_PER_TEXT + len(m["content"]) for m in self.messages)
 
 
@@ -157,22 +171,35 @@ class RequestBuilder:
 
         clips: as of a completion. Raises: ApiError."""
         self._check(body, caller, 1)
-        tools = tool_use(body, self.tokenizer.tool_template) if body.uses_tools else None
-        chat = _Chat.from_messages(body.messages, body.offered_tools)
-        structures, shown = body.structures, frozenset[int]()
+        template = self.tokenizer.tool_template
+        thinks = reasoning_of(template)
+        tools = tool_use(body, template, thinks=thinks is not None) if body.uses_tools else None
+        chat = replace(
+            _Chat.from_messages(body.messages, body.offered_tools, body.add_generation_prompt),
+            continues=body.continue_final_message,
+            variables=self._variables(body),
+        )
+        special = {text: i for i, text in self.tokenizer.special_tokens.items()}
+        structures, marks = body.structures, set[str]() if thinks is None else thinks.marks
         if tools is not None:
             chat = replace(chat, lead=tools.lead)
-            special = {text: i for i, text in self.tokenizer.special_tokens.items()}
             structures = tools.shaped(structures, special)
-            shown = self.tokenizer.special_ids(tools.form.marks)
+            marks |= tools.form.marks
+        shown = self.tokenizer.special_ids(marks)
 
-        def encode(chat: _Chat) -> list[int]:
+        def encode(chat: _Chat) -> tuple[list[int], str]:
             text = self._chat_text(chat)
             token_ids = self._encode(text, "messages", add_special_tokens=body.add_special_tokens)
-            return self._checked(token_ids, "messages")
+            return self._checked(token_ids, "messages"), text
 
-        prompt = tuple(await self._tokenise(chat.size, encode, chat))
-        grammar = await _compiled(structures, body.ignore_eos, self._grammars)
+        token_ids, text = await self._tokenise(chat.size, encode, chat)
+        prompt = tuple(token_ids)
+        before = None
+        if thinks is not None:
+            # Grammars that were made for tools have the text's head themselves.
+            heads = all(s.kind != "lark" for s in structures)
+            before = thinks.rules(special, text, chat.continued, heads=heads)
+        grammar = await _compiled(structures, body.ignore_eos, self._grammars, before)
         wanted = body.max_completion_tokens
         max_tokens = self._max_tokens(
             body,
@@ -182,7 +209,8 @@ class RequestBuilder:
             caller.tenant,
             clips,
         )
-        stop = StopStrings(body.stops, None, shown) if body.stops else None
+        last = self.tokenizer.last_of_text(prompt) if chat.continues else None
+        stop = StopStrings(body.stops, last, shown) if body.stops else None
         choices = []
         for n in range(body.n):
             sampling = self._sampling(body, n, grammar)
@@ -193,9 +221,10 @@ class RequestBuilder:
                 ResponseChoice(
                     n,
                     request,
-                    TextStream(self.tokenizer, body.stops, None, shown),
+                    TextStream(self.tokenizer, body.stops, last, shown),
                     opens_prompt=n == 0,
                     tells_origins=body.speculation.origins,
+                    reasoning=None if thinks is None else thinks.parser(text, chat.continued),
                     calls=None if tools is None else tools.parser(),
                 )
             )
@@ -263,13 +292,43 @@ class RequestBuilder:
         self._check_ids(body.stop_token_ids, "stop_token_ids")
         self._check_ids([int(token) for token in body.logit_bias], "logit_bias")
 
+    def _variables(self, body: ChatBody) -> dict[str, Any]:
+        """Return the chat template's variables that a body sets. Raises: ApiError."""
+        knows, effort = self.tokenizer.has_variable, body.reasoning_effort
+        found = {k: v for k, v in body.chat_template_kwargs.items() if knows(k)}
+        if effort is not None and knows("reasoning_effort"):
+            found.setdefault("reasoning_effort", effort)
+        elif effort is not None and knows("enable_thinking"):
+            found.setdefault("enable_thinking", effort != "none")
+        if body.documents:
+            if not knows("documents"):
+                message = "documents: the model's chat template takes none"
+                raise ApiError(400, message, param="documents", code="unsupported_value")
+            found["documents"] = body.documents
+        return found
+
+    def unused_fields(self, effort: str | None, variables: Iterable[str] = ()) -> list[str]:
+        """Return names of fields that the chat template does not read: variables, and effort."""
+        knows = self.tokenizer.has_variable
+        unused = [f"chat_template_kwargs.{name}" for name in variables if not knows(name)]
+        if effort is not None and not any(map(knows, _EFFORTS)):
+            unused.append("reasoning_effort")
+        return unused
+
     def _drafters_of(self, tenant: str) -> Iterable[str]:
         allowed = self.quotas.config_of(tenant).allowed_drafters
         return (name for name in self.drafters() if allowed is None or name in allowed)
 
     def _chat_text(self, chat: _Chat) -> str:
         try:
-            return self.tokenizer.chat_text(chat.messages, chat.is_asked, chat.tools) + chat.lead
+            text = self.tokenizer.chat_text(
+                chat.messages,
+                chat.is_asked and not chat.continues,
+                chat.tools,
+                chat.continues,
+                chat.variables,
+            )
+            return text + chat.lead
         except ValueError as error:
             raise ApiError(400, f"messages: {error}", param="messages") from error
 
@@ -390,9 +449,12 @@ class RequestBuilder:
 
 
 async def _compiled(
-    structures: list[Structure], ignore_eos: bool, compiler: GrammarCompiler
+    structures: list[Structure],
+    ignore_eos: bool,
+    compiler: GrammarCompiler,
+    before: str | None = None,
 ) -> str | None:
-    """Return the validated grammar of a body, or None. Raises: ApiError."""
+    """Return the validated grammar of a body, or None. before: as in `behind`. Raises: ApiError."""
     if not structures:
         return None
     field, kind, value = structures[0]
@@ -406,6 +468,7 @@ async def _compiled(
     try:
         async with asyncio.timeout(_COMPILE_S):
             grammar = await asyncio.to_thread(grammar_of, kind, value)
+            grammar = grammar if before is None else behind(before, grammar)
             # A timeout must not cancel a compilation that others wait for.
             await asyncio.shield(asyncio.wrap_future(compiler.compile(grammar)))
     except GrammarError as error:

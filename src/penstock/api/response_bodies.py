@@ -9,15 +9,18 @@ from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from penstock.api.bodies import (
     MAX_TOOLS,
+    AllowedTools,
     CalledFunction,
     ChatBody,
     ChatMessage,
+    Effort,
     FunctionDefinition,
     GenerationBody,
     NamedFunction,
     NamedTool,
     Tool,
     ToolCall,
+    ToolSubset,
 )
 from penstock.api.body import Body, NamedSchema, ResponseFormat
 
@@ -51,6 +54,25 @@ class FunctionCallOutput(Body):
     output: str | list[InputText]
 
 
+class ReasoningText(Body):
+    """A part of a reasoning item."""
+
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class ReasoningItem(Body):
+    """Reasoning of an earlier answer, which precedes its message or calls."""
+
+    content: list[ReasoningText] = Field(default_factory=list)
+
+
+class ReasoningOptions(Body):
+    """How much the model is to think. summary: ignored; the reasoning itself is returned."""
+
+    effort: Effort | None = None
+
+
 def _kind(item: Any) -> str:
     return str(item.get("type") or "message") if isinstance(item, dict) else "message"
 
@@ -58,7 +80,8 @@ def _kind(item: Any) -> str:
 _Item = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[FunctionCall, Tag("function_call")]
-    | Annotated[FunctionCallOutput, Tag("function_call_output")],
+    | Annotated[FunctionCallOutput, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
     Discriminator(_kind),
 ]
 
@@ -73,6 +96,14 @@ class FunctionTool(FunctionDefinition, _Function):
 
 class NamedFunctionTool(NamedFunction, _Function):
     """A tool_choice, with the function's name beside its type."""
+
+
+class AllowedFunctionTools(Body):
+    """A tool_choice that allows some of the tools, with the fields beside its type."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[NamedFunctionTool] = Field(min_length=1, max_length=MAX_TOOLS)
 
 
 class TextFormat(NamedSchema):
@@ -109,8 +140,11 @@ class ResponsesBody(GenerationBody):
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
     text: TextOptions = TextOptions()
+    reasoning: ReasoningOptions = ReasoningOptions()
     tools: list[FunctionTool] = Field(default_factory=list, max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool = "auto"
+    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | AllowedFunctionTools = (
+        "auto"
+    )
     parallel_tool_calls: bool = True
     include: list[str] = Field(default_factory=list)
     metadata: dict[str, str] = Field(default_factory=dict)
@@ -137,8 +171,13 @@ class ResponsesBody(GenerationBody):
     def as_chat(self) -> ChatBody:
         """Return the equivalent chat request."""
         shared = {name: getattr(self, name) for name in GenerationBody.model_fields}
-        named = self.tool_choice
-        choice = NamedTool(function=named) if isinstance(named, NamedFunctionTool) else named
+        choice: Any = self.tool_choice
+        if isinstance(choice, NamedFunctionTool):
+            choice = NamedTool(function=choice)
+        elif isinstance(choice, AllowedFunctionTools):
+            named = [NamedTool(function=tool) for tool in choice.tools]
+            allowed = AllowedTools(mode=choice.mode, tools=named)
+            choice = ToolSubset(type=choice.type, allowed_tools=allowed)
         return ChatBody.model_construct(
             **shared | {"response_format": self.text.response_format},
             messages=list(self._messages()),
@@ -146,21 +185,27 @@ class ResponsesBody(GenerationBody):
             tools=[Tool(type="function", function=tool) for tool in self.tools],
             tool_choice=choice,
             parallel_tool_calls=self.parallel_tool_calls,
+            reasoning_effort=self.reasoning.effort,
         )
 
     def _messages(self) -> Iterator[ChatMessage]:
-        # Calls belong to the assistant's turn before them.
+        # Reasoning and calls belong to the assistant's turn between them.
         if self.instructions is not None:
             yield ChatMessage(role="system", content=self.instructions)
-        said, calls = "", list[ToolCall]()
+        thought, said, calls = "", "", list[ToolCall]()
         for item in [*self.input, None]:
+            is_said = isinstance(item, InputMessage) and item.role == "assistant"
+            joins = isinstance(item, FunctionCall) or (is_said and not (said or calls))
+            if (thought or said or calls) and not joins:
+                yield ChatMessage(
+                    role="assistant", content=said, tool_calls=calls, reasoning_content=thought
+                )
+                thought, said, calls = "", "", []
             if isinstance(item, FunctionCall):
                 calls.append(ToolCall(id=item.call_id, function=item))
-                continue
-            if said or calls:
-                yield ChatMessage(role="assistant", content=said, tool_calls=calls)
-                said, calls = "", []
-            if isinstance(item, FunctionCallOutput):
+            elif isinstance(item, ReasoningItem):
+                thought = "".join(part.text for part in item.content)
+            elif isinstance(item, FunctionCallOutput):
                 text = _joined(item.output)
                 yield ChatMessage(role="tool", content=text, tool_call_id=item.call_id)
             elif isinstance(item, InputMessage) and item.role == "assistant":

@@ -16,14 +16,18 @@ from penstock.api.tool_calls import CallPiece
 
 
 class ResponsesFormat(Form):
-    """One response. Its items are the text, if any, and the calls, in the order of their starts."""
+    """One response.
+
+    Its items are the reasoning and the text, if any, and the calls, in the order of their starts.
+    """
 
     def __init__(self, response_id: str, model_name: str, body: ResponsesBody) -> None:
         self._head = _head(response_id, model_name, body)
         self._items: list[JsonDict] = []
         self._calls: dict[str, int] = {}
         """Indices of calls in the items, by id."""
-        self._text: int | None = None
+        self._texts: dict[str, int] = {}
+        """Indices of the reasoning and the message in the items, by type."""
         self._num_events = 0
 
     def response(self, choices: Sequence[ResponseChoice], deltas: Sequence[Delta]) -> JsonDict:
@@ -71,21 +75,27 @@ class ResponsesFormat(Form):
     # --- items ----------------------------------------------------------------------------------
 
     def _add(self, delta: Delta) -> Iterator[bytes]:
-        if delta.text:
-            yield from self._begin_text()
-            self._items[self._text or 0]["content"][0]["text"] += delta.text
-            yield self._of_text("response.output_text.delta", delta=delta.text, logprobs=[])
+        for kind, text in (("reasoning", delta.reasoning), ("message", delta.text)):
+            if text:
+                yield from self._begin_text(kind)
+                self._items[self._texts[kind]]["content"][0]["text"] += text
+                more: JsonDict = {} if kind == "reasoning" else {"logprobs": []}
+                yield self._of_text(kind, f"{_PARTS[kind]}.delta", delta=text, **more)
         for piece in delta.calls:
             yield from self._add_piece(piece)
 
-    def _begin_text(self) -> Iterator[bytes]:
-        if self._text is not None:
+    def _begin_text(self, kind: str) -> Iterator[bytes]:
+        if kind in self._texts:
             return
-        self._text = len(self._items)
-        item: JsonDict = {"type": "message", "role": "assistant", "content": []}
-        yield self._begin(item, f"msg_{uuid4().hex}")
-        part = {"type": "output_text", "text": "", "annotations": []}
-        yield self._of_text("response.content_part.added", part=part)
+        self._texts[kind] = len(self._items)
+        item: JsonDict = {"type": kind, "content": []}
+        part: JsonDict = {"type": _PARTS[kind], "text": ""}
+        if kind == "message":
+            item["role"], part["annotations"] = "assistant", []
+        else:
+            item["summary"] = []
+        yield self._begin(item, f"{_IDS[kind]}_{uuid4().hex}")
+        yield self._of_text(kind, "content_part.added", part=part)
         item["content"].append(part)
 
     def _add_piece(self, piece: CallPiece) -> Iterator[bytes]:
@@ -113,13 +123,13 @@ class ResponsesFormat(Form):
     def _end(self, is_cut: bool) -> Iterator[bytes]:
         """Complete the items and yield the events. is_cut: the last item is incomplete."""
         if not self._items:
-            yield from self._begin_text()
+            yield from self._begin_text("message")
         for place, item in enumerate(self._items):
-            if item["type"] == "message":
+            if (kind := item["type"]) in self._texts:
                 (part,) = item["content"]
-                text = part["text"]
-                yield self._of_text("response.output_text.done", text=text, logprobs=[])
-                yield self._of_text("response.content_part.done", part=part)
+                more: JsonDict = {} if kind == "reasoning" else {"logprobs": []}
+                yield self._of_text(kind, f"{_PARTS[kind]}.done", text=part["text"], **more)
+                yield self._of_text(kind, "content_part.done", part=part)
             else:
                 kind = "response.function_call_arguments.done"
                 told = {"name": item["name"], "arguments": item["arguments"]}
@@ -128,14 +138,16 @@ class ResponsesFormat(Form):
             item["status"] = "incomplete" if is_cut and is_last else "completed"
             yield self._event("response.output_item.done", output_index=place, item=item)
 
-    def _of_text(self, kind: str, **fields: Any) -> bytes:
-        return self._of_item(kind, self._text or 0, content_index=0, **fields)
+    def _of_text(self, kind: str, event: str, **fields: Any) -> bytes:
+        return self._of_item(f"response.{event}", self._texts[kind], content_index=0, **fields)
 
     def _of_item(self, kind: str, place: int, **fields: Any) -> bytes:
         item_id = self._items[place]["id"]
         return self._event(kind, item_id=item_id, output_index=place, **fields)
 
 
+_PARTS = {"reasoning": "reasoning_text", "message": "output_text"}
+_IDS = {"reasoning": "rs", "message": "msg"}
 _TOLD = ("code", "message", "param")
 
 
@@ -143,7 +155,7 @@ def _head(response_id: str, model_name: str, body: ResponsesBody) -> JsonDict:
     asked = body.model_dump(
         include={
             "instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "temperature",
-            "tool_choice", "tools", "top_p",
+            "reasoning", "tool_choice", "tools", "top_p",
         }
     )  # fmt: skip
     return {
@@ -170,7 +182,7 @@ def _usage(choices: Sequence[ResponseChoice]) -> JsonDict:
         "input_tokens": counted["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "output_tokens": counted["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": counted["completion_tokens_details"],
         "total_tokens": counted["total_tokens"],
         "speculation": counted["speculation"],
     }

@@ -115,7 +115,9 @@ class ChatFormat(Format):
         return self._chunk(choice.index, {"role": "assistant", "content": ""}, (), None)
 
     def chunk(self, delta: Delta) -> JsonDict:
-        content: JsonDict = {"content": delta.text} if delta.text else {}
+        content: JsonDict = {"reasoning_content": delta.reasoning} if delta.reasoning else {}
+        if delta.text:
+            content["content"] = delta.text
         if delta.calls:
             content["tool_calls"] = [_called_piece(piece) for piece in _merged(delta.calls)]
         return self._chunk(delta.index, content, delta.tokens, delta.finish_reason)
@@ -164,10 +166,13 @@ class ChatFormat(Format):
 
 
 def _message(delta: Delta) -> JsonDict:
-    if not delta.calls:
-        return {"role": "assistant", "content": delta.text}
-    calls = [_called(piece) for piece in _merged(delta.calls)]
-    return {"role": "assistant", "content": delta.text or None, "tool_calls": calls}
+    message: JsonDict = {"role": "assistant", "content": delta.text}
+    if delta.reasoning:
+        message["reasoning_content"] = delta.reasoning
+    if delta.calls:
+        message["content"] = delta.text or None
+        message["tool_calls"] = [_called(piece) for piece in _merged(delta.calls)]
+    return message
 
 
 def _merged(pieces: Sequence[CallPiece]) -> list[CallPiece]:
@@ -420,6 +425,7 @@ async def _join(job: Generation) -> list[Delta]:
             [token for d in own for token in d.tokens],
             own[-1].finish_reason,
             [piece for d in own for piece in d.calls],
+            "".join(d.reasoning for d in own),
         )
         for index, own in enumerate(pieces)
     ]

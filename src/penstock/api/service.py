@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fastapi import Request, Response
 
 from penstock.api import errors
-from penstock.api.bodies import GenerationBody, header_value, ignored_fields
+from penstock.api.bodies import ChatBody, GenerationBody, header_value, ignored_fields
 from penstock.api.body import validated
 from penstock.api.choices import ResponseChoice
 from penstock.api.http import EXPECTED_OUTPUT_TOKENS, Caller
 from penstock.api.metrics import Metrics
 from penstock.api.prepare import RequestBuilder
+from penstock.api.response_bodies import ResponsesBody
 from penstock.api.responses import EventStream, Form, Generation, collected
 from penstock.config import ServeConfig
 from penstock.serving.client import RequestClient
@@ -53,6 +54,11 @@ class Service:
         if told is not None and body.expected_output_tokens is None:
             body = body.model_copy(update={"expected_output_tokens": _count(told)})
         ignored = ignored_fields(body)
+        if isinstance(body, ChatBody):
+            names = body.chat_template_kwargs
+            ignored += self.prepare.unused_fields(body.reasoning_effort, names)
+        elif isinstance(body, ResponsesBody):
+            ignored += self.prepare.unused_fields(body.reasoning.effort)
         self.metrics.count_ignored_fields(ignored)
         http.state.ignored_fields = header_value(ignored)
         return body

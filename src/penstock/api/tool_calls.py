@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import partial
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from penstock.api.written_calls import JsonCall, NamedCall, WrittenCall, XmlCall
+from penstock.api.written_calls import (
+    DeepSeekCall,
+    HarmonyCall,
+    JsonCall,
+    MistralCall,
+    WrittenCall,
+    XmlCall,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +28,9 @@ class ToolFormat:
               at the start of a text and after another call
     key:      of the arguments in a JSON object
     before, between, after: strings around the calls in the trained format, special tokens apart
+    behind_name: strings between a call's name and its arguments, where they are apart
+    before_text: strings before a text
+    dropped:  marks behind calls that are not shown
     is_list:  the calls are one JSON array
     id_size:  length of a call's id, if the template requires one
     call:     parser of one call
@@ -31,6 +41,9 @@ class ToolFormat:
     before: tuple[str, ...] = ()
     between: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
+    behind_name: tuple[str, ...] = ()
+    before_text: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
     is_list: bool = False
     id_size: int | None = None
     call: type[WrittenCall] = JsonCall
@@ -40,13 +53,19 @@ class ToolFormat:
         return tuple(filter(None, self.closings))
 
     @property
+    def is_single(self) -> bool:
+        """True if a text has one call at most."""
+        return bool(self.before) and not self.between
+
+    @property
     def is_bare(self) -> bool:
         return "" in self.closings
 
     @property
     def marks(self) -> set[str]:
         """Marks that are part of the text even if they are special tokens."""
-        return {*self.closings, *self.closings.values(), *self.call.marks} - {""}
+        closings = (*self.closings.values(), *self.dropped)
+        return {*self.closings, *closings, *self.before, *self.call.marks} - {""}
 
     def new_id(self) -> str:
         made = uuid4().hex
@@ -80,8 +99,9 @@ MISTRAL_ARGS = ToolFormat(
     "arguments",
     before=("[TOOL_CALLS]",),
     between=("[TOOL_CALLS]",),
+    behind_name=("[ARGS]",),
     id_size=9,
-    call=NamedCall,
+    call=MistralCall,
 )
 """Format since Mistral Small 3.1 and Devstral."""
 
@@ -95,6 +115,39 @@ QWEN_CODER = ToolFormat(
 )
 
 
+_CHANNELS = ("<|channel|>commentary", "<|channel|>analysis")
+GPT_OSS = ToolFormat(
+    {f"{channel} to=functions.": "" for channel in ("", *_CHANNELS)},
+    "arguments",
+    before=("<|channel|>", "commentary to=functions."),
+    behind_name=(" ", "<|constrain|>", "json", "<|message|>"),
+    before_text=("<|channel|>", "final", "<|message|>"),
+    dropped=("<|call|>",),
+    call=HarmonyCall,
+)
+"""Harmony: a call is a message to a recipient."""
+
+_SEPARATED = ("function", "<｜tool▁sep｜>")
+_DEEPSEEK_MARKS = ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
+DEEPSEEK = ToolFormat(
+    {"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>": "", "<｜tool▁call▁begin｜>": ""},
+    "arguments",
+    before=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", *_SEPARATED),
+    between=("\n```", "<｜tool▁call▁end｜>", "\n", "<｜tool▁call▁begin｜>", *_SEPARATED),
+    after=("\n```", *_DEEPSEEK_MARKS),
+    behind_name=("\n```json\n",),
+    dropped=("```", *_DEEPSEEK_MARKS),
+    call=DeepSeekCall,
+)
+DEEPSEEK_V31 = replace(
+    DEEPSEEK,
+    before=DEEPSEEK.before[:2],
+    between=("<｜tool▁call▁end｜>", "<｜tool▁call▁begin｜>"),
+    after=_DEEPSEEK_MARKS,
+    behind_name=("<｜tool▁sep｜>",),
+)
+
+
 def format_of(template: str | None) -> ToolFormat | None:
     """Return the format of a chat template's tool calls; None if it has none or another one."""
     if template is None or "tools" not in template:
@@ -103,6 +156,10 @@ def format_of(template: str | None) -> ToolFormat | None:
         return QWEN_CODER if "<function=" in template else HERMES
     if "[TOOL_CALLS]" in template:
         return MISTRAL_ARGS if "[ARGS]" in template else MISTRAL
+    if "<|channel|>commentary" in template:
+        return GPT_OSS
+    if "<｜tool▁call▁begin｜>" in template:
+        return DEEPSEEK if "```json" in template else DEEPSEEK_V31
     return LLAMA if "ipython" in template and '"parameters"' in template else None
 
 
@@ -233,7 +290,7 @@ class ToolCallParser:
             self._opening, self._pending = found[0], text[found.end() :]
             self._closing, self._state = self._form.closings[found[0]], _State.OPENED
             return True
-        held = max(_overlap(text, opening) for opening in self._form.openings)
+        held = max(overlap(text, opening) for opening in self._form.openings)
         self._say(text[: len(text) - held])
         self._pending = text[len(text) - held :]
         return False
@@ -241,7 +298,7 @@ class ToolCallParser:
     def _in_formatted(self) -> bool:
         text, closing = self._pending, self._closing
         is_closed = closing and text.endswith(closing)
-        held = len(closing) if is_closed else _overlap(text, closing)
+        held = len(closing) if is_closed else overlap(text, closing)
         self._say(text[: len(text) - held])
         self._pending = text[len(text) - held :]
         return False
@@ -309,7 +366,11 @@ class ToolCallParser:
         if closing and rest.startswith(closing):
             self._pending, self._closing, self._blank = rest.removeprefix(closing), "", ""
             return True
-        if closing.startswith(rest):
+        mark = next((m for m in self._form.dropped if rest.startswith(m)), None)
+        if mark is not None:
+            self._pending, self._blank = rest.removeprefix(mark), ""
+            return True
+        if any(m.startswith(rest) for m in (closing, *self._form.dropped)):
             return False
         if rest.startswith("{") and (self._form.is_bare or self._form.is_list):
             # Calls in a row have the same separator after any opening.
@@ -326,7 +387,7 @@ def _agree(text: str, mark: str) -> bool:
     return text.startswith(mark) or mark.startswith(text)
 
 
-def _overlap(text: str, mark: str) -> int:
+def overlap(text: str, mark: str) -> int:
     """Return the length of the longest end of a text that begins a mark."""
     sizes = range(min(len(mark) - 1, len(text)), 0, -1)
     return next((size for size in sizes if mark.startswith(text[-size:])), 0)

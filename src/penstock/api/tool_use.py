@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.api.bodies import ChatBody, NamedTool, Tool
+from penstock.api.bodies import ChatBody, Tool
 from penstock.api.body import Structure
 from penstock.api.errors import ApiError
 from penstock.api.tool_calls import ToolCallParser, ToolFormat, format_of
@@ -20,19 +20,21 @@ from penstock.api.written_calls import (
     is_xml_value,
     types_of,
 )
-from penstock.engine.grammar import lark_json
+from penstock.engine.grammar import lark_json, lark_text
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
     """Tool calls that an answer may have.
 
-    must: the answer is one call. whole, most, formatted: arguments of `ToolCallParser`
+    must: the answer is one call. thinks: the model may think before it. whole, most, formatted:
+    arguments of `ToolCallParser`
     """
 
     form: ToolFormat
     tools: tuple[Tool, ...]
     must: bool
+    thinks: bool
     whole: bool
     most: int | None
     formatted: bool
@@ -40,7 +42,7 @@ class ToolUse:
     @property
     def lead(self) -> str:
         """End of the prompt that makes the model continue with a call."""
-        return "".join(self.form.before) if self.must else ""
+        return "".join(self.form.before) if self.must and not self.thinks else ""
 
     def shaped(
         self, structures: Sequence[Structure], special: Mapping[str, int]
@@ -51,9 +53,10 @@ class ToolUse:
         alternative to calls otherwise. special: token ids by spelling. Raises: ApiError."""
         others = [s for s in structures if s.field != "response_format"]
         if self.must:
-            if self.form.call is JsonCall:
+            if self.form.call is JsonCall and not self.thinks:
                 return [*others, Structure("tool_choice", "json", self._calls("/anyOf"))]
-            rules = "\n".join(("start: call", *self._call_rules(special)))
+            before = lark_text(self.form.before, special) if self.thinks else ""
+            rules = "\n".join((f"start: {before} call", *self._call_rules(special)))
             return [*others, Structure("tool_choice", "lark", rules)]
         formats = [s for s in structures if s.field == "response_format"]
         return [*others, *(self._beside_calls(_object(s.value), special) for s in formats)]
@@ -75,15 +78,16 @@ class ToolUse:
         form = self.form
         if form.before:
             before, between, after = (
-                _written(pieces, special) for pieces in (form.before, form.between, form.after)
+                lark_text(pieces, special) for pieces in (form.before, form.between, form.after)
             )
             more = "" if self.most == 1 else f"({between} call)*"
             either = ["text", f"{before} call {more} {after}"]
-            rules = [*self._call_rules(special), f"text: {lark_json(schema)}"]
+            head = lark_text(form.before_text, special)
+            rules = [*self._call_rules(special), f"text: {head} {lark_json(schema)}"]
             around = [
-                (_written((opening, "\n"), special), _written(("\n", closing), special))
+                (lark_text((opening, "\n"), special), lark_text(("\n", closing), special))
                 for opening, closing in form.closings.items()
-                if opening not in form.before
+                if closing and opening not in form.before
             ]
             if around:
                 either += [f"{a} text {b}" for a, b in around]
@@ -105,7 +109,7 @@ class ToolUse:
             if self.form.call is XmlCall:
                 yield from _xml_rules(f"call_{n}", tool.function.name, schema)
             else:
-                head = _written((tool.function.name, "[ARGS]"), special)
+                head = lark_text((tool.function.name, *self.form.behind_name), special)
                 yield f"call_{n}: {head} {lark_json(schema)}"
 
     def parser(self) -> ToolCallParser:
@@ -115,13 +119,9 @@ class ToolUse:
             tools,
             whole=self.whole,
             most=self.most,
-            inside=self.must,
+            inside=self.must and not self.thinks,
             formatted=self.formatted,
         )
-
-
-def _written(pieces: Sequence[str], special: Mapping[str, int]) -> str:
-    return " ".join(f"<[{special[p]}]>" if p in special else json.dumps(p) for p in pieces)
 
 
 def _xml_rules(rule: str, name: str, schema: Mapping[str, Any]) -> Iterator[str]:
@@ -230,8 +230,10 @@ def _moved(schema: Any, place: str, closes: bool = True) -> Any:
     return made
 
 
-def tool_use(body: ChatBody, template: str | None) -> ToolUse | None:
-    """Return the tool calls that answers may have, or None. template: of chats with tools.
+def tool_use(body: ChatBody, template: str | None, *, thinks: bool = False) -> ToolUse | None:
+    """Return the tool calls that answers may have, or None.
+
+    template: of chats with tools. thinks: the model may think before its answer
 
     Raises: ApiError for invalid tools, or if the template's format is not supported."""
     form = format_of(template)
@@ -241,7 +243,7 @@ def tool_use(body: ChatBody, template: str | None) -> ToolUse | None:
         raise ApiError(
             400,
             f"{param}: the model's chat template has no tools in a format that this server reads "
-            "(Hermes', Llama 3's, Mistral's or Qwen3-Coder's)",
+            "(Hermes', Llama 3's, Mistral's, Qwen3-Coder's, gpt-oss' or DeepSeek's)",
             param=param,
             code="unsupported_value",
         )
@@ -252,20 +254,21 @@ def tool_use(body: ChatBody, template: str | None) -> ToolUse | None:
     tools = _callable(body)
     if form is None or not tools:
         return None
-    must = body.tool_choice not in ("none", "auto")
-    most = 1 if must or not body.parallel_tool_calls else None
+    must = body.must_call
+    most = 1 if must or form.is_single or not body.parallel_tool_calls else None
     formatted = any(s.field == "response_format" for s in body.structures)
-    return ToolUse(form, tools, must, not body.stream, most, formatted and not must)
+    return ToolUse(form, tools, must, thinks, not body.stream, most, formatted and not must)
 
 
 def _callable(body: ChatBody) -> tuple[Tool, ...]:
-    choice = body.tool_choice
-    if not isinstance(choice, NamedTool):
-        if choice == "required" and not body.tools:
-            raise ApiError(400, "tool_choice: there are no tools", param="tool_choice")
+    if body.must_call and not body.tools:
+        raise ApiError(400, "tool_choice: there are no tools", param="tool_choice")
+    names = body.named_tools
+    if names is None:
         return tuple(body.offered_tools)
-    named = tuple(tool for tool in body.tools if tool.function.name == choice.function.name)
-    if not named:
-        message = f"tool_choice: no tool is called {choice.function.name!r}"
+    tools = {tool.function.name: tool for tool in body.tools}
+    unknown = next((name for name in names if name not in tools), None)
+    if unknown is not None:
+        message = f"tool_choice: no tool is called {unknown!r}"
         raise ApiError(400, message, param="tool_choice")
-    return named
+    return tuple(tools[name] for name in dict.fromkeys(names))

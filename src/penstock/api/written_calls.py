@@ -116,15 +116,25 @@ class JsonCall(WrittenCall):
 
 
 class NamedCall(WrittenCall):
-    """A tool's name, optionally `[CALL_ID]` and an id, then `[ARGS]` and a JSON object."""
+    """A tool's name, between strings of its format, and a JSON object.
+
+    prefixes, separators: before the name and behind it. skipped: an optional part of the latter"""
 
     begins = ("",)
-    marks = ("[ARGS]", "[CALL_ID]")
+    prefixes: ClassVar[tuple[str, ...]] = ("",)
+    separators: ClassVar[tuple[str, ...]]
+    skipped: ClassVar[re.Pattern[str]] = re.compile("(?!)")
 
     def __init__(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
         super().__init__(tools)
         self._head = ""
         self._object = _Object()
+        self._heads = {
+            prefix + name + separator: name
+            for name in tools
+            for prefix in self.prefixes
+            for separator in self.separators
+        }
 
     @property
     def text(self) -> str:
@@ -142,7 +152,7 @@ class NamedCall(WrittenCall):
         taken = 0
         while taken < len(text) and self.name is None and not self.is_wrong:
             if text[taken] == "{":
-                self.name = next((n for n in self._tools if self._is_whole(n)), None)
+                self.name = self._heads.get(self.skipped.sub("", self._head, count=1).rstrip())
             self.is_wrong = self.name is None and not self._goes_on(text[taken])
             taken += self.name is None
         while taken < len(text) and not (self.is_over or self.is_wrong):
@@ -150,30 +160,45 @@ class NamedCall(WrittenCall):
             self.is_wrong = self.is_over and not isinstance(_parsed(self._object.text), dict)
         return taken
 
-    def _is_whole(self, name: str) -> bool:
-        rest = self._head.removeprefix(name)
-        return self._head.startswith(name) and _BEFORE_ARGUMENTS.fullmatch(rest) is not None
-
     def _goes_on(self, char: str) -> bool:
         """Add a character; True if arguments may still follow."""
         self._head += char
-        return any(
-            name.startswith(self._head)
-            or (self._head.startswith(name) and _may_precede(self._head[len(name) :]))
-            for name in self._tools
-        )
+        head = self.skipped.sub("", self._head, count=1)
+        num_blank = len(head) - len(head.rstrip())
+        if head.rstrip() in self._heads and num_blank <= _MOST_BLANKS:
+            return True
+        return any(whole.startswith(head) for whole in self._heads)
 
 
-_BEFORE_ARGUMENTS = re.compile(r"(\[CALL_ID\][A-Za-z0-9_-]{1,64})?\[ARGS\]\s{0,8}")
-_CALL_ID = re.compile(r"\[CALL_ID\][A-Za-z0-9_-]{0,64}")
+_MOST_BLANKS = 8
+"""White space before a call's arguments."""
 
 
-def _may_precede(text: str) -> bool:
-    """True if `_BEFORE_ARGUMENTS` may match a continuation of a text."""
-    rest = _CALL_ID.sub("", text, count=1) if text.startswith("[CALL_ID]") else text
-    whole = "[ARGS]"
-    is_part = whole.startswith(rest) or "[CALL_ID]".startswith(rest)
-    return is_part or (rest.startswith(whole) and rest[len(whole) :].isspace() and len(rest) < 15)
+class MistralCall(NamedCall):
+    """`NAME[ARGS]{…}`, or `NAME[CALL_ID]ID[ARGS]{…}`."""
+
+    marks = ("[ARGS]", "[CALL_ID]")
+    separators = marks
+    skipped = re.compile(r"\[CALL_ID\][A-Za-z0-9_-]{0,64}")
+
+
+class HarmonyCall(NamedCall):
+    """`NAME <|constrain|>json<|message|>{…}`, of a recipient before or behind its channel."""
+
+    marks = ("<|channel|>", "<|constrain|>", "<|message|>", "<|call|>")
+    separators = tuple(
+        f"{channel}{kind}<|message|>"
+        for channel in ("", "<|channel|>commentary", "<|channel|>analysis")
+        for kind in ("", " json", " code", " <|constrain|>json", "<|constrain|>json")
+    )
+
+
+class DeepSeekCall(NamedCall):
+    """`function<｜tool▁sep｜>NAME` and a fence of JSON, or `NAME<｜tool▁sep｜>{…}` (V3.1)."""
+
+    marks = ("<｜tool▁sep｜>",)
+    prefixes = ("", "function<｜tool▁sep｜>")
+    separators = ("\n```json", "<｜tool▁sep｜>")
 
 
 class XmlCall(WrittenCall):

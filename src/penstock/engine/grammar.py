@@ -95,6 +95,21 @@ def lark_json(schema: Mapping[str, Any]) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': style})}"
 
 
+def behind(lark: str, grammar: str) -> str:
+    """Return a grammar of `lark`, in which `@behind` stands for another, both of `grammar_of`."""
+    try:
+        parts = json.loads(grammar)["grammars"]
+    except ValueError:
+        parts = [{"lark_grammar": grammar}]
+    parts[0]["name"] = "behind"
+    return json.dumps({"grammars": [{"lark_grammar": lark}, *parts]})
+
+
+def lark_text(pieces: Sequence[str], special: Mapping[str, int]) -> str:
+    """Return the Lark expression of strings in a row. special: token ids by spelling."""
+    return " ".join(f"<[{special[p]}]>" if p in special else json.dumps(p) for p in pieces)
+
+
 class GrammarCompiler:
     """Compiles grammars for one vocabulary, one at a time, with a cache.
 

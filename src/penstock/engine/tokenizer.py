@@ -148,13 +148,22 @@ class Tokenizer:
             template = template.get("tool_use", template.get("default"))
         return None if template is None else str(template)
 
+    def has_variable(self, name: str) -> bool:
+        """Return whether the chat template may read a variable."""
+        return re.search(rf"\b{re.escape(name)}\b", self.tool_template or "") is not None
+
     def chat_text(
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] = (),
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return a conversation's text. tools: in OpenAI's form. Raises: ValueError."""
+        """Return a conversation's text. Raises: ValueError.
+
+        tools: in OpenAI's form. continue_final_message: the text ends within the last message.
+        variables: of the template, besides its usual ones."""
         if not self.has_chat_template:
             raise ValueError("the tokenizer has no chat template; send a text prompt instead")
         if self.template_fault is not None:
@@ -163,8 +172,10 @@ class Tokenizer:
             text: str = self._fast.apply_chat_template(
                 list(messages),
                 add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
                 tokenize=False,
                 tools=list(tools) or None,
+                **(variables or {}),
             )
         except Exception as error:
             raise ValueError(

@@ -13,9 +13,11 @@ from penstock.core.types import Output
 class Usage:
     """Counts of one request or several. A draft is a round in which a drafter proposed tokens.
 
-    num_rounds: outputs with tokens. drafts: rounds by drafter."""
+    num_reasoning_tokens: among num_tokens. num_rounds: outputs with tokens. drafts: rounds by
+    drafter."""
 
     num_tokens: int = 0
+    num_reasoning_tokens: int = 0
     num_cached_tokens: int = 0
     num_rounds: int = 0
     num_draft_tokens: int = 0
@@ -33,6 +35,7 @@ class Usage:
 
     def add(self, other: Usage) -> None:
         self.num_tokens += other.num_tokens
+        self.num_reasoning_tokens += other.num_reasoning_tokens
         self.num_cached_tokens += other.num_cached_tokens
         self.num_rounds += other.num_rounds
         self.num_draft_tokens += other.num_draft_tokens

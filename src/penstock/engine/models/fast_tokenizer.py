@@ -44,21 +44,12 @@ class FastTokenizer:
         return ids
 
     def apply_chat_template(
-        self,
-        conversation: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = False,
-        tokenize: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        self, conversation: Sequence[Mapping[str, Any]], tokenize: bool = False, **options: Any
     ) -> str:
-        """Render a chat as text. Raises ValueError if asked to tokenize."""
+        """Render a chat as text, as transformers. Raises ValueError if asked to tokenize."""
         if tokenize:
             raise ValueError("tokenize is true; allowed: false")
-        text: str = self._writer.apply_chat_template(
-            conversation,
-            add_generation_prompt=add_generation_prompt,
-            tokenize=False,
-            tools=tools,
-        )
+        text: str = self._writer.apply_chat_template(conversation, tokenize=False, **options)
         return text
 
     def to_transformers(self) -> Any:
