@@ -78,7 +78,7 @@ def add_ollama(app: FastAPI, service: Service, caller_of: Callable[..., Caller])
     )
     async def show(http: Request) -> dict[str, Any]:
         body = await validated(OllamaShow, http)
-        service.prepare.check_model((body.model or body.name).removesuffix(LATEST))
+        service.prepare.check_model(body.model.removesuffix(LATEST))
         template = service.tokenizer.tool_template
         context = service.client.info.max_request_tokens
         return {

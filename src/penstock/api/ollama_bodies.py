@@ -51,10 +51,9 @@ class OllamaOptions(SamplingBody):
 
 
 class OllamaShow(Body):
-    """Body of `POST /api/show`. name: the older name of `model`."""
+    """Body of `POST /api/show`."""
 
-    model: str = ""
-    name: str = ""
+    model: str
 
 
 class OllamaBody(GenerationBody):
