@@ -58,6 +58,10 @@ CASES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "tools": ([SYSTEM, ASK], {"tools": TOOLS}),
     "called": ([SYSTEM, ASK, CALL, RESULT], {"tools": TOOLS}),
     "called, thinking": ([ASK, CALL | THOUGHT, RESULT], {"tools": TOOLS}),
+    "said, called, thinking": (
+        [ASK, CALL | {"content": "Wait.", "reasoning_content": "It is autumn."}, RESULT],
+        {"tools": TOOLS},
+    ),
     "called earlier": ([SYSTEM, ASK, CALL, RESULT, SAID, ASK], {"tools": TOOLS}),
 }
 

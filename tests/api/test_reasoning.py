@@ -66,6 +66,15 @@ def test_nothing_is_held_back_that_cannot_be_a_mark() -> None:
     assert parser.add("e\n") == ("</the", "")
 
 
+@pytest.mark.parametrize(
+    ("continued", "reasoning", "text"),
+    [("<think>Hm.", "\nSo.", "Yes."), ("<think>Hm.</think>Well", "", "\nSo.</think>\nYes.")],
+)
+def test_what_goes_on_keeps_its_line_break(continued: str, reasoning: str, text: str) -> None:
+    parser = THINK.parser("", continued)
+    assert parser.add("\nSo.</think>\nYes.", is_last=True) == (reasoning, text)
+
+
 def test_the_template_says_how_a_model_thinks() -> None:
     assert reasoning_of("{{ content.split('</think>')[-1] }}") is THINK
     assert reasoning_of("[THINK]{{ thinking }}[/THINK]") is MAGISTRAL

@@ -286,8 +286,10 @@ class ChatMessage(Body):
         if self.tool_calls:
             made["tool_calls"] = [call.for_template() for call in self.tool_calls]
         if self.reasoning_content:
-            # gpt-oss' template calls it `thinking`.
-            made |= dict.fromkeys(("reasoning_content", "thinking"), self.reasoning_content)
+            made["reasoning_content"] = self.reasoning_content
+            # In gpt-oss' template, which refuses it beside a text and calls.
+            if not (self.text and self.tool_calls):
+                made["thinking"] = self.reasoning_content
         named = {"name": self.name, "tool_call_id": self.tool_call_id}
         return made | {key: value for key, value in named.items() if value is not None}
 

@@ -40,7 +40,8 @@ class ReasoningFormat:
 
     def parser(self, prompt: str, continued: str | None) -> ReasoningParser:
         """Return the parser of an answer. continued: its beginning, if given."""
-        return ReasoningParser(self, inside=self.is_open(prompt, continued))
+        inside = self.is_open(prompt, continued)
+        return ReasoningParser(self, inside=inside, continues=continued is not None)
 
     def rules(
         self, special: Mapping[str, int], prompt: str, continued: str | None, *, heads: bool
@@ -92,9 +93,10 @@ def reasoning_of(template: str | None) -> ReasoningFormat | None:
 class ReasoningParser:
     """Splits a growing text into reasoning and text, independently of its chunks.
 
-    Line breaks around both are dropped. inside: the prompt has opened the reasoning"""
+    Line breaks around both are dropped. inside: the prompt has opened the reasoning. continues: it
+    has the beginning of the reasoning or of the text"""
 
-    def __init__(self, form: ReasoningFormat, *, inside: bool) -> None:
+    def __init__(self, form: ReasoningFormat, *, inside: bool, continues: bool = False) -> None:
         self.is_thinking = inside
         self._opening, self._closing = "".join(form.opening), form.closing[0]
         self._is_anywhere = bool(form.dropped)
@@ -102,8 +104,8 @@ class ReasoningParser:
         self._begin = re.compile(marks if form.dropped else rf"\A\s*(?:{marks})")
         self._end = re.compile(rf"\n*{re.escape(self._closing)}")
         self._marks = (self._opening, *form.dropped)
-        self._may_begin = True
-        self._is_blank = True
+        self._may_begin = self._is_anywhere or not continues
+        self._is_blank = not continues
         """True while line breaks are dropped."""
         self._pending = ""
 

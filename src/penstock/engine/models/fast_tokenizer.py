@@ -44,11 +44,17 @@ class FastTokenizer:
         return ids
 
     def apply_chat_template(
-        self, conversation: Sequence[Mapping[str, Any]], tokenize: bool = False, **options: Any
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        tokenize: bool = False,
+        chat_template: str | None = None,
+        **options: Any,
     ) -> str:
-        """Render a chat as text, as transformers. Raises ValueError if asked to tokenize."""
-        if tokenize:
-            raise ValueError("tokenize is true; allowed: false")
+        """Render a chat by its own template as text. Raises ValueError if asked for more.
+
+        options: as transformers' method has them, and the template's variables"""
+        if tokenize or chat_template is not None:
+            raise ValueError("tokenize and chat_template are not offered")
         text: str = self._writer.apply_chat_template(conversation, tokenize=False, **options)
         return text
 
