@@ -398,12 +398,7 @@ def test_blocks_as_turns() -> None:
     assert messages == [
         {"role": "system", "content": "Be brief.\nOr not."},
         {"role": "user", "content": "a\nb"},
-        {
-            "role": "assistant",
-            "content": "Well.",
-            "reasoning_content": "Hm.",
-            "thinking": "Hm.",
-        },
+        {"role": "assistant", "content": "Well.", "reasoning_content": "Hm."},
         {"role": "tool", "content": "x", "tool_call_id": "1"},
         {"role": "tool", "content": "", "tool_call_id": "2"},
         {"role": "user", "content": "and"},
