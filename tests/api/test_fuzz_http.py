@@ -29,6 +29,20 @@ BODIES = [
             "stream_options": {"include_usage": True},
         },
     ),
+    (
+        "/v1/messages",
+        {
+            "max_tokens": 3,
+            "system": [{"type": "text", "text": "Hi"}],
+            "messages": [
+                {"role": "user", "content": "Hi"},
+                {"role": "assistant", "content": [{"type": "text", "text": "Ho"}]},
+            ],
+            "stream": True,
+        },
+    ),
+    ("/api/chat", {"model": "toy", "messages": [{"role": "user", "content": "Hi"}]}),
+    ("/api/generate", {"model": "toy", "prompt": "a", "options": {"num_predict": 3, "stop": "b"}}),
     ("/v1/models", None),
     ("/metrics", None),
 ]
@@ -36,7 +50,7 @@ BODIES = [
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with running_server(serve_config(**WAITS)) as running:
+    with running_server(serve_config(served_model_name="toy", **WAITS)) as running:
         yield running
 
 

@@ -74,7 +74,7 @@ class LatencyOptions(Body):
         return latency_target(self.tpot_ms, self.deadline_ms)
 
 
-class _SamplingBody(Body):
+class SamplingBody(Body):
     """Sampling parameters, with vLLM's meanings.
 
     temperature: 0 is greedy. top_k: 0 and -1 are off. seed: drawn if not given. n: choices, with
@@ -114,7 +114,7 @@ class _SamplingBody(Body):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
-class GenerationBody(_SamplingBody, StructuredBody):
+class GenerationBody(SamplingBody, StructuredBody):
     """Fields of completions, chats and responses.
 
     user: ignored. timeout: seconds until the request is cancelled. expected_output_tokens: the
@@ -138,6 +138,10 @@ class GenerationBody(_SamplingBody, StructuredBody):
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is only allowed with stream: true")
         return self
+
+    def parts(self) -> Iterator[tuple[tuple[str | int, ...], Body]]:
+        """Yield the objects inside it whose unknown fields count, and their paths."""
+        yield from ()
 
     @property
     def usage_at_end(self) -> bool:
@@ -287,6 +291,11 @@ class ChatMessage(Body):
     @property
     def text(self) -> str:
         return _text_of(self.content) or self.refusal
+
+    @property
+    def is_begun(self) -> bool:
+        """Return whether it is an answer that can go on."""
+        return self.role == "assistant" and bool(self.text) and not self.tool_calls
 
     @property
     def is_about_tools(self) -> bool:
@@ -519,8 +528,9 @@ def _unknown(
     body: GenerationBody,
 ) -> Iterator[tuple[tuple[str | int, ...], str, Any, Mapping[str, tuple[object, ...]]]]:
     """Yield each unknown field's path, name, value, and the unsupported fields there."""
-    for name, value in (body.model_extra or {}).items():
-        yield (), name, value, {**_UNSUPPORTED, **body.not_offered}
+    for path, part in (((), body), *body.parts()):
+        for name, value in (part.model_extra or {}).items():
+            yield path, name, value, {**_UNSUPPORTED, **body.not_offered}
     if body.stream_options is not None:
         for name, value in (body.stream_options.model_extra or {}).items():
             yield ("stream_options",), name, value, {}

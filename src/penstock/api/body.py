@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NamedTuple
+import json
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from starlette.requests import Request
 
+from penstock.api.errors import from_validation
 from penstock.engine.grammar import GrammarKind
 
 _Schema = dict[str, Any] | bool | str
@@ -14,6 +17,17 @@ _Schema = dict[str, Any] | bool | str
 _Choice = Annotated[list[str], Field(min_length=1, max_length=10_000, fail_fast=True)]
 
 _ANY_OBJECT = {"type": "object"}
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+async def validated(model: type[_Model], http: Request) -> _Model:
+    """Parse the body of a request. Raises: ApiError."""
+    # By pydantic, not FastAPI: it refuses invalid Unicode and says what is wrong with broken JSON.
+    try:
+        return model.model_validate_json(await http.body())
+    except ValidationError as error:
+        raise from_validation(error) from error
 
 
 class Body(BaseModel):
@@ -27,6 +41,11 @@ class Body(BaseModel):
         if isinstance(data, dict):
             return {name: value for name, value in data.items() if value is not None}
         return data
+
+
+def json_of_object(value: Any) -> Any:
+    """Return an object as JSON, and anything else as it is."""
+    return json.dumps(value) if isinstance(value, dict) else value
 
 
 class Structure(NamedTuple):

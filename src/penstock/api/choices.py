@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -79,6 +80,8 @@ class TextStream:
         previous: int | None = None,
         shown: Collection[int] = (),
     ) -> None:
+        self.stop_string: str | None = None
+        """The one that ended the text."""
         self._is_over = False
         self._tokenizer = tokenizer
         self._stops = stops
@@ -125,10 +128,12 @@ class TextStream:
             last = self._tokens[-1]
             self._tokens[-1] = replace(last, text=last.text + rest)
         if num_stop_chars:
+            cut = self._pending[-num_stop_chars:]
+            self.stop_string = next(filter(cut.startswith, self._stops), None)
             self._pending = self._pending[:-num_stop_chars]
-            cut = self._length + len(self._pending)
+            end = self._length + len(self._pending)
             self._tokens = [
-                replace(t, text=t.text[: cut - t.start]) for t in self._tokens if t.start < cut
+                replace(t, text=t.text[: end - t.start]) for t in self._tokens if t.start < end
             ]
         self._is_over = True
 
@@ -196,17 +201,26 @@ class ResponseChoice:
         self.tells_origins = tells_origins
         self.finish_reason: FinishReason | None = None
         self.usage = Usage()
+        self.first_output_at: float | None = None
+        """By `time.perf_counter`."""
         self._text = text
         self._reasoning = reasoning
         self._calls = calls
         self._echo = echo
         self._adds_text = adds_text
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text, if one did."""
+        return self._text.stop_string
+
     def on_output(self, output: Output) -> Delta | None:
         """Add an output; return None while there is nothing to show.
 
         Raises: ApiError if the engine ended the request without completing it.
         """
+        if self.first_output_at is None:
+            self.first_output_at = time.perf_counter()
         if output.finish_reason in _STATUS:
             self.finish_reason = output.finish_reason
             status = _STATUS[output.finish_reason]

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's format: `{"error": {message, type, param, code}}`."""
+"""Errors in the form of the endpoint's API: OpenAI's, Anthropic's or Ollama's."""
 
 from __future__ import annotations
 
@@ -19,6 +19,15 @@ _TYPES = {
     429: "rate_limit_error",
     499: "client_closed_request",
 }
+_MESSAGES_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Anthropic's types of errors, where `_TYPES` are OpenAI's."""
 _SHAPES = {
     "prompt": "must be a string, a list of strings, a list of token ids, or a list of such lists",
     "stop": "must be a string or a list of strings",
@@ -47,10 +56,16 @@ class ApiError(Exception):
         self.code = code
         self.retry_after_s = retry_after_s
 
-    def body(self) -> dict[str, Any]:
-        kind = _TYPES.get(self.status)
-        if kind is None:
-            kind = "invalid_request_error" if self.status < 500 else "server_error"
+    def body(self, path: str = "") -> dict[str, Any]:
+        """Return the body in the form of the API that has `path`; OpenAI's by default."""
+        is_wrong = self.status < 500
+        if path.startswith("/api/"):
+            return {"error": self.message}
+        if path.startswith("/v1/messages"):
+            other = "invalid_request_error" if is_wrong else "api_error"
+            kind = _MESSAGES_TYPES.get(self.status, other)
+            return {"type": "error", "error": {"type": kind, "message": self.message}}
+        kind = _TYPES.get(self.status, "invalid_request_error" if is_wrong else "server_error")
         return {
             "error": {
                 "message": self.message,
@@ -60,12 +75,12 @@ class ApiError(Exception):
             }
         }
 
-    def response(self) -> Response:
+    def response(self, path: str = "") -> Response:
         headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
         if self.retry_after_s is not None:
             headers["Retry-After"] = str(math.ceil(self.retry_after_s))
         # Escaped: a message may quote invalid Unicode of the client.
-        body = dumps(self.body(), ensure_ascii=True)
+        body = dumps(self.body(path), ensure_ascii=True)
         return Response(body, self.status, headers, media_type="application/json")
 
 
@@ -83,11 +98,18 @@ def from_validation(error: ValidationError) -> ApiError:
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         message = "unknown field"
-    elif shaped is not None and len({d["loc"] for d in details}) > 1:
+    elif shaped is not None and _num_shapes(details, location[: shaped + 1]) > 1:
         location = location[: shaped + 1]
         message = _SHAPES[str(location[-1])]
     where = _dotted(location)
     return ApiError(400, f"{where}: {message}", param=where, code=first["type"])
+
+
+def _num_shapes(details: Sequence[Any], field: list[Any]) -> int:
+    """Return how many shapes of a field were tried: their names are behind it in locations."""
+    size = len(field)
+    behind = {d["loc"][size] for d in details if list(d["loc"][:size]) == field != list(d["loc"])}
+    return sum(isinstance(name, str) for name in behind)
 
 
 def _dotted(location: Sequence[Any]) -> str:
@@ -95,25 +117,25 @@ def _dotted(location: Sequence[Any]) -> str:
 
 
 def install(app: FastAPI) -> None:
-    """Give every error of `app` OpenAI's body."""
+    """Give every error of `app` the body of its API."""
 
     @app.exception_handler(ApiError)
     async def own(request: Request, error: ApiError) -> Response:
-        return error.response()
+        return error.response(request.url.path)
 
     @app.exception_handler(ClientDisconnect)
     async def gone(request: Request, error: ClientDisconnect) -> Response:
-        return ApiError(499, "the client closed the connection").response()
+        return ApiError(499, "the client closed the connection").response(request.url.path)
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
         message = error.detail
         if error.status_code in (404, 405):
             message = f"no endpoint {request.method} {request.url.path}"
-        response = ApiError(error.status_code, message).response()
+        response = ApiError(error.status_code, message).response(request.url.path)
         response.headers.update(error.headers or {})
         return response
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
-        return ApiError(500, "the server failed on this request").response()
+        return ApiError(500, "the server failed on this request").response(request.url.path)

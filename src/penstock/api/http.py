@@ -165,7 +165,7 @@ class BodyLimit:
             return
         announced = dict(scope["headers"]).get(b"content-length", b"0")
         if announced.isdigit() and int(announced) > self._max_bytes:
-            await ApiError(413, self._too_large).response()(scope, receive, send)
+            await ApiError(413, self._too_large).response(scope["path"])(scope, receive, send)
             return
         body = _BodyReader(self._memory, client_network(scope), self._max_bytes)
         deadline = asyncio.get_running_loop().time() + self._timeout_s
@@ -250,7 +250,7 @@ class ResponseHeaders:
                     headers[IGNORED_FIELDS] = state["ignored_fields"]
                 status = message["status"]
                 told["status"] = status
-                if status >= 500 and status != 503:
+                if status >= 500 and status not in (501, 503):
                     _log.error("%s %r: status %d", scope["method"], scope["path"], status)
             await send(message)
 

@@ -114,9 +114,12 @@ class RequestBuilder:
         self._grammars = GrammarCompiler(lambda: self.tokenizer, self.engine.vocab_size, eos)
 
     async def completion(
-        self, body: CompletionBody, caller: Caller, job_id: str
+        self, body: CompletionBody, caller: Caller, job_id: str, *, clips: bool = False
     ) -> list[ResponseChoice]:
-        """Return the choices of a completion, those of the first prompt first. Raises: ApiError."""
+        """Return the choices of a completion, those of the first prompt first. Raises: ApiError.
+
+        clips: max_tokens over the context is lowered, not refused; without it, all of the context.
+        """
         given = body.prompts
         self._check(body, caller, len(given))
         scores_prompt = body.echo and body.logprobs is not None
@@ -149,7 +152,7 @@ class RequestBuilder:
             last = self.tokenizer.last_of_text(prompt) if body.stops or not body.echo else None
             stop = StopStrings(body.stops, last) if body.stops else None
             max_tokens = self._max_tokens(
-                body, body.max_tokens, _DEFAULT_COMPLETION_TOKENS, len(prompt), caller.tenant
+                body, body.max_tokens, _DEFAULT_COMPLETION_TOKENS, len(prompt), caller.tenant, clips
             )
             for n in range(body.n):
                 index = len(choices)
@@ -173,10 +176,12 @@ class RequestBuilder:
                 )
         return choices
 
-    async def chat(self, body: ChatBody, caller: Caller, job_id: str) -> list[ResponseChoice]:
+    async def chat(
+        self, body: ChatBody, caller: Caller, job_id: str, *, clips: bool = False
+    ) -> list[ResponseChoice]:
         """Return the choices of a chat completion, by default as long as the context allows.
 
-        Raises: ApiError."""
+        clips: as of a completion. Raises: ApiError."""
         self._check(body, caller, 1)
         template = self.tokenizer.tool_template
         thinks = reasoning_of(template)
@@ -215,6 +220,7 @@ class RequestBuilder:
             self.engine.max_request_tokens,
             len(prompt),
             caller.tenant,
+            clips,
         )
         last = self.tokenizer.last_of_text(prompt) if chat.continues else None
         stop = StopStrings(body.stops, last, shown) if body.stops else None
@@ -386,9 +392,12 @@ class RequestBuilder:
         default: int,
         prompt_len: int,
         tenant: str,
+        clips: bool,
     ) -> int:
         """Return the output limit of a choice. Raises: ApiError where it does not fit."""
         room = self.engine.max_request_tokens - prompt_len
+        if clips:
+            default, wanted = wanted or room, None
         if wanted is not None and wanted > room:
             raise self._too_long(
                 f"{prompt_len} prompt tokens and max_tokens {wanted} do not fit", "max_tokens"

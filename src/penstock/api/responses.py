@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic_core import to_json
 from starlette.requests import Request as HttpRequest
@@ -33,7 +33,10 @@ _KEEP_ALIVE_S = 5.0
 
 
 class Form(ABC):
-    """Format of one response."""
+    """Format of one response. keep_alive: what a silent stream sends."""
+
+    media_type: ClassVar[str] = "text/event-stream"
+    keep_alive: ClassVar[bytes] = b": keep-alive\n\n"
 
     @abstractmethod
     def response(self, choices: Sequence[ResponseChoice], deltas: Sequence[Delta]) -> JsonDict:
@@ -41,7 +44,7 @@ class Form(ABC):
 
     @abstractmethod
     def events(self, job: Generation, body: GenerationBody) -> AsyncIterator[bytes]:
-        """Yield the server-sent events, including errors."""
+        """Yield the pieces of a stream, including errors."""
 
 
 class Format(Form):
@@ -309,35 +312,35 @@ def _as_api_errors() -> Iterator[None]:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events of a job; a client that disconnects ends it.
+    """Streamed response of a job; a client that disconnects ends it.
 
     The headers are sent at once, so later errors are sent as events."""
 
-    media_type = "text/event-stream"
-
     def __init__(self, job: Generation, form: Form, body: GenerationBody) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(form.events(job, body), headers=headers)
+        super().__init__(form.events(job, body), headers=headers, media_type=form.media_type)
         self._job = job
+        self._keep_alive = form.keep_alive
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._job:
             await super().__call__(scope, receive, send)
 
     async def stream_response(self, send: Send) -> None:
-        kept_alive = _KeepAliveSender(send)
-        comments = asyncio.create_task(kept_alive.run())
+        kept_alive = _KeepAliveSender(send, self._keep_alive)
+        signs = asyncio.create_task(kept_alive.run())
         try:
             await super().stream_response(kept_alive.send)
         finally:
-            comments.cancel()
+            signs.cancel()
 
 
 class _KeepAliveSender:
-    """Sends a comment after _KEEP_ALIVE_S of silence: proxies close idle connections."""
+    """Sends `sign` after _KEEP_ALIVE_S of silence: proxies close idle connections."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, sign: bytes) -> None:
         self._send = send
+        self._sign = sign
         self._turn = asyncio.Lock()
         self._clock = asyncio.get_running_loop().time
         self._sent_at = self._clock()
@@ -351,13 +354,13 @@ class _KeepAliveSender:
                 self._sent_at = self._clock()
 
     async def run(self) -> None:
-        comment = {"type": "http.response.body", "body": b": keep-alive\n\n", "more_body": True}
+        sign = {"type": "http.response.body", "body": self._sign, "more_body": True}
         while not self._is_over:
             quiet_until = self._sent_at + _KEEP_ALIVE_S
             if self._clock() < quiet_until:
                 await asyncio.sleep(quiet_until - self._clock())
             else:
-                await self.send(comment)
+                await self.send(sign)
 
 
 async def _chunks(job: Generation, form: Format, body: GenerationBody) -> AsyncIterator[bytes]:
@@ -387,10 +390,11 @@ def _with_usage(chunk: JsonDict, job: Generation, body: GenerationBody) -> JsonD
 def event(data: JsonDict, kind: str | None = None) -> bytes:
     """Encode a server-sent event. kind: its type, if any."""
     named = b"" if kind is None else f"event: {kind}\n".encode()
-    return b"%sdata: %s\n\n" % (named, _json(data))
+    return b"%sdata: %s\n\n" % (named, as_json(data))
 
 
-def _json(body: JsonDict) -> bytes:
+def as_json(body: JsonDict) -> bytes:
+    """Encode without white space; NaN is null."""
     return to_json(body, inf_nan_mode="null")
 
 
@@ -407,7 +411,7 @@ async def collected(job: Generation, form: Form, http: HttpRequest) -> Response:
         finally:
             work.cancel()
             gone.cancel()
-    return Response(_json(body), media_type="application/json")
+    return Response(as_json(body), media_type="application/json")
 
 
 async def _join(job: Generation) -> list[Delta]:

@@ -25,7 +25,6 @@ from penstock.cli.terminal import what_to_install
 
 app = typer.Typer(
     name="penstock",
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )

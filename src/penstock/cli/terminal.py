@@ -43,8 +43,9 @@ def what_to_install(error: ModuleNotFoundError) -> str | None:
     if module not in SERVE_EXTRA:
         return None
     return (
-        f"this needs {module}, which is not installed: pip install 'penstock[serve]' (without a "
-        "GPU first: pip install torch --index-url https://download.pytorch.org/whl/cpu)"
+        f"this needs {module}, which is not installed: pip install 'penstock[serve]', or "
+        "uvx --from 'penstock[serve]' penstock (on Linux without a GPU: with "
+        "--extra-index-url https://download.pytorch.org/whl/cpu)"
     )
 
 

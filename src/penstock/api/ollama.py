@@ -1,0 +1,123 @@
+"""Ollama's endpoints, over the one model of the server."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+from uuid import uuid4
+
+from fastapi import Depends, FastAPI, Request, Response
+
+from penstock.api.bodies import ChatBody
+from penstock.api.body import validated
+from penstock.api.errors import ApiError
+from penstock.api.http import Caller
+from penstock.api.ollama_bodies import LATEST, OllamaBody, OllamaChat, OllamaGenerate, OllamaShow
+from penstock.api.ollama_format import OllamaFormat, timestamp
+from penstock.api.responses import as_json
+from penstock.api.schema import body_of, refusals
+from penstock.api.service import Service
+from penstock.api.tool_calls import format_of
+
+_VERSION = "0.13.0"
+"""The version of Ollama whose endpoints these are: clients refuse older ones."""
+_REFUSED = {
+    "pull": "POST", "push": "POST", "create": "POST", "copy": "POST", "delete": "DELETE",
+    "embed": "POST", "embeddings": "POST",
+}  # fmt: skip
+"""Methods of Ollama's endpoints that a server of one model has not."""
+_DETAILS = {
+    "parent_model": "",
+    "format": "",
+    "family": "penstock",
+    "families": ["penstock"],
+    "parameter_size": "",
+    "quantization_level": "",
+}
+
+
+def add_ollama(app: FastAPI, service: Service, caller_of: Callable[..., Caller]) -> None:
+    """Add the endpoints under `/api`."""
+    errors = refusals("OllamaError")
+    checked = [Depends(caller_of)]
+
+    async def answer(http: Request, caller: Caller, body: OllamaBody) -> Response:
+        form, asked = OllamaFormat(body.model, is_chat=isinstance(body, OllamaChat)), body.asked()
+        job_id = f"ollama-{uuid4().hex}"
+        if asked is None:
+            service.prepare.check_model(body.model)
+            return Response(as_json(form.loaded()), media_type="application/json")
+        if isinstance(asked, ChatBody):
+            choices = await service.prepare.chat(asked, caller, job_id, clips=True)
+        else:
+            choices = await service.prepare.completion(asked, caller, job_id, clips=True)
+        return await service.answer(http, caller, body, choices, form)
+
+    @app.post("/api/chat", openapi_extra=body_of(OllamaChat), responses=errors)
+    async def chat(http: Request, caller: Caller = Depends(caller_of)) -> Response:
+        return await answer(http, caller, await service.read(OllamaChat, http))
+
+    @app.post("/api/generate", openapi_extra=body_of(OllamaGenerate), responses=errors)
+    async def generate(http: Request, caller: Caller = Depends(caller_of)) -> Response:
+        return await answer(http, caller, await service.read(OllamaGenerate, http))
+
+    @app.get("/api/tags", dependencies=checked, responses=errors)
+    async def tags() -> dict[str, Any]:
+        return {"models": [_card(service)]}
+
+    @app.get("/api/ps", dependencies=checked, responses=errors)
+    async def running() -> dict[str, Any]:
+        context = service.client.info.max_request_tokens
+        never = "9999-12-31T23:59:59Z"
+        loaded = {"expires_at": never, "size_vram": 0, "context_length": context}
+        return {"models": [{**_card(service), **loaded}]}
+
+    @app.post(
+        "/api/show", dependencies=checked, openapi_extra=body_of(OllamaShow), responses=errors
+    )
+    async def show(http: Request) -> dict[str, Any]:
+        body = await validated(OllamaShow, http)
+        service.prepare.check_model(body.model.removesuffix(LATEST))
+        template = service.tokenizer.tool_template
+        context = service.client.info.max_request_tokens
+        return {
+            "modelfile": "",
+            "parameters": "",
+            "template": template or "",
+            "details": _DETAILS,
+            "model_info": {
+                "general.architecture": "penstock",
+                "penstock.context_length": context,
+            },
+            "capabilities": ["completion", *(["tools"] if format_of(template) else [])],
+            "modified_at": timestamp(service.started_at),
+        }
+
+    @app.get("/api/version", responses=errors)
+    async def version() -> dict[str, str]:
+        return {"version": _VERSION}
+
+    for name, method in _REFUSED.items():
+        app.add_api_route(
+            f"/api/{name}", _refuse, methods=[method], dependencies=checked, include_in_schema=False
+        )
+
+
+async def _refuse(http: Request) -> None:
+    """Raises: ApiError with 501."""
+    path = http.url.path
+    raise ApiError(501, f"{path} is not offered: this server has one model, which makes text")
+
+
+def _card(service: Service) -> dict[str, Any]:
+    name = service.model_name
+    tagged = name if ":" in name else name + LATEST
+    return {
+        "name": tagged,
+        "model": tagged,
+        "modified_at": timestamp(service.started_at),
+        "size": 0,
+        "digest": hashlib.sha256(name.encode()).hexdigest(),
+        "details": _DETAILS,
+    }
