@@ -57,12 +57,12 @@ def test_serve_a_model_of_the_hub(hub: Hub) -> None:
     command = [*START, "lab/tiny", "--port", "0", "--state", "none", "--kv-tokens", "2048"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        lines = [process.stdout.readline().removeprefix("penstock: ") for _ in range(4)]
+        lines = [process.stdout.readline().removeprefix("penstock: ") for _ in range(5)]
         try:
             assert lines[0].startswith("lab/tiny: safetensors, ")
             assert lines[2].startswith("serving on http://127.0.0.1:")
             url = lines[2].split()[-1]
-            _, asked, *_, body = shlex.split(lines[3])
+            _, asked, *_, body = shlex.split(lines[4])
             assert json.loads(body)["model"] == "lab/tiny"
             kind = {"Content-Type": "application/json"}
             answer = httpx.post(asked, content=body, headers=kind, timeout=LONG)

@@ -12,8 +12,8 @@ from tests.api.tool_servers import HERMES, tool_server
 from tests.serving.fakes import SLOW_FACTORY
 from tests.serving.harness import RunningServer, eventually, running_server, serve_config
 
+from penstock.api.anthropic.bodies import MessagesBody
 from penstock.api.body import Structure
-from penstock.api.message_bodies import MessagesBody
 from penstock.config import hash_of_key
 
 WEATHER: Any = {

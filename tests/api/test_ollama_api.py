@@ -15,7 +15,7 @@ from tests.serving.harness import RunningServer, eventually, running_server, ser
 
 from penstock.api.bodies import ChatBody
 from penstock.api.body import Structure
-from penstock.api.ollama_bodies import OllamaChat, OllamaGenerate
+from penstock.api.ollama.bodies import OllamaChat, OllamaGenerate
 from penstock.config import hash_of_key
 
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'

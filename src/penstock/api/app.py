@@ -13,6 +13,8 @@ from starlette.middleware.cors import CORSMiddleware
 
 from penstock import __version__
 from penstock.api import errors
+from penstock.api.anthropic.bodies import MessagesBody, MessagesInput
+from penstock.api.anthropic.format import PATH, MessagesFormat
 from penstock.api.bodies import ChatBody, CompletionBody
 from penstock.api.body import validated
 from penstock.api.dashboard import add_dashboard
@@ -25,9 +27,7 @@ from penstock.api.http import (
     ResponseHeaders,
     client_network,
 )
-from penstock.api.message_bodies import MessagesBody, MessagesInput
-from penstock.api.message_format import PATH, MessagesFormat
-from penstock.api.ollama import add_ollama
+from penstock.api.ollama.endpoints import add_ollama
 from penstock.api.response_bodies import ResponsesBody
 from penstock.api.response_format import ResponsesFormat
 from penstock.api.responses import ChatFormat, CompletionFormat

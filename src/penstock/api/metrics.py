@@ -15,8 +15,8 @@ from weakref import WeakValueDictionary
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from penstock.api.bodies import UNNAMED
 from penstock.api.collectors import EngineCollector, PositionCollector
+from penstock.api.unknown_fields import UNNAMED
 from penstock.core.types import NO_TARGET, PREDICTION, FinishReason, Output, Request
 from penstock.serving.messages import EngineStats
 

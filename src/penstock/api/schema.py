@@ -10,10 +10,10 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from penstock import __version__
+from penstock.api.anthropic.bodies import MessagesBody, MessagesInput
 from penstock.api.bodies import ChatBody, CompletionBody
 from penstock.api.http import EXPECTED_OUTPUT_TOKENS
-from penstock.api.message_bodies import MessagesBody, MessagesInput
-from penstock.api.ollama_bodies import OllamaChat, OllamaGenerate, OllamaShow
+from penstock.api.ollama.bodies import OllamaChat, OllamaGenerate, OllamaShow
 from penstock.api.response_bodies import ResponsesBody
 from penstock.api.token_bodies import DetokenizeBody, TokenizeBody
 

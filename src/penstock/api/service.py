@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fastapi import Request, Response
 
 from penstock.api import errors
-from penstock.api.bodies import ChatBody, GenerationBody, header_value, ignored_fields
+from penstock.api.bodies import ChatBody, GenerationBody
 from penstock.api.body import validated
 from penstock.api.choices import ResponseChoice
 from penstock.api.http import EXPECTED_OUTPUT_TOKENS, Caller
@@ -17,6 +17,7 @@ from penstock.api.metrics import Metrics
 from penstock.api.prepare import RequestBuilder
 from penstock.api.response_bodies import ResponsesBody
 from penstock.api.responses import EventStream, Form, Generation, collected
+from penstock.api.unknown_fields import header_value, ignored_fields
 from penstock.config import ServeConfig
 from penstock.serving.client import RequestClient
 

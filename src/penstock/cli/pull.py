@@ -39,12 +39,16 @@ def list_models(as_json: JsonOption = False) -> None:
         return
     print_table(
         None,
-        ("model", "format", "size, GB", "drafters"),
+        ("model", "format", "size", "drafters"),
         (
-            (row["model"], row["format"], f"{row['bytes'] / 1e9:.2f}", ", ".join(row["drafters"]))
+            (row["model"], row["format"], _size(row["bytes"]), ", ".join(row["drafters"]))
             for row in rows
         ),
     )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
 
 
 def _rows() -> Iterator[dict[str, Any]]:

@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 from pydantic_core import from_json
 
+from penstock.api.anthropic.bodies import MessagesBody
 from penstock.api.bodies import GenerationBody
 from penstock.api.choices import Delta, ResponseChoice, usage
 from penstock.api.errors import ApiError
-from penstock.api.message_bodies import MessagesBody
 from penstock.api.responses import Form, Generation, JsonDict, event
 
 PATH = "/v1/messages"

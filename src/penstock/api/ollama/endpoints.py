@@ -13,8 +13,8 @@ from penstock.api.bodies import ChatBody
 from penstock.api.body import validated
 from penstock.api.errors import ApiError
 from penstock.api.http import Caller
-from penstock.api.ollama_bodies import LATEST, OllamaBody, OllamaChat, OllamaGenerate, OllamaShow
-from penstock.api.ollama_format import OllamaFormat, timestamp
+from penstock.api.ollama.bodies import LATEST, OllamaBody, OllamaChat, OllamaGenerate, OllamaShow
+from penstock.api.ollama.format import OllamaFormat, timestamp
 from penstock.api.responses import as_json
 from penstock.api.schema import body_of, refusals
 from penstock.api.service import Service

@@ -1,0 +1,1 @@
+"""Ollama's endpoints over the same engine."""
