@@ -69,7 +69,7 @@ def drafter_checkpoint(model: str | None) -> tuple[str, Path]:
 
     N-gram look-up uses the tokenizer of the bundled family.
     """
-    if model not in (None, NGRAM) and DrafterParts.from_path(str(model)).look_up is not None:
+    if model not in (None, NGRAM) and DrafterParts.from_path(str(model)).model != model:
         raise ConfigError(f"a draft server drafts with one model or with {NGRAM}, not {model!r}")
     if model == NGRAM:
         return NGRAM, Path(_drafter_path(NGRAM, DEFAULT_DRAFTER))
