@@ -16,6 +16,7 @@ from penstock.config import (
     DEFAULT_TENANT,
     NGRAM,
     SUFFIX,
+    CompletionsServer,
     DrafterParts,
     EngineConfig,
     as_tenants,
@@ -197,8 +198,7 @@ def _start_servers(
         variable = key_variable(name)
         client = CompletionsClient(server, os.environ.get(variable), variable)
         loading = executor.tokenizer.loading
-        # Prompts leave this machine for tenants that share them only.
-        tenant = None if server.is_here else ""
+        tenant = _tenant_of(server)
         drafter = ServerDrafter(name, client, loading, vocab_size, tenant, clock, executor.wake)
         executor.servers[name] = drafter
         drafter.start()
@@ -211,9 +211,20 @@ def _start_servers(
             )
 
 
+def _tenant_of(server: CompletionsServer) -> str | None:
+    """Return the tenant whose prompts a server may see: any (None) where they stay on this machine.
+
+    Else none (""), but for tenants that share theirs."""
+    return None if server.is_here else ""
+
+
 def _scheduler(config: EngineConfig, models: Models, learn: Estimators) -> Scheduler:
     """Raises: PolicyError."""
     drafters = [_drafter(config, models, name) for name in config.sources]
+    drafters += [
+        Drafter(name, up=False, remote=True, tenant=_tenant_of(server), stays=True)
+        for name, server in config.servers.items()
+    ]
     return Scheduler(
         _pool(config, models.num_target_blocks),
         drafters,

@@ -157,8 +157,10 @@ class LocalExecutor(ABC):
         """Make `fileno` readable; from any thread."""
         self._lanes.wakeup.give()
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Release other processes after the last plan."""
+        for server in self.servers.values():
+            server.close()
 
     def take_broken(self) -> list[str]:
         """Return drafters that keep failing, once each."""

@@ -10,7 +10,6 @@ import itertools
 import logging
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -120,14 +119,15 @@ class ServerDrafter:
         self._latest: dict[str, DraftOrder] = {}
         self._lines = itertools.count()
         self._events: deque[Event | Drafted] = deque()
-        self._orders: queue.SimpleQueue[tuple[DraftOrder, TokenBuffer]] = queue.SimpleQueue()
-        self._broken = threading.Event()
+        self._orders: queue.SimpleQueue[tuple[DraftOrder, TokenBuffer] | None]
+        self._orders = queue.SimpleQueue()
+        self._broken, self._closed = threading.Event(), threading.Event()
         self._num_failed = 0
         self._error = ""
         self._pause_s = _FIRST_PAUSE_S
 
     def start(self) -> None:
-        """Begin to call the server, in threads that end with the program."""
+        """Begin to call the server, in threads of its own."""
         for run in (self._keep, *[self._work] * MOST_CALLS):
             threading.Thread(target=run, name=f"penstock-{self.name}", daemon=True).start()
 
@@ -147,6 +147,14 @@ class ServerDrafter:
             self._latest.pop(request_id, None)
             self._texts.pop(request_id, None)
 
+    def close(self) -> None:
+        """Let the threads end."""
+        self._closed.set()
+        self._broken.set()
+        for _ in range(MOST_CALLS):
+            self._orders.put(None)
+        self._client.close()
+
     def _post(self, event: Event | Drafted) -> None:
         self._events.append(event)
         self._wake()
@@ -154,9 +162,9 @@ class ServerDrafter:
     # --- whether it works -----------------------------------------------------------------------
 
     def _keep(self) -> None:
-        """Tell the scheduler whether the server works, forever."""
+        """Tell the scheduler whether the server works."""
         said = ""
-        while True:
+        while not self._closed.is_set():
             if self._call("a", 1, _PROBE_S) is not None:
                 _log.info("drafter %s answers", self.name)
                 said = ""
@@ -168,7 +176,7 @@ class ServerDrafter:
             if self._error != said:
                 said = self._error
                 _log.warning("drafter %s does not draft for now: %s", self.name, said)
-            time.sleep(self._pause_s)
+            self._closed.wait(self._pause_s)
             self._pause_s = min(2 * self._pause_s, _MOST_PAUSE_S)
 
     def _call(self, prompt: str, max_tokens: int, seconds: float) -> Completion | None:
@@ -189,8 +197,8 @@ class ServerDrafter:
     # --- drafts ---------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        while True:
-            order, text = self._orders.get()
+        while (job := self._orders.get()) is not None:
+            order, text = job
             prompt, tokens, completion = self._prompt(order, text), list[int](), None
             seconds = _CALL_S
             if order.deadline is not None:
