@@ -39,6 +39,7 @@ def short_pauses() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_FIRST_PAUSE_S", 0.05)
         patch.setattr(module, "_MOST_PAUSE_S", 0.2)
+        patch.setattr(module, "_LONGEST_S", 1.0)
         yield
 
 
@@ -85,7 +86,8 @@ def engine(served: CompletionsServer) -> Iterator[Engine]:
 
 def wait_for(engine: Engine, up: bool = True, seconds: float = 30) -> None:
     end = time.monotonic() + seconds
-    while engine.scheduler.table.drafters["edge"].up is not up:
+    edge = engine.scheduler.table.drafters["edge"]
+    while (edge.up and not edge.silent) is not up:
         assert time.monotonic() < end
         engine.loop.turn([])
         time.sleep(0.01)

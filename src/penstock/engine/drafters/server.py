@@ -36,9 +36,8 @@ _TAIL = 8
 _MOST_FAILURES = 3
 """Failed calls in a row after which the server gets no orders."""
 _FIRST_PAUSE_S, _MOST_PAUSE_S = 1.0, 60.0
-_PROBE_S = 30.0
-"""Limit of a first call: some servers load the model for it."""
-_CALL_S = 10.0
+_LONGEST_S = 30.0
+"""Limit of a call that no deadline ends: the server may have to load its model, or read a text."""
 _AHEAD_CALL, _MOST_AHEAD = 3, 32
 """Tokens of a call without an order, which a new order may have to wait for, and of all of them."""
 
@@ -53,10 +52,11 @@ class Drafted(NamedTuple):
 
 
 class _Prompt(NamedTuple):
-    """Text to complete. last: the target's last tokens."""
+    """Text to complete. last: the target's last tokens. is_new: the server never read its like."""
 
     text: str
     last: tuple[int, ...]
+    is_new: bool
 
 
 class _Text:
@@ -71,7 +71,7 @@ class _Text:
 
     def prompt(self, text: TokenBuffer, end: int) -> _Prompt | None:
         """Return the text of the first `end` tokens; None inside a character."""
-        start = max(self._num_read, end - _MOST_CHARS)
+        is_new, start = self._num_read == 0, max(self._num_read, end - _MOST_CHARS)
         before = opening(self._tokenizer) if start == 0 else []
         if before and text.tokens(0, len(before)) == before:
             start = len(before)  # the server adds its own
@@ -84,14 +84,15 @@ class _Text:
             self._text = self._text[-_KEPT_CHARS:]
         if self._stream.is_amid_character or not self._text:
             return None
-        return _Prompt(self._text, tuple(self._last))
+        return _Prompt(self._text, tuple(self._last), is_new)
 
 
 class ServerDrafter:
     """Drafter on a server, which can only be wrong: its drafts are point masses.
 
-    A call ends at its order's deadline. After several failures in a row, and at the start, a short
-    call is repeated after growing pauses; until it succeeds there are no orders.
+    A call ends at its order's deadline, except the first of a text, which the server has to read.
+    After several failures in a row, and at the start, a short call is repeated after growing
+    pauses; until it succeeds there are no orders.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class ServerDrafter:
         self._tenant = tenant
         self._clock = clock
         self._wake = wake
-        self._lock = threading.Lock()
+        self._lock, self._is_ahead = threading.Lock(), threading.Lock()
         self._texts: dict[str, _Text] = {}
         self._latest: dict[str, DraftOrder] = {}
         self._lines = itertools.count()
@@ -165,7 +166,7 @@ class ServerDrafter:
         """Tell the scheduler whether the server works."""
         said = ""
         while not self._closed.is_set():
-            if self._call("a", 1, _PROBE_S) is not None:
+            if self._call("a", 1, _LONGEST_S) is not None:
                 _log.info("drafter %s answers", self.name)
                 said = ""
                 self._num_failed = _MOST_FAILURES - 1  # one more failure is enough
@@ -173,7 +174,7 @@ class ServerDrafter:
                 self._post(DrafterUp(self.name, tenant=self._tenant))
                 self._broken.wait()
                 self._post(DrafterDown(self.name))
-            if self._error != said:
+            if self._error != said and not self._closed.is_set():
                 said = self._error
                 _log.warning("drafter %s does not draft for now: %s", self.name, said)
             self._closed.wait(self._pause_s)
@@ -199,11 +200,11 @@ class ServerDrafter:
     def _work(self) -> None:
         while (job := self._orders.get()) is not None:
             order, text = job
-            prompt, tokens, completion = self._prompt(order, text), list[int](), None
-            seconds = _CALL_S
-            if order.deadline is not None:
-                seconds = min(seconds, order.deadline - self._clock.now())
-            most = order.max_draft_tokens
+            prompt, most, tokens = self._prompt(order, text), order.max_draft_tokens, list[int]()
+            seconds = _LONGEST_S
+            if order.deadline is not None and not (prompt is not None and prompt.is_new):
+                seconds = order.deadline - self._clock.now()
+            completion = None
             if prompt is not None and seconds > 0:
                 # The last token is dropped, as more text could change it.
                 completion = self._call(prompt.text, most + 1, seconds)
@@ -211,8 +212,12 @@ class ServerDrafter:
                 self._num_failed, self._pause_s = 0, _FIRST_PAUSE_S
                 tokens = self._spelt(prompt, completion)
             self._post(Drafted(order, tokens[:most]))
-            if prompt is not None and completion is not None and tokens:
+            if prompt is None or completion is None or not tokens:
+                continue
+            # One text at a time: an order waits for one such call at most.
+            if self._is_ahead.acquire(blocking=False):
                 self._draft_ahead(order, text, prompt, completion)
+                self._is_ahead.release()
 
     def _draft_ahead(
         self, order: DraftOrder, text: TokenBuffer, prompt: _Prompt, completion: Completion
@@ -233,7 +238,7 @@ class ServerDrafter:
             is_last = self._latest.get(order.request_id) is order and self._orders.empty()
             if not (is_right and is_last) or completion.has_ended or len(tokens) >= _MOST_AHEAD:
                 return
-            more = self._call(prompt.text + completion.text, _AHEAD_CALL, _CALL_S)
+            more = self._call(prompt.text + completion.text, _AHEAD_CALL, _LONGEST_S)
             if more is None or not more.text:
                 return
             completion = Completion(completion.text + more.text, more.has_ended)
