@@ -3,6 +3,8 @@
 import pytest
 from tests.conftest import Cli
 
+from penstock.cli import models
+from penstock.cli.models import with_models
 from penstock.config import (
     CompletionsServer,
     ConfigError,
@@ -83,3 +85,12 @@ def test_a_key_is_no_setting(caplog: pytest.LogCaptureFixture) -> None:
     assert key_variable("my-edge.2") == "PENSTOCK_DRAFTER_KEY_MY_EDGE_2"
     assert read_settings(None, {key_variable("edge"): "sk-secret"}).values == {}
     assert caplog.messages == []
+
+
+def test_look_up_goes_on_beside_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "_is_tiny", lambda path: False)
+    edge = {"edge": "http://127.0.0.1:1/v1"}
+    assert with_models({**TARGET, "drafters": edge})["drafters"] == {**edge, "suffix": "suffix"}
+    without = with_models({**TARGET, "drafters": edge, "look_up": "none"})
+    assert without["drafters"] == edge
+    assert with_models({**TARGET, "drafters": {}})["drafters"] == {}

@@ -27,7 +27,7 @@ def with_models(engine: dict[str, Any]) -> dict[str, Any]:
 
     The default target is bundled. A bundled target without drafters gets all bundled drafters and
     n-gram look-up. With a target that is not tiny, and not vLLM's, look-up comes before every
-    model, and is the drafter where none is given.
+    model, and is a drafter where no model of this machine is given.
     """
     target = str(engine.get("target") or DEFAULT_TARGET)
     path = _target_path(target)
@@ -36,10 +36,13 @@ def with_models(engine: dict[str, Any]) -> dict[str, Any]:
     if "drafters" in engine:
         given = settings_in(engine["drafters"], "engine.drafters")
         drafters = {name: _drafter_path(name, str(path)) for name, path in given.items()}
+        parts = [DrafterParts.from_path(path) for path in drafters.values()]
+        is_bare = bool(parts) and all(p.server is not None for p in parts)
     else:
         drafters = _drafters_of(target)
-        if not drafters and look_up in LOOK_UPS:
-            drafters = {look_up: look_up}
+        is_bare = not drafters
+    if is_bare and look_up in LOOK_UPS:
+        drafters[look_up] = look_up
     return {**engine, "target": path, "drafters": drafters, "look_up": look_up}
 
 

@@ -16,7 +16,6 @@ from penstock.config import (
     DEFAULT_TENANT,
     NGRAM,
     SUFFIX,
-    CompletionsServer,
     DrafterParts,
     EngineConfig,
     as_tenants,
@@ -198,7 +197,8 @@ def _start_servers(
         variable = key_variable(name)
         client = CompletionsClient(server, os.environ.get(variable), variable)
         loading = executor.tokenizer.loading
-        tenant = _tenant_of(server)
+        # Of another machine: the prompts of no tenant, but for those that share theirs.
+        tenant = None if server.is_here else ""
         drafter = ServerDrafter(name, client, loading, vocab_size, tenant, clock, executor.wake)
         executor.servers[name] = drafter
         drafter.start()
@@ -211,20 +211,10 @@ def _start_servers(
             )
 
 
-def _tenant_of(server: CompletionsServer) -> str | None:
-    """Return the tenant whose prompts a server may see: any (None) where they stay on this machine.
-
-    Else none (""), but for tenants that share theirs."""
-    return None if server.is_here else ""
-
-
 def _scheduler(config: EngineConfig, models: Models, learn: Estimators) -> Scheduler:
     """Raises: PolicyError."""
     drafters = [_drafter(config, models, name) for name in config.sources]
-    drafters += [
-        Drafter(name, up=False, remote=True, tenant=_tenant_of(server), stays=True)
-        for name, server in config.servers.items()
-    ]
+    drafters += [Drafter(name, up=False, remote=True, stays=True) for name in config.servers]
     return Scheduler(
         _pool(config, models.num_target_blocks),
         drafters,

@@ -32,8 +32,7 @@ from penstock.core.types import (
 )
 from penstock.engine.drafters.base import LocalDrafter
 from penstock.engine.drafters.drafts import Draft
-from penstock.engine.drafters.server import Drafted as Answered
-from penstock.engine.drafters.server import ServerDrafter
+from penstock.engine.drafters.server import Answer, ServerDrafter
 from penstock.engine.ends import LazyTokenizer, OutputEnd
 from penstock.engine.grammar import GrammarCompiler, GrammarState
 from penstock.engine.lanes import Lanes
@@ -170,7 +169,7 @@ class LocalExecutor(ABC):
         """Return what the servers that draft have done since the last call."""
         events: list[Event] = []
         for event in [e for s in self.servers.values() for e in s.take_events()]:
-            if isinstance(event, Answered):
+            if isinstance(event, Answer):
                 order, tokens = event
                 key = (order.request_id, order.epoch, order.round)
                 self.hold_remote(*key, tokens, None)

@@ -44,7 +44,7 @@ _AHEAD_CALL, _MOST_AHEAD = 3, 32
 _log = logging.getLogger(__name__)
 
 
-class Drafted(NamedTuple):
+class Answer(NamedTuple):
     """Answer to an order; empty if the call failed."""
 
     order: DraftOrder
@@ -119,7 +119,7 @@ class ServerDrafter:
         self._texts: dict[str, _Text] = {}
         self._latest: dict[str, DraftOrder] = {}
         self._lines = itertools.count()
-        self._events: deque[Event | Drafted] = deque()
+        self._events: deque[Event | Answer] = deque()
         self._orders: queue.SimpleQueue[tuple[DraftOrder, TokenBuffer] | None]
         self._orders = queue.SimpleQueue()
         self._broken, self._closed = threading.Event(), threading.Event()
@@ -138,7 +138,7 @@ class ServerDrafter:
             self._latest[order.request_id] = order
             self._orders.put((order, texts[order.request_id]))
 
-    def take_events(self) -> list[Event | Drafted]:
+    def take_events(self) -> list[Event | Answer]:
         """Return what has happened since the last call."""
         return [self._events.popleft() for _ in range(len(self._events))]
 
@@ -156,7 +156,7 @@ class ServerDrafter:
             self._orders.put(None)
         self._client.close()
 
-    def _post(self, event: Event | Drafted) -> None:
+    def _post(self, event: Event | Answer) -> None:
         self._events.append(event)
         self._wake()
 
@@ -211,7 +211,7 @@ class ServerDrafter:
             if prompt is not None and completion is not None:
                 self._num_failed, self._pause_s = 0, _FIRST_PAUSE_S
                 tokens = self._spelt(prompt, completion)
-            self._post(Drafted(order, tokens[:most]))
+            self._post(Answer(order, tokens[:most]))
             if prompt is None or completion is None or not tokens:
                 continue
             # One text at a time: an order waits for one such call at most.
