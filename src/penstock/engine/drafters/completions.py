@@ -49,7 +49,7 @@ class CompletionsClient:
             headers["Authorization"] = f"Bearer {key}"
         limits = httpx.Limits(max_connections=MOST_CALLS + 1)
         self._url = f"{server.url}/completions"
-        self._fixed = {"temperature": 0, "stream": False, "cache_prompt": True}
+        self._fixed: dict[str, object] = {"temperature": 0, "stream": False, "cache_prompt": True}
         if server.model is not None:
             self._fixed["model"] = server.model
         self._http = httpx.Client(headers=headers, limits=limits, trust_env=not server.is_here)

@@ -52,7 +52,7 @@ class Answer(NamedTuple):
 
 
 class _Prompt(NamedTuple):
-    """Text to complete. last: the target's last tokens. is_new: the server never read its like."""
+    """Text to complete. last: the target's last tokens. is_new: the server has to read it."""
 
     text: str
     last: tuple[int, ...]
@@ -81,7 +81,7 @@ class _Text:
             self._last = [] if is_special else [*self._last[1 - _TAIL :], token]
         self._num_read = max(self._num_read, end)
         if len(self._text) > _MOST_CHARS:
-            self._text = self._text[-_KEPT_CHARS:]
+            self._text, is_new = self._text[-_KEPT_CHARS:], True
         if self._stream.is_amid_character or not self._text:
             return None
         return _Prompt(self._text, tuple(self._last), is_new)
@@ -200,24 +200,30 @@ class ServerDrafter:
     def _work(self) -> None:
         while (job := self._orders.get()) is not None:
             order, text = job
-            prompt, most, tokens = self._prompt(order, text), order.max_draft_tokens, list[int]()
-            seconds = _LONGEST_S
-            if order.deadline is not None and not (prompt is not None and prompt.is_new):
-                seconds = order.deadline - self._clock.now()
-            completion = None
-            if prompt is not None and seconds > 0:
-                # The last token is dropped, as more text could change it.
-                completion = self._call(prompt.text, most + 1, seconds)
-            if prompt is not None and completion is not None:
-                self._num_failed, self._pause_s = 0, _FIRST_PAUSE_S
-                tokens = self._spelt(prompt, completion)
-            self._post(Answer(order, tokens[:most]))
-            if prompt is None or completion is None or not tokens:
+            prompt = self._prompt(order, text)
+            completion = None if prompt is None else self._completed(order, prompt)
+            if prompt is None or completion is None:
+                self._post(Answer(order, []))
                 continue
+            tokens = self._spelt(prompt, completion)
+            self._post(Answer(order, tokens[: order.max_draft_tokens]))
             # One text at a time: an order waits for one such call at most.
-            if self._is_ahead.acquire(blocking=False):
+            if tokens and self._is_ahead.acquire(blocking=False):
                 self._draft_ahead(order, text, prompt, completion)
                 self._is_ahead.release()
+
+    def _completed(self, order: DraftOrder, prompt: _Prompt) -> Completion | None:
+        """Complete the text of an order until its deadline."""
+        seconds = _LONGEST_S
+        if order.deadline is not None and not prompt.is_new:
+            seconds = order.deadline - self._clock.now()
+        if seconds <= 0:
+            return None
+        # The last token is dropped, as more text could change it.
+        completion = self._call(prompt.text, order.max_draft_tokens + 1, seconds)
+        if completion is not None:
+            self._num_failed, self._pause_s = 0, _FIRST_PAUSE_S
+        return completion
 
     def _draft_ahead(
         self, order: DraftOrder, text: TokenBuffer, prompt: _Prompt, completion: Completion
