@@ -170,10 +170,10 @@ class LocalExecutor(ABC):
         events: list[Event] = []
         for event in [e for s in self.servers.values() for e in s.take_events()]:
             if isinstance(event, Answer):
-                order, tokens = event
+                order, tokens, is_reading = event
                 key = (order.request_id, order.epoch, order.round)
                 self.hold_remote(*key, tokens, None)
-                events.append(DraftReady(*key, order.drafter, len(tokens)))
+                events.append(DraftReady(*key, order.drafter, len(tokens), is_reading))
             else:
                 events.append(event)
         return events

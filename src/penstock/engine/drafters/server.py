@@ -45,10 +45,11 @@ _log = logging.getLogger(__name__)
 
 
 class Answer(NamedTuple):
-    """Answer to an order; empty if the call failed."""
+    """Answer to an order; empty if the call failed. is_reading: as of `DraftReady`."""
 
     order: DraftOrder
     token_ids: list[int]
+    is_reading: bool = False
 
 
 class _Prompt(NamedTuple):
@@ -90,7 +91,8 @@ class _Text:
 class ServerDrafter:
     """Drafter on a server, which can only be wrong: its drafts are point masses.
 
-    A call ends at its order's deadline, except the first of a text, which the server has to read.
+    A call ends at its order's deadline. While the server reads a new text its orders are answered
+    at once, with nothing; what it then drafts is sent ahead.
     After several failures in a row, and at the start, a short call is repeated after growing
     pauses; until it succeeds there are no orders.
     """
@@ -118,6 +120,7 @@ class ServerDrafter:
         self._lock, self._is_ahead = threading.Lock(), threading.Lock()
         self._texts: dict[str, _Text] = {}
         self._latest: dict[str, DraftOrder] = {}
+        self._reading: set[str] = set()
         self._lines = itertools.count()
         self._events: deque[Event | Answer] = deque()
         self._orders: queue.SimpleQueue[tuple[DraftOrder, TokenBuffer] | None]
@@ -200,15 +203,22 @@ class ServerDrafter:
     def _work(self) -> None:
         while (job := self._orders.get()) is not None:
             order, text = job
-            prompt = self._prompt(order, text)
-            completion = None if prompt is None else self._completed(order, prompt)
-            if prompt is None or completion is None:
-                self._post(Answer(order, []))
+            name, prompt = order.request_id, self._prompt(order, text)
+            if prompt is not None and prompt.is_new:
+                # The target does not wait while the server reads.
+                self._reading.add(name)
+                self._post(Answer(order, [], is_reading=True))
+                completion = self._completed(order, prompt)
+                self._reading.discard(name)
+            elif prompt is None or name in self._reading:
+                self._post(Answer(order, [], is_reading=prompt is not None))
                 continue
-            tokens = self._spelt(prompt, completion)
-            self._post(Answer(order, tokens[: order.max_draft_tokens]))
+            else:
+                completion = self._completed(order, prompt)
+                tokens = [] if completion is None else self._spelt(prompt, completion)
+                self._post(Answer(order, tokens[: order.max_draft_tokens]))
             # One text at a time: an order waits for one such call at most.
-            if tokens and self._is_ahead.acquire(blocking=False):
+            if completion is not None and self._is_ahead.acquire(blocking=False):
                 self._draft_ahead(order, text, prompt, completion)
                 self._is_ahead.release()
 
@@ -234,7 +244,8 @@ class ServerDrafter:
             tokens = self._spelt(prompt, completion)[:_MOST_AHEAD]
             if tokens[: len(sent)] != sent:
                 return
-            if len(tokens) > max(len(sent), order.max_draft_tokens):
+            num_known = max(len(sent), 0 if prompt.is_new else order.max_draft_tokens)
+            if len(tokens) > num_known:
                 start, parent = order.start + len(sent), None if sent else line
                 piece = LinePiece(line, start, tuple(tokens[len(sent) :]), parent)
                 self._post(DraftAhead(order.request_id, self.name, (piece,)))
