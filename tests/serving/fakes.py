@@ -54,6 +54,7 @@ class EchoExecutor:
         self._ends: dict[str, OutputEnd] = {}
         self._queue: deque[StepPlan] = deque()
         self.remote = SimpleNamespace(connect=lambda sink: None)
+        self.servers: dict[str, Any] = {}
         self.grammars = None
         self.tokenizer = LazyTokenizer(partial(load_tokenizer, TOKENIZER))
         # Plain, since what has PyTorch imported takes seconds to start.

@@ -75,8 +75,12 @@ class EngineCollector(Collector):
         stats = self.stats
         if stats is None:
             return
-        if self.hub is not None:
+        if self.hub is not None or stats.server_failures:
             yield self._ahead(stats)
+        failures = {(name,): num for name, num in stats.server_failures.items()}
+        yield self._counter(
+            "drafter_call_failures", "Failed calls of servers that draft.", failures, ("drafter",)
+        )
         yield self._gauge("num_requests_running", "Requests running.", stats.num_running)
         yield from self._waiting(stats)
         yield from self._memory(stats)

@@ -37,7 +37,7 @@ def with_models(engine: dict[str, Any], *, download: bool = True) -> dict[str, A
 
     The default target is bundled. A bundled target without drafters gets all bundled drafters and
     n-gram look-up. With a target that is not tiny, and not vLLM's, look-up comes before every
-    model, and is the drafter where none is given and no small model of its family is cached.
+    model, and is a drafter where no model of this machine is given or cached.
 
     download: of models on the hub; else a name that is not in the cache stays as it is."""
     say = note if download else lambda line: None
@@ -56,8 +56,9 @@ def with_models(engine: dict[str, Any], *, download: bool = True) -> dict[str, A
         drafters = _drafters_of(target)
         if not drafters and is_added:
             drafters = automatic_drafter(path, target, say, download=False)
-    if not drafters and look_up in LOOK_UPS and engine.get("drafters", True):
-        drafters = {look_up: look_up}
+    is_bare = all(DrafterParts.from_path(path).server for path in drafters.values())
+    if is_bare and look_up in LOOK_UPS and engine.get("drafters", True):
+        drafters[look_up] = look_up
     return {**engine, "target": path, "drafters": drafters, "look_up": look_up}
 
 
@@ -105,7 +106,7 @@ def drafter_checkpoint(model: str | None) -> tuple[str, Path]:
 
     N-gram look-up uses the tokenizer of the bundled family.
     """
-    if model not in (None, NGRAM) and DrafterParts.from_path(str(model)).look_up is not None:
+    if model not in (None, NGRAM) and DrafterParts.from_path(str(model)).model != model:
         raise ConfigError(f"a draft server drafts with one model or with {NGRAM}, not {model!r}")
     if model == NGRAM:
         return NGRAM, Path(_drafter_path(NGRAM, DEFAULT_DRAFTER))

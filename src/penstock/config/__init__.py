@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from penstock.config.completions import CompletionsServer, key_variable
 from penstock.config.drafters import DraftersConfig, DraftServerConfig, TlsConfig, is_loopback
 from penstock.config.engine import (
     LOOK_UPS,
@@ -39,6 +40,7 @@ __all__ = [
     "LOOK_UPS",
     "NGRAM",
     "SUFFIX",
+    "CompletionsServer",
     "ConfigError",
     "DraftServerConfig",
     "DrafterParts",
@@ -63,6 +65,7 @@ __all__ = [
     "each_once",
     "hash_of_key",
     "is_loopback",
+    "key_variable",
     "lines_of",
     "mistakes_in",
     "model_name",

@@ -15,6 +15,7 @@ from pydantic import (
     model_validator,
 )
 
+from penstock.config.completions import CompletionsServer
 from penstock.config.model import ConfigError, Model, address_in
 from penstock.config.profiles import ProfilePath
 from penstock.config.state import StateFolder
@@ -38,22 +39,26 @@ PolicyKind = Literal["admission", "selection", "allocation"]
 
 
 class DrafterParts(NamedTuple):
-    """Parsed drafter path: a look-up, a model, or a chain such as `ngram+MODEL`.
+    """Parsed drafter path: a look-up, a model, a chain such as `ngram+MODEL`, or a server.
 
     A chain's draft begins with the look-up and continues with the model."""
 
     look_up: str | None
     model: str | None
+    server: CompletionsServer | None = None
 
     @classmethod
     def from_path(cls, path: str) -> Self:
         """Parse a path. Raises ConfigError."""
+        server = CompletionsServer.from_path(path)
+        if server is not None:
+            return cls(None, None, server)
         first, is_chain, rest = path.partition(_CHAIN)
         if first not in LOOK_UPS:
             return cls(None, path)
         if not is_chain:
             return cls(first, None)
-        if not rest or rest.partition(_CHAIN)[0] in LOOK_UPS:
+        if not rest or cls.from_path(rest).model != rest:
             raise ConfigError(
                 f"{path!r}: a chain goes on with one model, not with {rest!r}; allowed: "
                 f"{' and '.join(look_up + _CHAIN + 'MODEL' for look_up in LOOK_UPS)}"
@@ -196,15 +201,26 @@ class ModelsConfig(Model):
         for name, path in drafters.items():
             if name in (AUTO_DRAFTER, NO_DRAFTER, PREDICTION, TARGET) or not name:
                 raise ValueError(f"a drafter cannot be called {name!r}")
-            DrafterParts.from_path(path)
+            is_server = DrafterParts.from_path(path).server is not None
+            if is_server and not re.fullmatch(r"[\w.-]+", name, re.ASCII):
+                raise ValueError("a server needs a name of letters and digits, as in edge=URL")
         return drafters
 
     @property
     def sources(self) -> dict[str, DrafterParts]:
-        """Look-up and model of each drafter, by its name."""
-        parts = {name: DrafterParts.from_path(path) for name, path in self.drafters.items()}
+        """Look-up and model of each drafter in this process, by its name."""
         first = None if self.look_up == "none" else self.look_up
-        return {name: p._replace(look_up=p.look_up or first) for name, p in parts.items()}
+        parts = self._parts.items()
+        return {n: p._replace(look_up=p.look_up or first) for n, p in parts if p.server is None}
+
+    @property
+    def servers(self) -> dict[str, CompletionsServer]:
+        """Servers that draft text, by the drafter's name."""
+        return {n: p.server for n, p in self._parts.items() if p.server is not None}
+
+    @property
+    def _parts(self) -> dict[str, DrafterParts]:
+        return {name: DrafterParts.from_path(path) for name, path in self.drafters.items()}
 
     @property
     def drafter_models(self) -> dict[str, Path]:

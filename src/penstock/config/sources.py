@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock.config.completions import DRAFTER_KEY
 from penstock.config.files import Where, lines_of, read_yaml
 from penstock.config.model import ConfigError, each_once
 from penstock.config.server import ServeConfig
@@ -22,7 +23,7 @@ _DOWN = "__"
 OTHER_VARIABLES = frozenset(
     PREFIX + name for name in ("API_KEY", "CONFIG", "DATA", "INSTRUCTION_SET", "TOKEN")
 )
-"""Variables that are not settings of a file."""
+"""Variables that are not settings of a file, beside those of drafters' keys."""
 
 _log = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ def put_environment(settings: Settings, environ: Mapping[str, str]) -> None:
                 _check_new(leaf, given, name)
                 given[leaf] = name
                 settings.put(leaf, value, name)
-        elif name not in OTHER_VARIABLES:
+        elif name not in OTHER_VARIABLES and not name.startswith(DRAFTER_KEY):
             _log.warning("the variable %s is no setting, and is ignored", name)
 
 

@@ -49,7 +49,8 @@ class TenantConfig(TenantShare):
     """Tenant of Penstock's server: its share, limits and API keys. A limit of None is none.
 
     api_keys: hashes, as `hash_of_key` makes them
-    share_prompts: draft servers of other tenants may draft for its requests, and so see them
+    share_prompts: draft servers of other tenants, and drafters on servers of other machines, may
+        draft for its requests, and so see them
     max_waiting_requests: requests without a first token; None is the share of any client
     requests_per_minute: each choice of a request counts; so many may come at once
     tokens_per_minute: prompt tokens, and the allowed output tokens until a request ends

@@ -295,7 +295,7 @@ def down(ctx: Context, name: str) -> None:
             state.ahead = None
         table.memory.release(state, [name])
     table.memory.drop_cache(name)
-    if drafter.remote:
+    if drafter.remote and not drafter.stays:
         del table.drafters[name]
         ctx.learn.links.drop_drafter(name)
 

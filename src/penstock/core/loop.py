@@ -5,7 +5,7 @@ simulator, which knows when all lanes are busy, skips what could have no effect 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from penstock.core.scheduler import Scheduler
@@ -67,7 +67,9 @@ class Turn(NamedTuple):
 
 
 class Loop:
-    """Ties a scheduler to an executor under a clock."""
+    """Ties a scheduler to an executor under a clock.
+
+    own_events: events since the last turn that come from no host, such as drafts of servers."""
 
     def __init__(
         self,
@@ -75,11 +77,13 @@ class Loop:
         executor: Executor,
         clock: Clock,
         instruments: Sequence[Instrument] = (),
+        own_events: Callable[[], Iterable[Event]] = tuple,
     ) -> None:
         self.scheduler = scheduler
         self._executor = executor
         self._clock = clock
         self._instruments = instruments
+        self._own_events = own_events
         self._plans: dict[int, StepPlan] = {}
 
     @property
@@ -90,7 +94,7 @@ class Loop:
         """Apply the events, start what the lanes can take, then take in finished results."""
         now = self._clock.now()
         outputs: list[Output] = []
-        for event in events:
+        for event in (*events, *self._own_events()):
             outputs += self.scheduler.apply(event, now)
         submitted, wake_at, stalled = self._submit(now)
         collected = self._collect(outputs)

@@ -222,6 +222,9 @@ def draft_ready(ctx: Context, event: DraftReady, now: float, *, is_read: bool = 
     order, ordered_at = state.draft.order, state.draft.ordered_at
     if order is None or order.drafter != event.drafter:
         return
+    if event.is_reading:
+        state.draft = SKIPPED
+        return
     num_draft_tokens = max(0, min(event.num_draft_tokens, order.max_draft_tokens))
     ctx.learn.links.add_transfer(event.drafter, num_draft_tokens, now - ordered_at)
     if drafter is not None and drafter.remote and ctx.trials is not None:

@@ -61,7 +61,8 @@ class Drafter:
     acceptance rates. max_num_seqs: requests that it drafts for at once (Spin's B_j); None is no
     limit. stops_early: it ends drafts at `min_survival`. max_len: tokens of a text that it can
     read; vocab_size: token ids that it knows, from 0 on; None: as the target. is_chained: it weighs
-    look-up against its model in every round (`RoundCosts`)."""
+    look-up against its model in every round (`RoundCosts`). stays: a remote one that is known, and
+    may be named, while it is down."""
 
     name: str
     pool: BlockPool | None = None
@@ -78,6 +79,7 @@ class Drafter:
     max_len: int | None = None
     vocab_size: int | None = None
     is_chained: bool = False
+    stays: bool = False
 
     @property
     def is_limited(self) -> bool:

@@ -194,13 +194,16 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class DraftReady:
-    """A lane has a draft of `num_draft_tokens` tokens, which the executor holds."""
+    """A lane has a draft of `num_draft_tokens` tokens, which the executor holds.
+
+    is_reading: it has none yet, as it reads the text."""
 
     request_id: str
     epoch: int
     round: int
     drafter: str
     num_draft_tokens: int
+    is_reading: bool = False
 
 
 @dataclass(frozen=True, slots=True)

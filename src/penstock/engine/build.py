@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -12,11 +13,13 @@ from typing import Any
 import torch
 
 from penstock.config import (
+    DEFAULT_TENANT,
     NGRAM,
     SUFFIX,
     DrafterParts,
     EngineConfig,
     as_tenants,
+    key_variable,
     read_profile,
 )
 from penstock.core.kv import BlockPool
@@ -39,7 +42,9 @@ from penstock.engine.backends import (
 from penstock.engine.calibrate import calibrate
 from penstock.engine.drafters.base import LocalDrafter
 from penstock.engine.drafters.chain import ChainDrafter
+from penstock.engine.drafters.completions import CompletionsClient
 from penstock.engine.drafters.lookup import LookupDrafter
+from penstock.engine.drafters.server import ServerDrafter
 from penstock.engine.drafters.suffix import SuffixDrafter
 from penstock.engine.ends import LazyTokenizer
 from penstock.engine.executor import LocalExecutor
@@ -86,7 +91,7 @@ class Engine:
         """Return facts for `/health`, logs and reports."""
         return {
             "target": self.target,
-            "drafters": list(self.executor.drafters),
+            "drafters": [*self.executor.drafters, *self.executor.servers],
             "dtype": self.dtype,
             "backend": self.backend,
             "instruction_set": self.instruction_set,
@@ -126,9 +131,10 @@ def load_engine(config: EngineConfig, *, calibrated: bool = True) -> Engine:
     executor.grammars = GrammarCompiler(
         partial(load_tokenizer, config.target), target.vocab_size, target.eos_token_ids
     )
+    _start_servers(config, executor, clock, target.vocab_size)
     audited = {n: p for n, p in config.drafter_models.items() if n not in models.tokenizers}
     return Engine(
-        loop=Loop(scheduler, executor, clock),
+        loop=Loop(scheduler, executor, clock, own_events=executor.take_events),
         scheduler=scheduler,
         executor=executor,
         auditor=Auditor(audited),
@@ -187,9 +193,34 @@ def _local_drafter(name: str, parts: DrafterParts, models: Models) -> LocalDraft
     return model
 
 
+def _start_servers(
+    config: EngineConfig, executor: LocalExecutor, clock: MonotonicClock, vocab_size: int
+) -> None:
+    """Start the drafters on servers. Raises: ConfigError."""
+    assert executor.tokenizer is not None
+    is_shared = any(tenant.share_prompts for tenant in config.tenants.values())
+    for name, server in config.servers.items():
+        variable = key_variable(name)
+        client = CompletionsClient(server, os.environ.get(variable), variable)
+        loading = executor.tokenizer.loading
+        # Of another machine: the prompts of no tenant, but for those that share theirs.
+        tenant = None if server.is_here else ""
+        drafter = ServerDrafter(name, client, loading, vocab_size, tenant, clock, executor.wake)
+        executor.servers[name] = drafter
+        drafter.start()
+        if not (server.is_here or is_shared):
+            _log.warning(
+                "drafter %s is on another machine and gets no prompts, as no tenant allows it; to "
+                "allow it: --set tenants.%s.share_prompts=true",
+                name,
+                DEFAULT_TENANT,
+            )
+
+
 def _scheduler(config: EngineConfig, models: Models, learn: Estimators) -> Scheduler:
     """Raises: PolicyError."""
-    drafters = [_drafter(config, models, name) for name in config.drafters]
+    drafters = [_drafter(config, models, name) for name in config.sources]
+    drafters += [Drafter(name, up=False, remote=True, stays=True) for name in config.servers]
     return Scheduler(
         _pool(config, models.num_target_blocks),
         drafters,

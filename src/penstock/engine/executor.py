@@ -21,6 +21,7 @@ from penstock.core.types import (
     DraftOrder,
     DraftReady,
     DraftSource,
+    Event,
     Failure,
     PhaseTimes,
     Replayed,
@@ -31,6 +32,7 @@ from penstock.core.types import (
 )
 from penstock.engine.drafters.base import LocalDrafter
 from penstock.engine.drafters.drafts import Draft
+from penstock.engine.drafters.server import Answer, ServerDrafter
 from penstock.engine.ends import LazyTokenizer, OutputEnd
 from penstock.engine.grammar import GrammarCompiler, GrammarState
 from penstock.engine.lanes import Lanes
@@ -94,6 +96,7 @@ class LocalExecutor(ABC):
         self.num_threads = num_threads
         self.totals = Totals(dict.fromkeys(self.drafters, 0.0))
         self.remote = RemoteOrders()
+        self.servers: dict[str, ServerDrafter] = {}
         self.grammars: GrammarCompiler | None = None
         """Compiler for the target's vocabulary."""
         self.tokenizer: LazyTokenizer | None = None
@@ -126,6 +129,9 @@ class LocalExecutor(ABC):
             job = self._job(plan)
             job.num_threads = max(1, self.num_threads // (2 + self._lanes.num_busy))
             self._lanes.start(plan.lane, partial(self._draft_beside, job))
+        elif plan.lane in self.servers:
+            self.remote.end(plan, self._clock.now())
+            self.servers[plan.lane].order(plan.drafts, self._texts)
         else:
             # A draft server's lane: its drafts come as events, or never.
             self.remote.send(plan, self._texts, self._clock.now())
@@ -150,12 +156,27 @@ class LocalExecutor(ABC):
         """Make `fileno` readable; from any thread."""
         self._lanes.wakeup.give()
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Release other processes after the last plan."""
+        for server in self.servers.values():
+            server.close()
 
     def take_broken(self) -> list[str]:
         """Return drafters that keep failing, once each."""
         return self._failures.pop()
+
+    def take_events(self) -> list[Event]:
+        """Return what the servers that draft have done since the last call."""
+        events: list[Event] = []
+        for event in [e for s in self.servers.values() for e in s.take_events()]:
+            if isinstance(event, Answer):
+                order, tokens, is_reading = event
+                key = (order.request_id, order.epoch, order.round)
+                self.hold_remote(*key, tokens, None)
+                events.append(DraftReady(*key, order.drafter, len(tokens), is_reading))
+            else:
+                events.append(event)
+        return events
 
     def text_of(self, request_id: str) -> TokenBuffer | None:
         """Return a request's verified text, if there is such a request."""
@@ -213,6 +234,8 @@ class LocalExecutor(ABC):
             self._lanes.models[name].change(partial(drafter.release_request, request_id))
         self._held.release_request(request_id)
         self.remote.release_request(request_id)
+        for server in self.servers.values():
+            server.release_request(request_id)
 
     def _job(self, plan: StepPlan) -> StepJob:
         orders = orders_of(plan)

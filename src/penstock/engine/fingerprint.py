@@ -39,8 +39,9 @@ def fingerprint(config: EngineConfig, models: Models) -> dict[str, Any]:
         "target": _hash_of_model(config.target),
         "drafters": {
             name: [look_up, None if model is None else _hash_of_model(Path(model))]
-            for name, (look_up, model) in config.sources.items()
-        },
+            for name, (look_up, model, _) in config.sources.items()
+        }
+        | {name: [url, model] for name, (url, model, _) in config.servers.items()},
         "machine": machine_name(models.place.device),
         "threads": models.place.num_threads,
         "kernels": f"{penstock.__version__} {kernels}",

@@ -66,15 +66,19 @@ class RemoteOrders:
 
     def send(self, plan: StepPlan, texts: Mapping[str, TokenBuffer], now: float) -> None:
         """Send the orders, which ends the step."""
-        self._sent.append(StepResult(plan.id, plan.lane, started_at=now, finished_at=now))
+        self.end(plan, now)
         if self._sink is None:
             return
-        ids = [o.request_id for o in plan.drafts]
-        news = {i: texts[i] for i in ids if i not in self._known}
+        news = {o.request_id: texts[o.request_id] for o in plan.drafts}
+        news = {i: text for i, text in news.items() if i not in self._known}
         self._known.update(news)
-        self._sent_at.update(dict.fromkeys(ids, now))
         if plan.drafts:
             self._sink(plan.drafts, news)
+
+    def end(self, plan: StepPlan, now: float) -> None:
+        """End the step of orders that are on their way."""
+        self._sent.append(StepResult(plan.id, plan.lane, started_at=now, finished_at=now))
+        self._sent_at.update((o.request_id, now) for o in plan.drafts)
 
     def take_sent(self) -> list[StepResult]:
         """Return results of the steps sent since the last call."""

@@ -10,6 +10,9 @@ from penstock.core.loop import Loop
 from penstock.core.types import Arrive, FinishReason, Output, Request
 from penstock.serving.usage import Usage
 
+_PAUSE_S = 1e-3
+"""Wait for drafts that are on their way."""
+
 
 @dataclass(slots=True)
 class Completion:
@@ -53,6 +56,8 @@ def complete(
             continue
         if loop.num_plans_in_flight:
             loop.wait()
-        elif turn.wake_at is None:
+        elif turn.wake_at is not None:
+            loop.wait(_PAUSE_S)
+        else:
             raise RuntimeError("the scheduler stands still with requests unfinished")
     return list(completions.values())

@@ -296,6 +296,7 @@ class EngineServer:
             steps_by_tokens=tuple(self._engine.executor.totals.steps_by_tokens),
             num_step_tokens=self._engine.executor.totals.num_step_tokens,
             prices=scheduler.prices,
+            server_failures={n: s.num_failures for n, s in self._engine.executor.servers.items()},
         )
 
     def _kv_fluid(self) -> FluidKV | None:

@@ -45,7 +45,7 @@ class Vocabularies:
         self.own = own
         self.own_of_special = _alike(target, own, target_ends, own_ends)
         self.target_of_special = _alike(own, target, own_ends, target_ends)
-        self.opening = _opening(own)
+        self.opening = opening(own)
         """Tokens at the start of the drafter's texts."""
 
     def is_made_for(self, token_ids: Sequence[int]) -> bool:
@@ -64,7 +64,8 @@ def _alike(
     return found | {t: ids[s] for t, s in vocabulary.special_tokens.items() if s in ids}
 
 
-def _opening(tokenizer: Tokenizer) -> list[int]:
+def opening(tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens that a tokenizer puts before a text."""
     whole, bare = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=False)
     return whole[: next((i for i in range(len(whole)) if whole[i:][: len(bare)] == bare), 0)]
 

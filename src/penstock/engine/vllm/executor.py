@@ -63,6 +63,7 @@ class VllmExecutor(LocalExecutor):
         return token_ids[:most], prob_rows[:most]
 
     def close(self) -> None:
+        super().close()
         self._vllm.close()
 
     def _drop_table(self, request_id: str) -> None:
