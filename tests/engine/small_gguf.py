@@ -61,6 +61,7 @@ def write_gguf(
     kind: str | Callable[[str], str] = "F32",
     tokenizer: Tokenizer | None = None,
     pre: str = "gpt-2",
+    split: int = 0,
     **changes: Any,
 ) -> Checkpoint:
     """A random model; the one that comes back has what was stored."""
@@ -70,7 +71,7 @@ def write_gguf(
     model = case.model(config).eval()
     with torch.no_grad():
         _randomise(model)
-    return save_gguf(file, model, kind, tokenizer, pre, **changes)
+    return save_gguf(file, model, kind, tokenizer, pre, split, **changes)
 
 
 def save_gguf(
@@ -79,16 +80,18 @@ def save_gguf(
     kind: str | Callable[[str], str] = "F32",
     tokenizer: Tokenizer | None = None,
     pre: str = "gpt-2",
+    split: int = 0,
     **changes: Any,
 ) -> Checkpoint:
     """A model, which comes back with what was stored.
 
     kind: the matrices' ggml type, or what gives it for a name of Hugging Face's
+    split: most tensors of a part of `file`; 0: it is not split
     changes: metadata keys and their values, None for one that is left out
     """
     config: Any = model.config
     architecture = gguf.MODEL_ARCH_NAMES[_ARCHITECTURES[config.model_type]]
-    writer = gguf.GGUFWriter(file, architecture)
+    writer = gguf.GGUFWriter(file, architecture, split_max_tensors=split)
     for key, value in (_metadata(config) | changes).items():
         if value is not None:
             add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}

@@ -15,7 +15,7 @@ from penstock.config import (
     each_once,
     model_name,
 )
-from penstock.engine.models.checkpoint import is_gguf
+from penstock.engine.models.checkpoint import is_gguf, part_names
 from penstock.zoo.registry import DEFAULT_DRAFTER, DEFAULT_TARGET, ModelCard, bundled_models
 
 _TINY_BYTES = 128 << 20
@@ -91,7 +91,7 @@ def _is_checkpoint(text: str) -> bool:
 
 def _is_tiny(path: Path) -> bool:
     """Return whether a step of the model takes no longer than looking up for its requests."""
-    files = [path] if path.is_file() else path.iterdir()
+    files = part_names(path) if path.is_file() else path.iterdir()
     return sum(file.stat().st_size for file in files if file.is_file()) < _TINY_BYTES
 
 

@@ -213,8 +213,8 @@ class ModelsConfig(Model):
 
 
 def model_name(path: Path) -> str:
-    """Return the model's name: its folder's, or its GGUF file's."""
-    return path.stem if path.suffix.lower() == ".gguf" else path.name
+    """Return the model's name: its folder's, or its GGUF file's without a part's number."""
+    return re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", path.name, flags=re.IGNORECASE)
 
 
 _BUNDLED: Any = Field(default=None, validate_default=True)
