@@ -16,7 +16,10 @@ class FastTokenizer:
     transformers' names (bos_token, …); those that the backend lacks are added."""
 
     def __init__(
-        self, backend: Tokenizer, chat_template: str | None, special: Mapping[str, str]
+        self,
+        backend: Tokenizer,
+        chat_template: str | dict[str, str] | None,
+        special: Mapping[str, str],
     ) -> None:
         self.backend_tokenizer = backend
         self.chat_template = chat_template
@@ -49,6 +52,7 @@ class FastTokenizer:
         add_generation_prompt: bool = False,
         tokenize: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
     ) -> str:
         """Render a chat as text. Raises ValueError if asked to tokenize."""
         if tokenize:
@@ -58,6 +62,7 @@ class FastTokenizer:
             add_generation_prompt=add_generation_prompt,
             tokenize=False,
             tools=tools,
+            chat_template=chat_template,
         )
         return text
 
