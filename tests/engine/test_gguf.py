@@ -53,6 +53,7 @@ def test_every_type_gives_the_values_that_were_stored(kind: str, tmp_path: Path)
     [
         *("llama-tied", "llama-mha", "llama-bias", "llama-linear", "llama-llama3", "llama-yarn"),
         *("qwen2", "qwen3", "mistral", "phi3", "phi3-partial", "phi3-longrope"),
+        "phi3-longrope-beyond",
         *("gemma3", "gemma3-scaled"),
     ],
 )
