@@ -4,10 +4,9 @@ import dataclasses
 import json
 from pathlib import Path
 
-import gguf
 import pytest
 from tests.conftest import Cli
-from tests.engine.small_gguf import finish, write_gguf
+from tests.engine.small_gguf import write_gguf
 from tests.engine.small_models import CASES
 from tests.engine.test_gguf_tokenizer import ORIGINALS
 
@@ -100,20 +99,6 @@ def test_a_file_that_is_no_model(cli: Cli, tmp_path: Path) -> None:
         code, _, err = cli("generate", "a", *arguments)
         assert (code, err.count("\n")) == (2, 1)
         assert f"'{path}' is neither a checkpoint folder, a GGUF file nor a bundled" in err
-
-
-@pytest.mark.parametrize("is_named", [True, False])
-def test_a_file_that_is_one_of_several(cli: Cli, tmp_path: Path, is_named: bool) -> None:
-    path = tmp_path / ("split-00001-of-00003.gguf" if is_named else "first.gguf")
-    writer = gguf.GGUFWriter(path, "qwen2")
-    if not is_named:
-        writer.add_uint16("split.no", 0)
-        writer.add_uint16("split.count", 3)
-    finish(writer)
-    for arguments in (("--target", path), ("--drafter", f"small={path}")):
-        code, _, err = cli("generate", "a", *arguments)
-        assert (code, err.count("\n")) == (2, 1)
-        assert f"{path}: is part 1 of 3 of a model; parts are not read yet" in err
 
 
 @pytest.mark.slow

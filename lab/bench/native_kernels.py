@@ -30,7 +30,10 @@ from penstock.engine.native.runner import NativeRunner
 from penstock.engine.runner import RaggedBatch
 from penstock.engine.sampling.noise import Salt
 
-GGML = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+GGML = (
+    *("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"),
+    *("IQ4_NL", "IQ4_XS", "MXFP4"),
+)
 FORMATS = (*GGML, *GROUP_FORMATS, "BF16")
 VERIFIED = (1, 2, 3, 5, 9)
 ROUNDS = 15
@@ -165,7 +168,9 @@ def random_matrix(kind: str, rows: int, columns: int) -> Stored:
         256, size=(rows, columns // block, size), dtype=np.uint8
     )
     scale = np.array([1e-4, 1e-4], dtype=np.float16).view(np.uint8)
-    if kind == "Q6_K":
+    if kind == "MXFP4":
+        data[..., 0] = 112
+    elif kind == "Q6_K":
         data[..., 208:] = scale[:2]
     else:
         num_scales = 2 if kind.endswith(("_1", "K")) else 1

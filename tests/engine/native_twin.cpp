@@ -43,6 +43,8 @@ void print_format(std::mt19937& random, const std::vector<float>& rows) {
   const int scale = F::kind == Kind::kQ6_K ? 208 : 0;
   for (size_t i = scale; i < file.size(); i += F::kFileBytes)
     for (int j = 1; j < 8 && i + j < file.size(); j += 2) file[i + j] &= 0xbf;
+  if (F::kind == Kind::kMXFP4)
+    for (size_t i = 0; i < file.size(); i += F::kFileBytes) file[i] = 112 + file[i] % 16;
   std::vector<const uint8_t*> columns(kColumns);
   for (int i = 0; i < kColumns; ++i) columns[i] = file.data() + (size_t)i * blocks * F::kFileBytes;
   columns[kColumns - 1] = nullptr;
@@ -75,6 +77,9 @@ int main() {
   print_format<Uint4_32>(random, rows);
   print_format<Uint4_128>(random, rows);
   print_format<Int8Rows>(random, rows);
+  print_format<IQ4_NL>(random, rows);
+  print_format<IQ4_XS>(random, rows);
+  print_format<MXFP4>(random, rows);
 #ifdef WITH_BF16
   print_format<BF16Pairs>(random, rows);
 #endif

@@ -24,6 +24,9 @@ SCALES: dict[str, tuple[tuple[int, ...], float]] = {
     "UINT4_32": ((0, 4), 15),
     "UINT4_128": ((0, 4), 15),
     "INT8_ROWS": ((0,), 128),
+    "IQ4_NL": ((0,), 127),
+    "IQ4_XS": ((0,), 127 * 32),
+    "MXFP4": ((), 12),
 }
 
 
@@ -45,4 +48,8 @@ def random_matrix(
         unit = largest if place in (0, 208) else 64 if kind.endswith("K") else 1
         stored = (scale * size / unit).astype(scale_type)
         data[..., place : place + scale_type.itemsize] = stored[..., None].view(np.uint8)
+    if kind == "MXFP4":  # whose scale is a power of two
+        data[..., 0] = (
+            128 + np.floor(np.log2(size / largest)) - rng.integers(3, size=data.shape[:2])
+        )
     return QuantizedMatrix(kind, rows, columns, torch.from_numpy(data.reshape(rows, -1)))

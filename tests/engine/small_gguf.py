@@ -21,8 +21,25 @@ WIDE: dict[str, Any] = {
 }
 """Rows of whole blocks in every format."""
 
-QUANTIZED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
-KINDS = ("F32", "F16", "BF16", *QUANTIZED)
+QUANTIZED = (
+    *("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"),
+    *("IQ4_NL", "IQ4_XS", "MXFP4"),
+)
+WIDENED = ("Q2_K", "Q3_K", "TQ1_0", "TQ2_0")
+"""What has no kernel."""
+KINDS = ("F32", "F16", "BF16", *QUANTIZED, *WIDENED)
+
+_RANDOM: dict[str, tuple[float, dict[int, float]]] = {
+    "Q2_K": (15, {-4: 1, -2: 1.5}),
+    "Q3_K": (43, {-2: 1}),
+    "Q4_K": (150, {0: 1, 2: 7.5}),
+    "Q5_K": (300, {0: 1, 2: 15.5}),
+    "Q6_K": (1300, {-2: 1}),
+    "IQ4_NL": (70, {0: 1}),
+    "IQ4_XS": (1300, {0: 1}),
+}
+"""What the package cannot encode: the size of random blocks' weights over their scale, and where
+the float16 scales lie and how large they are beside each other."""
 
 _ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
@@ -36,22 +53,20 @@ _ARCHITECTURES = {
 
 
 def encode(values: np.ndarray, kind: str) -> np.ndarray:
-    """A matrix in a ggml type. The package cannot encode K-quants: there the blocks are random,
-    with scales that give values of about the size of `values`."""
+    """A matrix in a ggml type. What the package cannot encode are random blocks, with scales that
+    give values of about the size of `values`."""
     known = gguf.GGMLQuantizationType[kind]
-    if not kind.endswith("_K"):
+    if kind not in _RANDOM:
         encoded: np.ndarray = gguf.quantize(values, known)
         return encoded
     block, size = gguf.GGML_QUANT_SIZES[known]
     rng = np.random.default_rng(values.size)
     shape = (values.shape[0], values.shape[1] // block, size)
     blocks = rng.integers(0, 256, shape, dtype=np.uint8)
-    scale = values.std() / {"Q4_K": 150, "Q5_K": 300, "Q6_K": 1300}[kind]
-    halves = np.array([scale, scale * {"Q4_K": 7.5, "Q5_K": 15.5}.get(kind, 1)], np.float16)
-    if kind == "Q6_K":
-        blocks[..., -2:] = halves[:1].view(np.uint8)
-    else:
-        blocks[..., :4] = halves.view(np.uint8)
+    largest, places = _RANDOM[kind]
+    for place, share in places.items():
+        scale = np.array([values.std() / largest * share], np.float16)
+        blocks[..., range(place, place + 2)] = scale.view(np.uint8)
     return blocks.reshape(values.shape[0], -1)
 
 
@@ -61,6 +76,7 @@ def write_gguf(
     kind: str | Callable[[str], str] = "F32",
     tokenizer: Tokenizer | None = None,
     pre: str = "gpt-2",
+    split: int = 0,
     **changes: Any,
 ) -> Checkpoint:
     """A random model; the one that comes back has what was stored."""
@@ -70,7 +86,7 @@ def write_gguf(
     model = case.model(config).eval()
     with torch.no_grad():
         _randomise(model)
-    return save_gguf(file, model, kind, tokenizer, pre, **changes)
+    return save_gguf(file, model, kind, tokenizer, pre, split, **changes)
 
 
 def save_gguf(
@@ -79,16 +95,18 @@ def save_gguf(
     kind: str | Callable[[str], str] = "F32",
     tokenizer: Tokenizer | None = None,
     pre: str = "gpt-2",
+    split: int = 0,
     **changes: Any,
 ) -> Checkpoint:
     """A model, which comes back with what was stored.
 
     kind: the matrices' ggml type, or what gives it for a name of Hugging Face's
+    split: most tensors of a part of `file`; 0: it is not split
     changes: metadata keys and their values, None for one that is left out
     """
     config: Any = model.config
     architecture = gguf.MODEL_ARCH_NAMES[_ARCHITECTURES[config.model_type]]
-    writer = gguf.GGUFWriter(file, architecture)
+    writer = gguf.GGUFWriter(file, architecture, split_max_tensors=split)
     for key, value in (_metadata(config) | changes).items():
         if value is not None:
             add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}

@@ -64,6 +64,11 @@ _LLAMA3_BANDS = {
 
 _EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 _PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3],
+    "long_factor": [1.0, 2.0, 4.0],
+}
 _GEMMA = {
     "query_pre_attn_scalar": 16,
     "sliding_window": 21,
@@ -106,13 +111,17 @@ CASES = {
         Phi3Config,
         {
             "head_dim": 8,
-            "original_max_position_embeddings": 192,
-            "rope_parameters": _PARTIAL
-            | {
-                "rope_type": "longrope",
-                "short_factor": [1.0, 1.1, 1.3],
-                "long_factor": [1.0, 2.0, 4.0],
-            },
+            "original_max_position_embeddings": 256,
+            "rope_parameters": _PARTIAL | _LONGROPE,
+        },
+    ),
+    "phi3-longrope-beyond": Case(
+        Phi3ForCausalLM,
+        Phi3Config,
+        {
+            "head_dim": 8,
+            "original_max_position_embeddings": 2,
+            "rope_parameters": _PARTIAL | _LONGROPE,
         },
     ),
     "gemma3": Case(Gemma3ForCausalLM, Gemma3TextConfig, _GEMMA),
@@ -130,14 +139,7 @@ CASES = {
     ),
 }
 
-BEYOND_KERNELS = (
-    "qwen3-window",
-    "qwen3-moe",
-    "qwen3-moe-norm",
-    "mistral-window",
-    "gemma3",
-    "gemma3-scaled",
-)
+BEYOND_KERNELS = ("qwen3-moe", "qwen3-moe-norm", "gemma3", "gemma3-scaled")
 """What only the eager decoder computes."""
 
 

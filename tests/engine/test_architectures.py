@@ -76,7 +76,10 @@ def test_output_is_the_targets_own(engine, alone, drafter, sampling) -> None:
 
 
 @needs_native
-@pytest.mark.parametrize(("name", "backend"), [("phi3-partial", "native"), ("gemma3", "eager")])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [("phi3-partial", "native"), ("mistral-window", "native"), ("gemma3", "eager")],
+)
 def test_auto_takes_the_kernels_where_they_suffice(tmp_path: Path, name: str, backend: str) -> None:
     assert load(write_family(tmp_path, name), "auto").backend == backend
 
@@ -91,8 +94,7 @@ def settings(path: Path, **changes: object) -> EngineConfig:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("mistral-window", "a sliding window of 13 tokens"),
-        ("gemma3", "a sliding window of 21 tokens"),
+        ("gemma3", "sliding windows with a rotary embedding of their own"),
         ("qwen3-moe", "experts"),
     ],
 )
@@ -104,12 +106,3 @@ def test_what_kernels_do_not_compute_is_refused(tmp_path: Path, name: str, reaso
         f"backend native does not compute {reason}, which the model target ({architecture}) "
         "has; allowed: auto, eager"
     )
-
-
-@needs_native
-def test_a_window_that_no_text_fills_needs_none(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, CASES["mistral-window"])
-    within, beyond = (settings(tmp_path, backend="native", max_model_len=n) for n in (13, 14))
-    assert load_engine(within, calibrated=False).backend == "native"
-    with pytest.raises(ConfigError, match="sliding window"):
-        load_engine(beyond, calibrated=False)

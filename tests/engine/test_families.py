@@ -13,7 +13,6 @@ from tests.engine.small_models import (
     CASES,
     SHAPE,
     Checkpoint,
-    Checkpoints,
     Paging,
     write_checkpoint,
 )
@@ -85,12 +84,6 @@ def test_a_window_as_long_as_the_model_reads_is_none(broken: Broken) -> None:
     assert DecoderConfig.from_pretrained(path).variant.window is not None
     edit_json(path / "config.json", sliding_window=SHAPE["max_position_embeddings"])
     assert DecoderConfig.from_pretrained(path).variant.window is None
-
-
-def test_longrope_ends_where_keys_would_have_to_be_turned_again(checkpoint: Checkpoints) -> None:
-    config = DecoderConfig.from_pretrained(checkpoint("phi3-longrope").path)
-    assert config.max_position_embeddings == 192
-    assert config.rope.factor == 256 / 192
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from tests.engine.small_gguf import KINDS, QUANTIZED, WIDE, finish, write_gguf
+from tests.engine.small_gguf import KINDS, QUANTIZED, WIDE, WIDENED, finish, write_gguf
 from tests.engine.small_models import BEYOND_KERNELS, CASES, SHAPE, Case, Paging
 from tests.engine.test_loading import refusal
 from tests.products import covering
@@ -53,6 +53,7 @@ def test_every_type_gives_the_values_that_were_stored(kind: str, tmp_path: Path)
     [
         *("llama-tied", "llama-mha", "llama-bias", "llama-linear", "llama-llama3", "llama-yarn"),
         *("qwen2", "qwen3", "mistral", "phi3", "phi3-partial", "phi3-longrope"),
+        "phi3-longrope-beyond",
         *("gemma3", "gemma3-scaled"),
     ],
 )
@@ -114,6 +115,19 @@ def test_quantised_weights_stay_so_in_the_kernels(kind: str, case: str, tmp_path
     expected = logits(eager(saved.path))
     error = (logits(native) - expected).abs().mean() / expected.std()
     assert 1e-5 < error < 0.05
+
+
+@pytest.mark.parametrize("kind", ["IQ4_NL", *WIDENED])
+def test_what_has_no_kernel_is_widened_and_that_is_said(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_gguf(tmp_path / "model.gguf", wide("llama"), kind).path
+    native = NativeRunner.load(path, torch.float32, 16, 16, 1)
+    if kind in WIDENED:
+        said = f"{path}: {kind} matrices are widened to float32, as the kernels do not read them"
+        assert said in caplog.messages
+        torch.testing.assert_close(logits(native), logits(eager(path)), atol=2e-4, rtol=2e-4)
+    assert len([m for m in caplog.messages if "widened" in m]) == (kind in WIDENED)
 
 
 def dequantized(weight: Weight) -> torch.Tensor:

@@ -195,6 +195,37 @@ def test_chat_template(tmp_path: Path) -> None:
     assert tokenizer.chat_text([{"role": "user", "content": "a"}]) == "<|im_start|>a<|im_end|>"
 
 
+TURN = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+
+
+def test_named_chat_templates(tmp_path: Path) -> None:
+    """Chosen as transformers chooses them."""
+    named = {"chat_template": TURN, "chat_template__tool_use": "{{ tools[0].name }}" + TURN}
+    path = write(tmp_path, ORIGINALS["qwen2"](), "qwen2", **named)
+    tokenizer, messages = load_tokenizer(path), [{"role": "user", "content": "a"}]
+    assert tokenizer.chat_text(messages) == "[a]"
+    assert tokenizer.chat_text(messages, tools=[{"name": "f"}]) == "f[a]"
+    assert tokenizer.tool_template == named["chat_template__tool_use"]
+    theirs = tokenizer._fast.to_transformers()
+    for tools in (None, [{"name": "f"}]):
+        expected = theirs.apply_chat_template(messages, tools=tools, tokenize=False)
+        assert tokenizer.chat_text(messages, tools=tools or ()) == expected
+    # A file of named ones alone.
+    path = write(tmp_path, ORIGINALS["qwen2"](), "qwen2", chat_template__tool_use="x" + TURN)
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.chat_text(messages, tools=[{"name": "f"}]) == "x[a]"
+    with pytest.raises(ValueError, match="the chat template refuses the messages"):
+        tokenizer.chat_text(messages)
+
+
+@pytest.mark.parametrize("name", ["", "tool_use: "])
+def test_a_chat_template_with_a_mistake(name: str, tmp_path: Path) -> None:
+    key = "chat_template__tool_use" if name else "chat_template"
+    path = write(tmp_path, ORIGINALS["qwen2"](), "qwen2", **{"chat_template": TURN, key: "{% if"})
+    fault = load_tokenizer(path).template_fault
+    assert str(fault).startswith(f"the model's chat template cannot be used: {name}line 1: ")
+
+
 def sentencepiece() -> Tokenizer:
     """As Llama 2 has it: merges, bytes for what is unknown, a space before the first word."""
     backend = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
@@ -218,21 +249,31 @@ def sentencepiece() -> Tokenizer:
     return backend
 
 
+OWN_TEXTS = ["<tool>", "   ", " and more", "▁x", "<0x41>x"]
+"""User-defined tokens, which are text in every kind of vocabulary."""
+
+
 def test_sentencepiece_by_scores(tmp_path: Path) -> None:
     original = sentencepiece()
     vocab = sorted(original.get_vocab().items(), key=lambda item: item[1])
     path = tmp_path / "model.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tokenizer_model("llama")
-    writer.add_token_list([token for token, _ in vocab])
-    writer.add_token_scores([-float(index) for _, index in vocab])
+    writer.add_token_list([*(token for token, _ in vocab), *OWN_TEXTS])
+    writer.add_token_scores([-float(index) for index in range(len(vocab) + len(OWN_TEXTS))])
     kinds = [gguf.TokenType.UNKNOWN, *[gguf.TokenType.CONTROL] * 2, *[gguf.TokenType.BYTE] * 256]
     kinds += [gguf.TokenType.NORMAL] * (len(vocab) - len(kinds))
+    kinds += [gguf.TokenType.USER_DEFINED] * len(OWN_TEXTS)
     writer.add_token_types(kinds)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     finish(writer)
     tokenizer = load_tokenizer(path)
+    for index, added in enumerate(OWN_TEXTS, len(vocab)):
+        assert tokenizer.encode(f"The{added}fox").count(index) == 1
+        assert tokenizer.token_bytes(index, None) == added.encode()
+        assert tokenizer.decode([index]) == added
+        assert not tokenizer.is_special(index)
     # Those of the original's training are no longer found in texts.
     for text in ["The quick fox", " and  東京 naïve", "Zürich 😀\n\t~", "spaces\x00Straße", ""]:
         ids = tokenizer.encode(text)

@@ -101,6 +101,8 @@ def test_bfloat16_stays_near_float32(checkpoint: Checkpoints, case: str) -> None
         ("llama-mha", torch.bfloat16, 8),
         ("qwen3", torch.float32, 5),
         ("qwen2", torch.bfloat16, 200),
+        ("mistral-window", torch.float32, 8),
+        ("qwen3-window", torch.bfloat16, 5),
     ],
 )
 def test_logits_do_not_depend_on_the_batch(checkpoint, case, dtype, block_size) -> None:
@@ -117,6 +119,23 @@ def test_logits_do_not_depend_on_the_batch(checkpoint, case, dtype, block_size) 
         pieces = in_pieces(load(path, dtype, block_size, threads=1 + seed % 3), ids, seed)
         for name in ids:
             assert torch.equal(pieces[name], alone[name]), (seed, name)
+
+
+@pytest.mark.parametrize("window", [1, 2, 100, 128, 129, 200])
+def test_windows_that_end_in_any_tile(window: int, tmp_path: Path) -> None:
+    """As transformers masks them; without windows the logits are others."""
+    case = dataclasses.replace(CASES["mistral-window"], changes={"sliding_window": window})
+    saved, ids = write_checkpoint(tmp_path, case), tokens(250)
+    expected = saved.logits(ids)
+    for seed, block_size in enumerate((8, 5, 200)):
+        found = in_pieces(load(tmp_path, block_size=block_size, threads=2), {"a": ids}, seed)
+        torch.testing.assert_close(found["a"], expected, **TOLERANCE)
+    config = DecoderConfig.from_pretrained(tmp_path)
+    open_ = dataclasses.replace(config, variant=dataclasses.replace(config.variant, window=None))
+    runner = NativeRunner(open_, load_weights(tmp_path, config), torch.float32, 64, 8, 1)
+    unseen = runner.forward(Paging(64, 8).batch(("a", ids, 0, 250)))
+    assert torch.allclose(unseen[:window], expected[:window], **TOLERANCE)
+    assert not torch.allclose(unseen[window:], expected[window:], atol=0.01)
 
 
 def test_another_order_of_the_same_sums_would_be_seen(checkpoint: Checkpoints) -> None:

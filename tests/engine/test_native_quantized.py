@@ -17,7 +17,7 @@ from penstock.engine.native.packing import Weight
 from penstock.engine.native.runner import NativeRunner
 
 KINDS = tuple(SCALES)
-SOME = first_fast(["mixed", "Q8_0", "Q4_1", "Q6_K", "INT4_128", "INT8_ROWS", *KINDS[4:]], 6)
+SOME = first_fast(["mixed", "Q8_0", "Q4_1", "Q6_K", "IQ4_NL", "INT8_ROWS", *KINDS[4:]], 6)
 CONFIG = DecoderConfig(
     vocab_size=97,
     hidden_size=256,
@@ -126,7 +126,7 @@ def test_a_product_is_that_of_the_rounded_activations(kind: str) -> None:
     ids = np.arange(97)
     logits = only_head(head, embedding).forward(paging().batch(("a", ids, 0, 97))).numpy()
     weights = head.dequantize().double().numpy()
-    shared = x.shape[1] if kind.endswith(("K", "ROWS")) else 32
+    shared = x.shape[1] if kind.endswith(("K", "XS", "ROWS")) else 32
     seen = rounded(x, shared)
     exact = seen @ weights.T
     # An integer sum is exact; over blocks and terms of a block float32 rounds, by 2^-24 of the

@@ -174,7 +174,8 @@ def test_weights_of_a_gguf_file_are_looked_at(tmp_path: Path, kind: str) -> None
     width = {"F32": 4, "F16": 2}.get(kind) or GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]
     offset = width - 2 if kind in ("Q6_K", "F32") else 0
     place = entry.start + entry.num_bytes // width // 2 * width + offset
-    whole[place : place + 2] = b"\x80\x7f" if kind == "F32" else b"\x00\x7c"
+    infinite = {"F32": b"\x80\x7f", "MXFP4": b"\xfd\x00"}.get(kind, b"\x00\x7c")
+    whole[place : place + 2] = infinite
     path.write_bytes(whole)
     with pytest.raises(CheckpointError, match=r"blk\.1\.ffn_down\.weight has values that are not"):
         look()

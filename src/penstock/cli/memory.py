@@ -13,11 +13,9 @@ MEMORY_SHARE = 0.8
 
 def model_bytes(path: Path) -> int:
     """Return the bytes of a model's weights: of GGUF files, or of a folder's safetensors."""
-    from penstock.engine.models.hub import all_parts
+    from penstock.engine.models.checkpoint import part_names
 
-    files = [path.with_name(part) for part in all_parts(path.name)]
-    if path.is_dir():
-        files = list(path.glob("*.safetensors"))
+    files = list(path.glob("*.safetensors")) if path.is_dir() else part_names(path)
     return sum(file.stat().st_size for file in files if file.is_file())
 
 

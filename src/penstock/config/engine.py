@@ -229,11 +229,11 @@ class ModelsConfig(Model):
 
 
 def model_name(path: Path) -> str:
-    """Return the model's name: its folder's, its GGUF file's, or `owner/name` of a hub's folder."""
+    """Return a model's name: its folder's, its GGUF file's, or `owner/name` of a hub's folder."""
     hub = path.parent.parent.name
     if path.parent.name == "snapshots" and hub.startswith("models--"):
         return hub.removeprefix("models--").replace("--", "/", 1)
-    return path.stem if path.suffix.lower() == ".gguf" else path.name
+    return re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", path.name, flags=re.IGNORECASE)
 
 
 _BUNDLED: Any = Field(default=None, validate_default=True)

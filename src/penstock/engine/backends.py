@@ -81,11 +81,10 @@ def fit_models(
     config: EngineConfig,
     place: Placement,
     shapes: Mapping[str, DecoderConfig],
-    max_model_len: int,
 ) -> Placement:
     """Return a placement that can compute all `shapes`, else eager. Raises: ConfigError."""
     for name, shape in shapes.items():
-        why_not = beyond_kernels(shape, min(max_model_len, shape.max_position_embeddings))
+        why_not = beyond_kernels(shape)
         if place.backend == "eager" or why_not is None:
             continue
         if config.backend == "native":
@@ -239,10 +238,7 @@ class Models:
         if own is None:
             return ModelDrafter(name, runner, self.max_model_len, target.vocab_size)
         shape = self.shapes[name]
-        # A text may have more of its tokens than of the target's; a window must hold them.
         longest = shape.max_position_embeddings
-        if shape.variant.window is not None:
-            longest = min(longest, self.max_model_len)
         vocabularies = Vocabularies(
             self.tokenizers[TARGET], own, target.eos_token_ids, shape.eos_token_ids
         )
@@ -259,11 +255,21 @@ class Models:
 
     def _runner(self, name: str, path: Path) -> ModelRunner:
         place, room = self.place, (self.num_blocks, self.config.block_size)
+        # A text may have more of a drafter's own tokens than of the target's.
+        drafts_text = name != TARGET and name in self.tokenizers
+        longest = None if drafts_text else self.max_model_len
         if place.backend == "native":
             rounding: DrafterWeights = "stored" if name == TARGET else self.config.drafter_weights
-            return NativeRunner.load(path, place.dtype, *room, place.num_threads, rounding=rounding)
+            return NativeRunner.load(
+                path,
+                place.dtype,
+                *room,
+                place.num_threads,
+                rounding=rounding,
+                max_model_len=longest,
+            )
         attention = ATTENTION[self.config.attention]
-        return EagerRunner.load(path, place.dtype, place.device, *room, attention)
+        return EagerRunner.load(path, place.dtype, place.device, *room, attention, longest)
 
 
 def load_vllm(config: EngineConfig) -> VllmTarget:
@@ -293,8 +299,7 @@ def load_runner(path: Path, dtype_name: str, *, rounding: DrafterWeights = "stor
         [config], dtype, device, _BLOCK_SIZE, config.max_position_embeddings, weights=0
     )
     threads = torch.get_num_threads()
-    beyond = beyond_kernels(config, config.max_position_embeddings)
-    if dtype not in DTYPES or beyond is not None or why_not_native() is not None:
+    if dtype not in DTYPES or beyond_kernels(config) is not None or why_not_native() is not None:
         if rounding == "int4":
             raise ConfigError(
                 "weights int4 are for the CPU's own kernels, which cannot be had here"

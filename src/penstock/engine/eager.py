@@ -47,9 +47,12 @@ class EagerRunner(ModelRunner):
         num_blocks: int,
         block_size: int,
         attention: AttentionFactory = PackedAttention,
+        max_model_len: int | None = None,
     ) -> EagerRunner:
-        """Load a checkpoint. Raises: CheckpointError; ValueError for an empty cache."""
-        config = DecoderConfig.from_pretrained(path)
+        """Load a checkpoint for texts of at most `max_model_len` tokens.
+
+        Raises: CheckpointError; ValueError for an empty cache."""
+        config = DecoderConfig.from_pretrained(path).within(max_model_len)
         weights = load_weights(path, config, dtype)
         return cls(config, weights, device, num_blocks, block_size, attention)
 

@@ -14,6 +14,7 @@ import torch
 import penstock
 from penstock.config import EngineConfig, model_name
 from penstock.engine.backends import Models
+from penstock.engine.models.checkpoint import part_names
 from penstock.engine.native.loading import load_library
 
 _EDGE = 1 << 20  # bytes at each end of a file that are hashed
@@ -53,7 +54,9 @@ def fingerprint(config: EngineConfig, models: Models) -> dict[str, Any]:
 
 def _hash_of_model(path: Path) -> str:
     """Return a hash of a model's name and files: their names, sizes, first and last bytes."""
-    files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())
+    files = part_names(path)
+    if path.is_dir():
+        files = sorted(p for p in path.iterdir() if p.is_file())
     return digest([model_name(path), [[p.name, _hash_of_file(p)] for p in files]])
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engine.models.checkpoint import one_line
+from penstock.engine.models.fast_tokenizer import FastTokenizer
 from penstock.engine.models.formats import open_checkpoint
 
 _log = logging.getLogger(__name__)
@@ -278,9 +279,11 @@ class Tokenizer:
     def _verbatim(self) -> dict[int, bytes]:
         """Text of added tokens, which are matched before tokenization, by id.
 
-        Not of those that the vocabulary spells in its alphabet (Gemma's for several spaces)."""
+        Not of those that a tokenizer.json's vocabulary spells in its alphabet (Gemma's for several
+        spaces); a GGUF file's are text."""
         added = self._fast.added_tokens_decoder
-        own = {} if self._is_byte_level else self._fast.backend_tokenizer.get_vocab(False)
+        are_text = self._is_byte_level or isinstance(self._fast, FastTokenizer)
+        own = {} if are_text else self._fast.backend_tokenizer.get_vocab(False)
         return {i: t.content.encode() for i, t in added.items() if t.content not in own}
 
     @cached_property

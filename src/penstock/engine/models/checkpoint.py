@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ GGUF_MAGIC = b"GGUF"
 _GGUF_SUFFIX = ".gguf"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_PART = re.compile(r"-(\d{5})-of-(\d{5})\.\w+$")
+"""Suffix of the parts of a split model."""
 
 
 class CheckpointError(ValueError):
@@ -103,3 +106,13 @@ def is_gguf(path: Path) -> bool:
             return file.read(len(GGUF_MAGIC)) == GGUF_MAGIC
     except OSError:
         return False
+
+
+def part_names(path: Path) -> list[Path]:
+    """Return all files of a split model, the first one first, by any of them; else `path`."""
+    named = _PART.search(path.name)
+    if named is None or not 1 <= int(named[1]) <= int(named[2]):
+        return [path]
+    stem, digits, suffix = path.name[: named.start()], named[2], path.name[named.end(2) :]
+    numbers = range(1, int(digits) + 1)
+    return [path.with_name(f"{stem}-{number:05d}-of-{digits}{suffix}") for number in numbers]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,11 @@ class DecoderConfig:
         """Rows of the key projection, and of the value projection: num_kv_heads * head_dim."""
         return self.num_kv_heads * self.head_dim
 
+    def within(self, max_model_len: int | None) -> DecoderConfig:
+        """Return the configuration for texts of at most `max_model_len` tokens, if given."""
+        most = self.max_position_embeddings
+        return replace(self, max_position_embeddings=min(most, max_model_len or most))
+
     @classmethod
     def from_pretrained(cls, path: Path) -> DecoderConfig:
         """Read a checkpoint: a folder in Hugging Face layout, or a GGUF file.
@@ -104,11 +109,11 @@ def _check_rope(rope: Rope, head_dim: int) -> None:
     rotated = rope.rotary_dim(head_dim)
     if rotated < 2 or rotated % 2:
         raise ValueError(f"{rotated} of {head_dim} dimensions of a head are rotated; must be even")
-    if rope.rope_type == "longrope" and len(rope.short_factor) != rotated // 2:
-        raise ValueError(
-            f"rope longrope: short_factor has {len(rope.short_factor)} numbers; "
-            f"{rotated // 2} are expected"
-        )
+    for name in ("short_factor", "long_factor") if rope.rope_type == "longrope" else ():
+        if (found := len(getattr(rope, name))) != rotated // 2:
+            raise ValueError(
+                f"rope longrope: {name} has {found} numbers; {rotated // 2} are expected"
+            )
 
 
 def _architecture(file: Path, raw: dict[str, Any]) -> str:
@@ -132,9 +137,9 @@ def _from_transformers(
         raise ValueError("is_causal is false; allowed: true")
     variant, rope = FAMILIES[architecture].variant(hf_config), rope_of(architecture, hf_config)
     inner = "intermediate_size" if variant.experts is None else "moe_intermediate_size"
-    max_positions = hf_config.max_position_embeddings
-    if rope.rope_type == "longrope":
-        max_positions = min(max_positions, rope.original_max_position_embeddings)
+    positions = hf_config.max_position_embeddings
+    if not FAMILIES[architecture].counts_scaled:
+        positions = rope.scaled_positions(positions)
     eos_token_ids = token_ids(hf_config.eos_token_id) + generation_eos
     head_dim = getattr(hf_config, "head_dim", None)
     return DecoderConfig(
@@ -147,7 +152,7 @@ def _from_transformers(
         head_dim=head_dim or hf_config.hidden_size // hf_config.num_attention_heads,
         rms_norm_eps=float(hf_config.rms_norm_eps),
         rope=rope,
-        max_position_embeddings=max_positions,
+        max_position_embeddings=positions,
         variant=variant,
         tie_word_embeddings=bool(hf_config.tie_word_embeddings),
         eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),

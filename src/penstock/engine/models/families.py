@@ -23,7 +23,8 @@ class Family:
     qkv, gate_up: tensors whose rows are concatenated
     post_norm:   the norm before the MLP
     norm_offset: added to the norms' weights
-    partial_rotary: partial_rotary_factor is used"""
+    partial_rotary: partial_rotary_factor is used
+    counts_scaled: max_position_embeddings includes what the rotary embedding's scaling adds"""
 
     model_type: str
     variant: Callable[[Any], Variant]
@@ -32,6 +33,7 @@ class Family:
     post_norm: str = "post_attention_layernorm"
     norm_offset: float = 0.0
     partial_rotary: bool = False
+    counts_scaled: bool = False
 
 
 def _llama(config: Any) -> Variant:
@@ -107,7 +109,11 @@ FAMILIES = {
         partial_rotary=True,
     ),
     "Gemma3ForCausalLM": Family(
-        "gemma3_text", _gemma3, post_norm="pre_feedforward_layernorm", norm_offset=1.0
+        "gemma3_text",
+        _gemma3,
+        post_norm="pre_feedforward_layernorm",
+        norm_offset=1.0,
+        counts_scaled=True,
     ),
 }
 """Families by the name in config.json's architectures."""

@@ -16,7 +16,10 @@ class FastTokenizer:
     transformers' names (bos_token, …); those that the backend lacks are added."""
 
     def __init__(
-        self, backend: Tokenizer, chat_template: str | None, special: Mapping[str, str]
+        self,
+        backend: Tokenizer,
+        chat_template: str | dict[str, str] | None,
+        special: Mapping[str, str],
     ) -> None:
         self.backend_tokenizer = backend
         self.chat_template = chat_template
@@ -47,14 +50,13 @@ class FastTokenizer:
         self,
         conversation: Sequence[Mapping[str, Any]],
         tokenize: bool = False,
-        chat_template: str | None = None,
         **options: Any,
     ) -> str:
-        """Render a chat by its own template as text. Raises ValueError if asked for more.
+        """Render a chat as text. Raises ValueError if asked to tokenize.
 
         options: as transformers' method has them, and the template's variables"""
-        if tokenize or chat_template is not None:
-            raise ValueError("tokenize and chat_template are not offered")
+        if tokenize:
+            raise ValueError("tokenize is true; allowed: false")
         text: str = self._writer.apply_chat_template(conversation, tokenize=False, **options)
         return text
 

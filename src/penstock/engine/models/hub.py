@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from penstock.config import ConfigError
-from penstock.engine.models.checkpoint import INDEX_FILE, SINGLE_FILE
+from penstock.engine.models.checkpoint import INDEX_FILE, SINGLE_FILE, part_names
 
 Say = Callable[[str], None]
 """Receiver of lines for the user."""
@@ -157,10 +157,10 @@ def _chosen(name: HubName, files: Collection[str], say: Say) -> _Choice:
     if name.quant is None and name.file is None and _has_weights(files):
         first = SINGLE_FILE if SINGLE_FILE in files else min(filter(_is_shard, files))
         beside = [f for f in files if _FOLDER_FILES.fullmatch(f) or f == INDEX_FILE]
-        choice = _Choice([*beside, *all_parts(first)], "config.json")
+        choice = _Choice([*beside, *_parts(first)], "config.json")
     else:
         main = name.file or _by_quant(name, _first_files(files), say)
-        choice = _Choice(all_parts(main), main)
+        choice = _Choice(_parts(main), main)
     absent = next((file for file in (choice.main, *choice.names) if file not in files), None)
     if absent is not None:
         raise ConfigError(f"{name.text}: the repository has no file {absent}")
@@ -176,12 +176,8 @@ def _is_shard(file: str) -> bool:
     return part is not None and (part[1], part[4]) == ("model", ".safetensors")
 
 
-def all_parts(file: str) -> list[str]:
-    """Return the names of all parts of a split file, or of the only one."""
-    part = _PART.fullmatch(file)
-    if part is None:
-        return [file]
-    return [f"{part[1]}-{i:05d}-of-{part[3]}{part[4]}" for i in range(1, int(part[3]) + 1)]
+def _parts(file: str) -> list[str]:
+    return [path.as_posix() for path in part_names(Path(file))]
 
 
 def _first_files(files: Collection[str]) -> list[str]:

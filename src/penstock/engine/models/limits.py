@@ -5,16 +5,13 @@ from __future__ import annotations
 from penstock.engine.models.config import DecoderConfig
 
 
-def beyond_kernels(config: DecoderConfig, max_model_len: int) -> str | None:
-    """Return a feature that the native kernels do not support; None without one.
-
-    Texts have up to max_model_len tokens."""
+def beyond_kernels(config: DecoderConfig) -> str | None:
+    """Return a feature that the native kernels do not support; None without one."""
     variant = config.variant
     reasons = {
         "experts": variant.experts is not None,
-        f"a sliding window of {variant.window and variant.window.size} tokens": (
-            variant.window is not None
-            and (variant.window.rope is not None or variant.window.size < max_model_len)
+        "sliding windows with a rotary embedding of their own": (
+            variant.window is not None and variant.window.rope is not None
         ),
         "norms behind attention and MLP": variant.post_norms,
         f"activation {variant.activation}": variant.activation != "silu",

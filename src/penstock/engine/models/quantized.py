@@ -79,7 +79,7 @@ class QuantizedMatrix:
     """A quantised matrix.
 
     kind:       ggml's name of the block format ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K",
-                "Q5_K", "Q6_K") or a name in GROUP_FORMATS
+                "Q5_K", "Q6_K", …) or a name in GROUP_FORMATS
     data:       [rows, bytes of a row] uint8, memory-mapped where the file allows
     drop_pages: releases the memory of mapped pages that were read"""
 
@@ -100,9 +100,11 @@ NOT_FINITE = "has values that are not finite (NaN or infinity)"
 
 _SCALES = {
     "Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,), "Q4_1": (0, 2), "Q5_1": (0, 2),
-    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (-2,),
+    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (-2,), "IQ4_NL": (0,), "IQ4_XS": (0,),
 }  # fmt: skip
 """Byte offsets of a block's float16 scales, of which all its values are multiples."""
+_MOST_FP4_EXPONENT = 252
+"""Largest byte of an MXFP4 block's scale 2^(byte - 128) whose multiple by 12 is finite."""
 _HALF_EXPONENT = 0x7C00
 """Exponent bits of a float16, all set for NaN and infinity."""
 
@@ -118,6 +120,8 @@ def are_blocks_finite(kind: str, data: torch.Tensor) -> bool:
     True for a kind of unknown scales."""
     block = GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]
     flat = data.numpy().reshape(-1)
+    if kind == "MXFP4":
+        return int(flat[::block].max(initial=0)) <= _MOST_FP4_EXPONENT
     for offset in _SCALES.get(kind, ()):
         scales = np.ndarray(len(flat) // block, "<u2", flat, offset % block, (block,))
         if ((scales & _HALF_EXPONENT) == _HALF_EXPONENT).any():

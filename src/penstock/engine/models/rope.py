@@ -33,10 +33,13 @@ _ROPE_FIELDS = {
         "original_max_position_embeddings",
         "attention_factor",
         "short_factor",
+        "long_factor",
     },
 }
 _ROPE_OPTIONAL = {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
-_NOT_NUMBERS = {"truncate", "short_factor"}
+_LISTS = ("short_factor", "long_factor")
+"""longrope's divisors of the frequencies."""
+_NOT_NUMBERS = {"truncate", *_LISTS}
 PARTIAL_TYPES = ("default", "longrope")
 """With which part of a head may be rotated."""
 
@@ -51,9 +54,8 @@ def check_rope_type(rope_type: str) -> None:
 class Rope:
     """Rotary embedding, its parameters under transformers' names; None where the type has none.
 
-    partial_rotary_factor: share of a head that is rotated, its first dimensions. short_factor:
-    longrope's divisors of the frequencies. Its long_factor, for texts beyond
-    original_max_position_embeddings, is not used: it would change keys already cached."""
+    partial_rotary_factor: share of a head that is rotated, its first dimensions. short_factor,
+    long_factor: longrope's divisors of the frequencies; see `divisors`."""
 
     theta: float = 10_000.0
     rope_type: str = "default"
@@ -69,6 +71,7 @@ class Rope:
     truncate: bool = True
     partial_rotary_factor: float = 1.0
     short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         check_rope_type(self.rope_type)
@@ -91,8 +94,9 @@ class Rope:
         low, high = self.low_freq_factor, self.high_freq_factor
         if low is not None and high is not None and low >= high:
             raise ValueError("rope llama3: low_freq_factor must be below high_freq_factor")
-        if not all(number > 0 for number in self.short_factor):
-            raise ValueError("rope longrope: short_factor must be numbers above 0")
+        for name in _LISTS:
+            if not all(number > 0 for number in getattr(self, name)):
+                raise ValueError(f"rope longrope: {name} must be numbers above 0")
 
     @classmethod
     def from_transformers(cls, values: Mapping[str, Any]) -> Rope:
@@ -105,8 +109,7 @@ class Rope:
         used = {key: given[key] for key in _ROPE_FIELDS[rope_type] & given.keys()}
         if "factor" in _ROPE_FIELDS[rope_type]:
             used.setdefault("factor", 0.0)
-        if "short_factor" in used:
-            used["short_factor"] = tuple(used["short_factor"])
+        used |= {name: tuple(used[name]) for name in _LISTS if name in used}
         partial = given.get("partial_rotary_factor", 1.0)
         return cls(float(given["rope_theta"]), rope_type, partial_rotary_factor=partial, **used)
 
@@ -119,6 +122,24 @@ class Rope:
     def rotary_dim(self, head_dim: int) -> int:
         """Return the number of rotated dimensions of a head."""
         return int(head_dim * self.partial_rotary_factor)
+
+    def scaled_positions(self, max_positions: int) -> int:
+        """Return the positions of a model that was trained on `max_positions` without scaling.
+
+        As vLLM has them: `factor` times as many with linear and yarn."""
+        if self.rope_type not in ("linear", "yarn"):
+            return max_positions
+        original = self.original_max_position_embeddings or max_positions
+        return max(max_positions, int(original * self.factor))
+
+    def divisors(self, max_positions: int) -> tuple[float, ...]:
+        """Return longrope's divisors for texts of up to `max_positions` tokens.
+
+        One choice for all texts of a model, as in vLLM: another for longer texts would change keys
+        that are cached."""
+        assert self.original_max_position_embeddings is not None
+        is_long = max_positions > self.original_max_position_embeddings
+        return self.long_factor if is_long else self.short_factor
 
     def spread_pairs(self, rows: torch.Tensor, head_dim: int) -> torch.Tensor:
         """Reorder query or key rows [heads * head_dim, ...] so that pairs lie head_dim / 2 apart.

@@ -52,7 +52,8 @@ def _inverse_frequencies(config: DecoderConfig, rope: Rope) -> tuple[torch.Tenso
         powers = rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float) / dim)
         if rope.rope_type == "default":
             return 1.0 / powers, 1.0
-        return 1.0 / (torch.tensor(rope.short_factor) * powers), _longrope_scaling(rope)
+        divisors = torch.tensor(rope.divisors(config.max_position_embeddings))
+        return 1.0 / (divisors * powers), _longrope_scaling(rope)
     # Imported here: it takes seconds, and few models need it.
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

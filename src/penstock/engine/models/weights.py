@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.families import FAMILIES
 from penstock.engine.models.formats import open_checkpoint
 from penstock.engine.models.quantized import Stored, Weight
+
+_log = logging.getLogger(__name__)
 
 _EMBEDDINGS = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
@@ -98,10 +101,20 @@ def stored_weights(
     """Yield `load_weights`, but with matrices of the block formats `kinds` as stored.
 
     They stay in the mapped file, except for reordered rows; the pages read are released at the end.
-    A tensor stacked from several of which one is quantised is a tuple. Raises as `load_weights`."""
+    A tensor stacked from several of which one is quantised is a tuple. Other formats are widened,
+    with a warning. Raises as `load_weights`."""
+    widened: set[str] = set()
     with open_checkpoint(path).tensors() as tensors:
         specs = specs_in(tensors, config)
-        yield {spec.name: _stored(tensors, config, spec, dtype, kinds) for spec in specs}
+        found = {spec.name: _stored(tensors, config, spec, dtype, kinds, widened) for spec in specs}
+        if widened:
+            _log.warning(
+                "%s: %s matrices are widened to %s, as the kernels do not read them",
+                path,
+                ", ".join(sorted(widened)),
+                str(dtype).removeprefix("torch."),
+            )
+        yield found
 
 
 def specs_in(tensors: Tensors, config: DecoderConfig) -> list[WeightSpec]:
@@ -210,11 +223,14 @@ def _stored(
     spec: WeightSpec,
     dtype: torch.dtype,
     kinds: Collection[str],
+    widened: set[str],
 ) -> Weight:
+    """widened: receives the block formats that are not among `kinds`."""
     # Rows of several sources are reordered once they are concatenated.
     is_ordered = len(spec.sources) == 1 or config.rope.partial_rotary_factor == 1
     plain = len(spec.shape) == 2 and is_ordered
     parts = [tensors.quantized(*source) for source in spec.sources] if plain else []
+    widened.update(part.kind for part in parts if part is not None and part.kind not in kinds)
     if not any(part is not None and part.kind in kinds for part in parts):
         return _arranged(config, spec, _assemble(tensors, spec, dtype))
     stored: list[Stored] = []

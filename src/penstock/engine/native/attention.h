@@ -178,12 +178,15 @@ struct Scores {
 };
 
 // Turn one row of scores (base 2) into weights exp2(score - highest) and update the running
-// maximum, total and the factor for earlier sums. Lanes without a position of the row (padding,
-// later positions, memory never written) become 0.
+// maximum, total and the factor for earlier sums. The row sees positions [hidden, valid) of the tile,
+// at least one. Other lanes (padding, memory never written) become 0.
 static __attribute__((noinline)) void softmax_tile(float* score, const AttentionShape& shape,
-                                                   int num_blocks, int valid, float* highest,
-                                                   float* total, float* rescale) {
+                                                   int num_blocks, int hidden, int valid,
+                                                   float* highest, float* total, float* rescale) {
   const int padded = shape.padded_block();
+  for (int i = 0; i < hidden; ++i)
+    score[i / shape.block_size * padded + i % shape.block_size] =
+        -std::numeric_limits<float>::infinity();
   for (int block = 0; block < num_blocks; ++block) {
     int count = valid - block * shape.block_size;
     count = count < 0 ? 0 : count > shape.block_size ? shape.block_size : count;
@@ -208,11 +211,12 @@ static __attribute__((noinline)) void softmax_tile(float* score, const Attention
 
 // One sequence's rows at consecutive positions from `first_position`, for `heads` query heads that
 // share `kv_head`. `query` and `out` point at the first row's first head; queries are scaled by
-// log2(e) / sqrt(head_dim) already. rows * heads is at most what the scratch was made for.
+// log2(e) / sqrt(head_dim) already. A row sees `window` positions, its own included. rows * heads is
+// at most what the scratch was made for.
 template <class T>
 static void attend(const AttentionShape& shape, const T* keys, const T* values,
                    const int32_t* block_table, const float* query, float* out, size_t stride,
-                   int first_position, int rows, int heads, int kv_head,
+                   int first_position, int rows, int heads, int kv_head, int window,
                    const AttentionScratch& scratch) {
   const int dim = shape.head_dim, padded_dim = shape.padded_dim();
   const int block_size = shape.block_size, padded_block = shape.padded_block();
@@ -228,10 +232,13 @@ static void attend(const AttentionShape& shape, const T* keys, const T* values,
   std::memset(scratch.sum, 0, (size_t)queries * padded_dim * sizeof(float));
 
   const int length = first_position + rows;
-  for (int start = 0; start < length; start += tile) {
+  const int first_seen = first_position + 1 > window ? first_position + 1 - window : 0;
+  for (int start = first_seen / tile * tile; start < length; start += tile) {
     const int in_tile = length - start < tile ? length - start : tile;
     const int num_blocks = (in_tile + block_size - 1) / block_size;
     const int first_row = start > first_position ? start - first_position : 0;
+    // Behind these rows the window of each begins in a later tile.
+    const int end_row = std::min(rows, start + tile + window - 1 - first_position);
     // Keys, then values, then the next tile's first keys: the order in which they are read.
     const T* blocks[2 * kTilePositions + 1];
     const T** value_blocks = blocks + num_blocks;
@@ -246,10 +253,10 @@ static void attend(const AttentionShape& shape, const T* keys, const T* values,
         is_last ? blocks[0] : keys + head(first_block + num_blocks) * shape.key_head();
 
     Scores<T>{scratch.query, dim, blocks, num_blocks, padded_block, scratch.score, score_stride}.run(
-        first_row * heads, queries);
-    for (int i = first_row * heads; i < queries; ++i) {
+        first_row * heads, end_row * heads);
+    for (int i = first_row * heads; i < end_row * heads; ++i) {
       const int seen = first_position + i / heads + 1 - start;
-      softmax_tile(scratch.score + i * score_stride, shape, num_blocks,
+      softmax_tile(scratch.score + i * score_stride, shape, num_blocks, std::max(0, seen - window),
                    seen < in_tile ? seen : in_tile, scratch.highest + i, scratch.total + i,
                    scratch.rescale + i);
     }
@@ -257,12 +264,12 @@ static void attend(const AttentionShape& shape, const T* keys, const T* values,
                            block_size, in_tile, scratch.rescale, scratch.sum, (size_t)padded_dim};
     // Rows on the diagonal stop at their own position: a weight of 0 would not hide a NaN.
     int row = first_row;
-    for (; row < rows && first_position + row + 1 < start + in_tile; ++row) {
+    for (; row < end_row && first_position + row + 1 < start + in_tile; ++row) {
       sums.num_rows = first_position + row + 1 - start;
       sums.run(row * heads, (row + 1) * heads, padded_dim);
     }
     sums.num_rows = in_tile;
-    sums.run(row * heads, queries, padded_dim);
+    sums.run(row * heads, end_row * heads, padded_dim);
   }
 
   for (int i = 0; i < queries; ++i) {

@@ -144,6 +144,24 @@ PENSTOCK_INLINE VecF dot_bf16(VecF sum, VecU pairs, uint32_t a) {
 #endif
 }
 
+// Of every byte of `codes`, each below 16, that byte of the table.
+PENSTOCK_INLINE VecI look_up(const uint8_t* table, VecI codes) {
+#if defined(__AVX512BW__) && !defined(PENSTOCK_PORTABLE)
+  const __m512i values = _mm512_maskz_broadcast_i32x4(0xffff, load_as<__m128i>(table));
+  return (VecI)_mm512_shuffle_epi8(values, (__m512i)codes);
+#elif defined(__AVX2__) && !defined(PENSTOCK_PORTABLE)
+  const __m256i values = _mm256_broadcastsi128_si256(load_as<__m128i>(table));
+  return (VecI)_mm256_shuffle_epi8(values, (__m256i)codes);
+#elif defined(__aarch64__) && !defined(PENSTOCK_PORTABLE)
+  return (VecI)vqtbl1q_u8(load_as<uint8x16_t>(table), (uint8x16_t)codes);
+#else
+  uint8_t bytes[4 * kLanes];
+  std::memcpy(bytes, &codes, sizeof bytes);
+  for (uint8_t& byte : bytes) byte = table[byte];
+  return load_as<VecI>(bytes);
+#endif
+}
+
 // One byte for each lane, widened. Written out: compilers take a converted vector of bytes apart.
 // With a mask, because the intrinsics without one warn.
 PENSTOCK_INLINE VecI load_bytes(const uint8_t* p) {

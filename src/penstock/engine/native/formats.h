@@ -18,7 +18,8 @@ namespace penstock {
 // bfloat16, in memory the same as kBf16.
 enum class Kind : int32_t {
   kF32, kBf16, kBf16Pairs, kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ4_K, kQ5_K, kQ6_K,
-  kInt8_32, kInt8_128, kInt4_32, kInt4_128, kUint4_32, kUint4_128, kInt8Rows
+  kInt8_32, kInt8_128, kInt4_32, kInt4_128, kUint4_32, kUint4_128, kInt8Rows,
+  kIQ4_NL, kIQ4_XS, kMXFP4
 };
 
 // What activations are multiplied as: floats, pairs of bfloat16, or int8 in blocks of that many
@@ -61,6 +62,13 @@ PENSTOCK_INLINE void read_nibbles(const uint8_t* p, int count, uint8_t* code) {
   }
 }
 
+// Of formats whose codes are places in a table, not numbers: its 16 values plus 128, which kOffset
+// takes off again. ggml's kvalues_iq4nl, and twice the values of a float of 4 bits (e2m1).
+constexpr uint8_t kIq4Values[16] = {1,   24,  45,  63,  79,  93,  106, 118,
+                                    129, 141, 153, 166, 181, 197, 217, 241};
+constexpr uint8_t kFp4Values[16] = {128, 129, 130, 131, 132, 134, 136, 140,
+                                    128, 127, 126, 125, 124, 122, 120, 116};
+
 // Weight = d * (code - kOffset), or d * code + m with kHasLow.
 template <Kind kind_, int kFileBytes_, int kBits_, int kOffset_, bool kHasLow_>
 struct Blocks32 {
@@ -68,6 +76,7 @@ struct Blocks32 {
   static constexpr Arithmetic kArithmetic = Arithmetic::kBlocks32;
   static constexpr int kBlock = 32, kFileBytes = kFileBytes_, kBits = kBits_, kOffset = kOffset_;
   static constexpr bool kHasLow = kHasLow_;
+  static constexpr const uint8_t* kTable = nullptr;
   // Codes, then d and m of every column.
   static constexpr int kCodeBytes = 4 * kBits * kPanel, kScaleBytes = 2;
   static constexpr int kScales = kCodeBytes;
@@ -99,6 +108,31 @@ using Q4_1 = Blocks32<Kind::kQ4_1, 20, 4, 0, true>;
 using Q5_0 = Blocks32<Kind::kQ5_0, 22, 5, 16, false>;
 using Q5_1 = Blocks32<Kind::kQ5_1, 24, 5, 0, true>;
 
+struct IQ4_NL : Blocks32<Kind::kIQ4_NL, 18, 4, 128, false> {
+  static constexpr const uint8_t* kTable = kIq4Values;
+
+  static void dequantize(const Block& block, float* out) {
+    const float d = half_to_float(block.d);
+    for (int i = 0; i < 32; ++i) out[i] = d * (kTable[block.code[i]] - kOffset);
+  }
+};
+
+// d is 2^(e - 128), e a byte: a float32.
+struct MXFP4 : Blocks32<Kind::kMXFP4, 17, 4, 128, false> {
+  static constexpr const uint8_t* kTable = kFp4Values;
+  static constexpr int kScaleBytes = 4, kPanelBytes = kScales + kPanel * kScaleBytes;
+
+  static void read(const uint8_t* p, Block& block) {
+    block.d = *p < 2 ? 0x200000u << *p : (*p - 1u) << 23;
+    read_nibbles(p + 1, 16, block.code);
+  }
+
+  static void dequantize(const Block& block, float* out) {
+    const float d = as_float(block.d);
+    for (int i = 0; i < 32; ++i) out[i] = d * (kTable[block.code[i]] - kOffset);
+  }
+};
+
 // Groups of integers with float32 scales, as compressed-tensors, GPTQ and AWQ have them: weight =
 // d * (code - kOffset), or d * code + m with kHasLow. In a row: d, m, codes, of two in a byte the
 // low one first.
@@ -109,6 +143,7 @@ struct Groups {
   static constexpr Arithmetic kArithmetic = kArithmetic_;
   static constexpr int kBlock = kBlock_, kBits = kBits_, kOffset = kHasLow_ ? 0 : 1 << (kBits - 1);
   static constexpr bool kHasLow = kHasLow_;
+  static constexpr const uint8_t* kTable = nullptr;
   static constexpr int kScaleBytes = 4, kHead = kHasLow ? 8 : 4;
   static constexpr int kFileBytes = kHead + kBlock * kBits / 8;
   // As in Blocks32, codes of 32 of k after the other.
@@ -147,6 +182,7 @@ struct Blocks256 {
   static constexpr int kBlock = 256, kFileBytes = kFileBytes_, kBits = kBits_, kSub = kSub_;
   static constexpr int kOffset = kOffset_;
   static constexpr bool kHasLow = kOffset == 0;
+  static constexpr const uint8_t* kTable = nullptr;
   // d and m of every column, the lows by pairs, then four groups of 64 of k: the scales of their
   // sub-blocks, and codes, 32 of k after the other.
   static constexpr int kLows = (kHasLow ? 2 : 1) * kPanel * 2;
@@ -208,6 +244,25 @@ using Q4_K = Blocks256<Kind::kQ4_K, 144, 4, 32, 0>;
 using Q5_K = Blocks256<Kind::kQ5_K, 176, 5, 32, 0>;
 using Q6_K = Blocks256<Kind::kQ6_K, 210, 6, 16, 32>;
 
+struct IQ4_XS : Blocks256<Kind::kIQ4_XS, 136, 4, 32, 128> {
+  static constexpr const uint8_t* kTable = kIq4Values;
+
+  static void read(const uint8_t* p, Block& block) {
+    block.d = read_half(p);
+    const uint32_t high = read_half(p + 2), low = read_word(p + 4);
+    for (int i = 0; i < 8; ++i) {
+      block.scale[i] = (uint8_t)((low >> (4 * i) & 15) + (high >> (2 * i) & 3) * 16 - 32);
+      read_nibbles(p + 8 + 16 * i, 16, block.code + 32 * i);
+    }
+  }
+
+  static void dequantize(const Block& block, float* out) {
+    const float d = half_to_float(block.d);
+    for (int i = 0; i < 256; ++i)
+      out[i] = d * (int8_t)block.scale[i / kSub] * (kTable[block.code[i]] - kOffset);
+  }
+};
+
 // Plain numbers, kBlock of k interleaved: one float of each column, or a pair of bfloat16.
 template <Kind kind_, Arithmetic kArithmetic_, class T_>
 struct Plain {
@@ -242,6 +297,9 @@ PENSTOCK_INLINE auto with_format(Kind kind, Visit&& visit) {
     case Kind::kUint4_32: return visit(Uint4_32{});
     case Kind::kUint4_128: return visit(Uint4_128{});
     case Kind::kInt8Rows: return visit(Int8Rows{});
+    case Kind::kIQ4_NL: return visit(IQ4_NL{});
+    case Kind::kIQ4_XS: return visit(IQ4_XS{});
+    case Kind::kMXFP4: return visit(MXFP4{});
     case Kind::kF32: break;
   }
   return visit(F32{});
@@ -300,9 +358,9 @@ PENSTOCK_INLINE void pack_codes(const uint8_t* code, int column, uint8_t* out) {
     put(kBits - 4 + i, (words[2 * i] & 0x0f0f0f0f) | (words[2 * i + 1] & 0x0f0f0f0f) << 4);
 }
 
-// One block of column `column` of a panel.
+// One block of column `column` of a panel. Inlined, GCC 12 at -O3 drops IQ4_XS's from pack_matrix.
 template <class F>
-PENSTOCK_INLINE void pack_block(const Block& block, int column, uint8_t* panel) {
+static __attribute__((noinline)) void pack_block(const Block& block, int column, uint8_t* panel) {
   if constexpr (F::kBlock == 256) {
     std::memcpy(panel + 2 * column, &block.d, 2);
     if (F::kHasLow) {

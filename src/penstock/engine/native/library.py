@@ -53,6 +53,7 @@ class LayerWeights(Structure):
     _fields_ = [
         *((name, Matrix) for name in LAYER_MATRICES),
         *((name, c_void_p) for name in (*LAYER_VECTORS, "keys", "values")),
+        ("window", c_int32),
     ]
 
 

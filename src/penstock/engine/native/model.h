@@ -19,6 +19,7 @@ struct LayerWeights {
   penstock::Matrix query, key, value, o, gate, up, down;
   const float *input_norm, *post_norm, *qkv_bias, *o_bias, *q_norm, *k_norm;
   void *keys, *values;
+  int32_t window;  // positions that a row sees, at most max_positions
 };
 
 struct ModelWeights {

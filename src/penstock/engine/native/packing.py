@@ -125,6 +125,9 @@ class Kind(IntEnum):
     UINT4_32 = 15
     UINT4_128 = 16
     INT8_ROWS = 17
+    IQ4_NL = 18
+    IQ4_XS = 19
+    MXFP4 = 20
 
 
 BLOCK_FORMATS = frozenset(kind.name for kind in Kind if kind > Kind.BF16_PAIRS)

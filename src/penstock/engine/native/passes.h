@@ -260,7 +260,8 @@ class Pass {
       const size_t start = work.row * model_.query_stride() + (size_t)head * dim;
       attend(model_.shape, (const C*)layer.keys, (const C*)layer.values, work.block_table,
              model_.query.get() + start, model_.attended.get() + start, model_.query_stride(),
-             work.first_position, work.num_rows, heads, kv_head, scratch_.attention);
+             work.first_position, work.num_rows, heads, kv_head, layer.window,
+             scratch_.attention);
     });
   }
 

@@ -44,6 +44,10 @@ PENSTOCK_INLINE VecI unpack(const uint8_t* strip, int v) {
   return (VecI)codes;
 }
 
+// Whether a code is multiplied as a byte that stands for byte - 128.
+template <class F>
+constexpr bool kIsByte = F::kBits == 8 || F::kTable != nullptr;
+
 PENSTOCK_INLINE int32_t four_codes(const int8_t* code) {
   int32_t word;
   std::memcpy(&word, code, sizeof word);
@@ -63,13 +67,16 @@ PENSTOCK_INLINE void dot_codes(const uint8_t* strips, const Codes* a, int k, Vec
   for (int v = first; v < last; ++v) {
     VecI codes[Strips];
 #pragma GCC unroll 2
-    for (int s = 0; s < Strips; ++s) codes[s] = unpack<F::kBits>(strips + 4 * s * kLanes, v);
+    for (int s = 0; s < Strips; ++s) {
+      codes[s] = unpack<F::kBits>(strips + 4 * s * kLanes, v);
+      if constexpr (F::kTable != nullptr) codes[s] = look_up(F::kTable, codes[s]);
+    }
 #pragma GCC unroll 12
     for (int r = 0; r < Rows; ++r) {
       const int32_t x = four_codes(a[r].code + k + 4 * v);
 #pragma GCC unroll 2
       for (int s = 0; s < Strips; ++s) {
-        if constexpr (F::kBits == 8 && kDotsSmallCodes) {
+        if constexpr (kIsByte<F> && kDotsSmallCodes) {
           sum[r][s] = dot_signed(sum[r][s], codes[s], x);
         } else if constexpr (!kDotsByPairs) {
           sum[r][s] = dot_bytes(sum[r][s], codes[s], x);
@@ -87,7 +94,7 @@ PENSTOCK_INLINE void dot_codes(const uint8_t* strips, const Codes* a, int k, Vec
 // What a sum starts with: minus the offset of its codes times the sum of the activations.
 template <class F>
 PENSTOCK_INLINE VecI start_of(int32_t negative_sum) {
-  constexpr bool has_offset = F::kOffset && (F::kBits < 8 || !kDotsSmallCodes);
+  constexpr bool has_offset = F::kOffset && !(kIsByte<F> && kDotsSmallCodes);
   return has_offset ? splat_int(negative_sum) * F::kOffset : VecI{};
 }
 
@@ -133,9 +140,11 @@ PENSTOCK_INLINE void add_sub_block(const uint8_t* strips, const uint8_t* scales,
                                    int k, VecI (*total)[Strips]) {
   VecI dot[Rows][Strips];
 #pragma GCC unroll 12
-  for (int r = 0; r < Rows; ++r)
-    for (int s = 0; s < Strips; ++s)
-      dot[r][s] = start_of<F>(a[r].negative_sums[(k + 4 * first) / 16]);
+  for (int r = 0; r < Rows; ++r) {
+    const int32_t* sums = a[r].negative_sums + (k + 4 * first) / 16;
+    const int32_t sum = F::kSub == 32 ? sums[0] + sums[1] : sums[0];
+    for (int s = 0; s < Strips; ++s) dot[r][s] = start_of<F>(sum);
+  }
   dot_codes<F, Rows, Strips, first, last>(strips, a, k, dot);
 #pragma GCC unroll 2
   for (int s = 0; s < Strips; ++s) {

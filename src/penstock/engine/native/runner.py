@@ -99,8 +99,11 @@ class NativeRunner(ModelRunner):
         num_threads: int,
         *,
         rounding: DrafterWeights = "stored",
+        max_model_len: int | None = None,
     ) -> NativeRunner:
-        """Load a checkpoint. rounding: of matrices to 4 bits (`models.rounding`), for drafters.
+        """Load a checkpoint for texts of at most `max_model_len` tokens.
+
+        rounding: of matrices to 4 bits (`models.rounding`), for drafters.
 
         float32 keeps the cache in float32 and the weights as stored (bfloat16 is widened in
         registers). bfloat16 rounds both, and with AVX512-BF16 also the activations of every
@@ -109,7 +112,7 @@ class NativeRunner(ModelRunner):
         (CheckpointError for the checkpoint), or NativeUnavailableError."""
         if dtype not in DTYPES:
             raise ValueError(f"dtype is {dtype}; allowed: {', '.join(map(str, DTYPES))}")
-        config = DecoderConfig.from_pretrained(path)
+        config = DecoderConfig.from_pretrained(path).within(max_model_len)
         rounded = torch.bfloat16 in (dtype, config.dtype)
         plain = torch.bfloat16 if rounded else torch.float32
         with stored_weights(path, config, plain, BLOCK_FORMATS) as stored:
@@ -275,7 +278,8 @@ class NativeRunner(ModelRunner):
         return Drafts([Draft(t, p, confidences=c) for t, p, c in parts], probs)
 
     def _create(self, num_threads: int) -> int:
-        config, vectors = self.config, self._vectors
+        config, vectors, (cos, sin) = self.config, self._vectors, self._rope
+        window = config.variant.window
         matrices = {
             name: c.Matrix(matrix.data.data_ptr(), matrix.kind)
             for name, matrix in self._matrices.items()
@@ -288,7 +292,9 @@ class NativeRunner(ModelRunner):
                 tensor = vectors.get(f"layers.{index}.{name}")
                 setattr(layer, name, None if tensor is None else tensor.data_ptr())
             layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
-        cos, sin = self._rope
+            layer.window = len(cos)
+            if window is not None and index in window.layers:
+                layer.window = min(window.size, len(cos))
         described = c.ModelWeights(
             **{name: getattr(config, name) for name in c.CONFIG_SIZES},
             num_blocks=self.num_blocks,

@@ -1,4 +1,4 @@
-"""A GGUF file as a checkpoint."""
+"""A GGUF file, or a split one, as a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from contextlib import contextmanager
 from typing import Any
 
 from penstock.engine.models.checkpoint import Checkpoint, ModelDescription, Tensors
-from penstock.engine.models.gguf.file import GgufFile
+from penstock.engine.models.gguf.file import open_gguf
 
 
 class GgufCheckpoint(Checkpoint):
-    """Configuration, weights, tokenizer and chat template from one file.
+    """Configuration, weights, tokenizer and chat template from one file or its parts.
 
     Reading the tokenizer alone does not import PyTorch, which takes a second."""
 
     def description(self) -> ModelDescription:
         from penstock.engine.models.gguf.config import config_json, end_token_ids
 
-        file = GgufFile(self.path)
+        file = open_gguf(self.path)
         return ModelDescription(self.path, config_json(file), end_token_ids(file))
 
     @contextmanager
     def tensors(self) -> Iterator[Tensors]:
         from penstock.engine.models.gguf.tensors import GgufTensors
 
-        file = GgufFile(self.path)
+        file = open_gguf(self.path)
         tensors = GgufTensors(file)
         yield tensors
         tensors.check_all_read()
         file.drop_pages()
 
     def tokenizer_source(self) -> bytes:
-        file, digest = GgufFile(self.path), hashlib.sha256()
+        file, digest = open_gguf(self.path), hashlib.sha256()
         for key in sorted(file.keys("tokenizer.ggml.")):
             raw = file.raw(key)
             digest.update(f"{key} {len(raw)} ".encode() + raw)
@@ -42,4 +42,4 @@ class GgufCheckpoint(Checkpoint):
     def tokenizer(self) -> Any:
         from penstock.engine.models.gguf.tokenizer import fast_tokenizer
 
-        return fast_tokenizer(GgufFile(self.path))
+        return fast_tokenizer(open_gguf(self.path))

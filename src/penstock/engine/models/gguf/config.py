@@ -219,7 +219,8 @@ def _rope(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
         )
     scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
-        original = metadata.whole("rope.scaling.original_context_length")
+        context = metadata.whole("context_length")
+        original = metadata.whole("rope.scaling.original_context_length", context)
         scaling["original_max_position_embeddings"] = original
         if metadata.has("rope.scaling.attn_factor"):
             # GGUF multiplies the usual factor by it, transformers replaces it.
@@ -229,25 +230,26 @@ def _rope(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
 
 
 def _rope_factors(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
-    """Return longrope parameters.
-
-    Factors for all texts are taken as those of usual length, as no longer texts are read."""
-    usual, *longer = (name for name in ROPE_TENSORS if name in file.tensors)
+    """Return longrope parameters; factors for all texts are both short and long ones."""
+    found = [name for name in ROPE_TENSORS if name in file.tensors]
     original = metadata.whole("context_length")
-    if longer or usual != ROPE_TENSORS[0]:
+    if found != [ROPE_TENSORS[0]]:
         original = metadata.whole("rope.scaling.original_context_length")
-    entry = file.tensors[usual]
     expected = (metadata.whole("rope.dimension_count", metadata.head_dim) // 2,)
-    if entry.shape != expected:
-        raise file.error(
-            f"tensor {usual} has shape {entry.shape}; its metadata asks for {expected}"
-        )
-    values = torch.empty(entry.shape)
-    read_values(file, entry, values)
+    factors = []
+    for name in (found[0], found[-1]):
+        entry = file.tensors[name]
+        if entry.shape != expected:
+            raise file.error(
+                f"tensor {name} has shape {entry.shape}; its metadata asks for {expected}"
+            )
+        values = torch.empty(entry.shape)
+        read_values(file, entry, values)
+        factors.append(values.tolist())
     scaling = {
         "rope_type": "longrope",
-        "short_factor": values.tolist(),
-        "long_factor": values.tolist(),
+        "short_factor": factors[0],
+        "long_factor": factors[1],
         "factor": metadata.whole("context_length") / original,
         "attention_factor": metadata.number("rope.scaling.attn_factor", 1.0),
         "original_max_position_embeddings": original,

@@ -1,4 +1,4 @@
-"""Metadata and tensor table of a GGUF file; the tensors stay in the mapped file.
+"""Metadata and tensor table of a GGUF model; the tensors stay in the mapped files.
 
 The `gguf` package is used for its type tables only: its reader makes an array of every string of
 the vocabulary, which takes seconds, and trusts the sizes in the file."""
@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import math
 import mmap
-import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from gguf.constants import (
     GGUFValueType,
 )
 
-from penstock.engine.models.checkpoint import GGUF_MAGIC, CheckpointError
+from penstock.engine.models.checkpoint import GGUF_MAGIC, CheckpointError, part_names
 
 _VERSIONS = (2, 3)
 """Supported versions of the format."""
@@ -41,20 +40,51 @@ _FORMATS = {
     GGUFValueType.INT64: "q",
     GGUFValueType.FLOAT64: "d",
 }
-_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
-"""Suffix of the parts of a split model."""
 _LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Place of a tensor. kind: ggml's type name; shape: rows first; start: offset in the file."""
+    """Place of a tensor.
+
+    kind: ggml's type name; shape: rows first; mapped: the file; start: offset in it"""
 
     name: str
     kind: str
     shape: tuple[int, ...]
+    mapped: mmap.mmap
     start: int
     num_bytes: int
+
+
+def open_gguf(path: Path) -> GgufFile:
+    """Open a model by its file, or by any part of a split one.
+
+    The metadata are the first part's, the tensors those of all. Raises CheckpointError."""
+    names = part_names(path)
+    missing = next((name for name in names if not name.exists()), None)
+    if missing is not None and path.exists():
+        raise CheckpointError(
+            f"{path}: is one of {len(names)} parts of a model; {missing.name} is missing beside it"
+        )
+    first, *others = [GgufFile(name) for name in names]
+    for number, part in enumerate((first, *others)):
+        place = (part.metadata.get("split.no", 0), part.metadata.get("split.count") or 1)
+        if place != (number, len(names)):
+            raise part.error(
+                f"split.no is {place[0]!r} and split.count {place[1]!r}; its name asks for "
+                f"{number} and {len(names)} (parts are named MODEL-00001-of-00003.gguf)"
+            )
+    for part in others:
+        if twice := first.tensors.keys() & part.tensors.keys():
+            raise part.error(f"tensor {min(twice)} is also in another part")
+        first.tensors |= part.tensors
+    expected = first.metadata.get("split.tensors.count", len(first.tensors))
+    if expected != len(first.tensors):
+        raise first.error(
+            f"split.tensors.count is {expected!r}; all parts have {len(first.tensors)}"
+        )
+    return first
 
 
 class GgufFile:
@@ -76,9 +106,6 @@ class GgufFile:
         self.metadata: dict[str, Any] = {}
         self._strings: dict[str, tuple[int, int]] = {}
         self._spans: dict[str, tuple[int, int]] = {}
-        named = _PART.search(path.name)
-        if named is not None:
-            self._check_whole(int(named[1]), int(named[2]))
         cursor = _Cursor(self._map, path)
         num_tensors, num_keys = cursor.begin()
         for _ in range(num_keys):
@@ -86,9 +113,6 @@ class GgufFile:
             start = cursor.at
             self._read_value(cursor, key)
             self._spans[key] = (start, cursor.at)
-        number, count = (self.metadata.get(f"split.{name}", 0) for name in ("no", "count"))
-        if isinstance(number, int) and isinstance(count, int):
-            self._check_whole(number + 1, count)
         self.tensors = self._read_table(cursor, num_tensors)
 
     def keys(self, prefix: str) -> list[str]:
@@ -111,7 +135,7 @@ class GgufFile:
 
     def data(self, entry: TensorEntry) -> npt.NDArray[np.uint8]:
         """Return a tensor's bytes as stored: [rows, bytes of a row], mapped."""
-        raw = np.frombuffer(self._map, np.uint8, entry.num_bytes, entry.start)
+        raw = np.frombuffer(entry.mapped, np.uint8, entry.num_bytes, entry.start)
         return raw.reshape(math.prod(entry.shape[:-1]), -1)
 
     def drop_pages(self, entry: TensorEntry | None = None) -> None:
@@ -119,21 +143,16 @@ class GgufFile:
 
         Reading them again maps them anew."""
         if hasattr(mmap, "MADV_DONTNEED"):
-            start, end = 0, len(self._map)
-            if entry is not None:
-                start = entry.start // mmap.PAGESIZE * mmap.PAGESIZE
-                end = entry.start + entry.num_bytes
-            self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
+            if entry is None:
+                for mapped in {self._map, *(tensor.mapped for tensor in self.tensors.values())}:
+                    mapped.madvise(mmap.MADV_DONTNEED)
+                return
+            start = entry.start // mmap.PAGESIZE * mmap.PAGESIZE
+            size = entry.start + entry.num_bytes - start
+            entry.mapped.madvise(mmap.MADV_DONTNEED, start, size)
 
     def error(self, message: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {message}")
-
-    def _check_whole(self, number: int, count: int) -> None:
-        if count > 1:
-            raise self.error(
-                f"is part {number} of {count} of a model; parts are not read yet: join them to one "
-                "file (llama-gguf-split --merge)"
-            )
 
     def _read_key(self, cursor: _Cursor) -> str:
         cursor.what = "metadata"
@@ -190,7 +209,8 @@ class GgufFile:
             raise self.error(
                 f"tensor {name} has shape {shape}; rows of {known.name} are whole blocks of {block}"
             )
-        return TensorEntry(name, known.name, shape, start, math.prod(shape) // block * block_bytes)
+        num_bytes = math.prod(shape) // block * block_bytes
+        return TensorEntry(name, known.name, shape, self._map, start, num_bytes)
 
     def _placed(self, entry: TensorEntry, begin: int) -> TensorEntry:
         """Return `entry` with its place in the file, whose tensors begin at `begin`."""
@@ -200,7 +220,7 @@ class GgufFile:
                 f"is cut off: tensor {entry.name} ends at byte {start + entry.num_bytes} of "
                 f"{len(self._map)}"
             )
-        return TensorEntry(entry.name, entry.kind, entry.shape, start, entry.num_bytes)
+        return replace(entry, start=start)
 
 
 class _Cursor:

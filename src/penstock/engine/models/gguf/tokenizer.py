@@ -26,6 +26,8 @@ from penstock.engine.models.fast_tokenizer import FastTokenizer
 from penstock.engine.models.gguf.file import GgufFile
 
 _PREFIX = "tokenizer.ggml."
+_TEMPLATE = "tokenizer.chat_template"
+"""Key of the chat template, and beginning of the keys of named ones."""
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -92,11 +94,20 @@ def fast_tokenizer(file: GgufFile) -> FastTokenizer:
         _add_tokens(tokenizer, tokens, kinds)
         special = _special_tokens(file, tokens)
         _add_bos(file, tokenizer, special)
-        return FastTokenizer(tokenizer, file.metadata.get("tokenizer.chat_template"), special)
+        return FastTokenizer(tokenizer, _chat_template(file), special)
     except CheckpointError:
         raise
     except Exception as error:
         raise file.error(f"its tokenizer cannot be used ({one_line(error)})") from error
+
+
+def _chat_template(file: GgufFile) -> Any:
+    """Return the chat template, or several by name, as transformers has them."""
+    usual, prefix = file.metadata.get(_TEMPLATE), f"{_TEMPLATE}."
+    named = {key.removeprefix(prefix): file.metadata.get(key) for key in file.keys(prefix)}
+    if named and usual is not None:
+        named["default"] = usual
+    return named or usual
 
 
 def _byte_level(file: GgufFile, vocab: dict[str, int]) -> Tokenizer:
