@@ -328,7 +328,7 @@ def test_prompts_leave_the_machine_only_where_the_tenant_allows_it(
     with completions_server(lambda asked: completion(" the")) as served:
         engine = load(served.url, tenants=tenants)
         wait_for(engine)
-        for tenant, drafter in itertools.product(("default", "other"), ("edge", "auto")):
+        for tenant, drafter in itertools.product(("other", "default"), ("edge", "auto")):
             served.asked.clear()
             run(engine, requests(tokenizer, SAMPLINGS["greedy"], drafter, tenant=tenant))
             assert bool(served.asked) is (shares and tenant == "default")
