@@ -228,7 +228,7 @@ def test_families(tmp_path: Path, name: str, small: str | None) -> None:
 
 
 def test_the_family_of_a_local_file(tmp_path: Path) -> None:
-    """By its name, or by its metadata; small models of its own format come first."""
+    """Small models are found by name or by metadata; small models of its own format come first."""
     path = tmp_path / "my_Qwen2.5 Coder.gguf"
     path.write_bytes(b"")
     assert [m.name.endswith(":Q8_0") for m in small_models(path, str(path))] == [True, False]

@@ -1,4 +1,4 @@
-"""What agents' clients send with a chat: variables of the template, effort, allowed tools, …"""
+"""Fields that agents' clients send with a chat: template variables, effort, allowed tools."""
 
 import inspect
 import json

@@ -18,7 +18,7 @@ OTHER = 5000
 
 
 def followed(prediction: Sequence[int], output: Sequence[int], by: int = 1) -> Prediction:
-    """By so many tokens at a time."""
+    """Follow an output, so many tokens at a time."""
     made, seen = Prediction(prediction), list[int]()
     for start in range(0, len(output), by):
         new = output[start : start + by]

@@ -26,7 +26,7 @@ QUANTIZED = (
     *("IQ4_NL", "IQ4_XS", "MXFP4"),
 )
 WIDENED = ("Q2_K", "Q3_K", "TQ1_0", "TQ2_0")
-"""What has no kernel."""
+"""Formats without a kernel."""
 KINDS = ("F32", "F16", "BF16", *QUANTIZED, *WIDENED)
 
 _RANDOM: dict[str, tuple[float, dict[int, float]]] = {
@@ -38,8 +38,8 @@ _RANDOM: dict[str, tuple[float, dict[int, float]]] = {
     "IQ4_NL": (70, {0: 1}),
     "IQ4_XS": (1300, {0: 1}),
 }
-"""What the package cannot encode: the size of random blocks' weights over their scale, and where
-the float16 scales lie and how large they are beside each other."""
+"""Formats that the package cannot encode: the size of random blocks' weights over their scale, and
+where the float16 scales lie and how large they are beside each other."""
 
 _ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,

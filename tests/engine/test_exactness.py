@@ -423,7 +423,7 @@ def test_negative_control_accepting_predictions_is_caught(engine, alone, monkeyp
 def second_tokens(
     engine: Engine, sampling: SamplingParams, tokens: Sequence[int] = (), first_seed: int = 0
 ) -> Counter[int]:
-    """Of 600 outputs, with these tokens predicted."""
+    """Counts of 600 outputs, with these tokens predicted."""
     requests = [
         dataclasses.replace(
             make_requests(sampling, 1, "ngram", tokens=3)[0],
@@ -443,7 +443,7 @@ def same_p_value(found: Counter[int], others: Counter[int]) -> float:
 
 
 def test_ratio_keeps_the_distribution_with_a_prediction(engine, monkeypatch) -> None:
-    """Of the token behind the likeliest first one, whatever that is; and the control must fail."""
+    """The token behind the likeliest first one has its distribution; the control must fail."""
     sampling = SamplingParams(temperature=0.4, verification="ratio")
     likely = run(make_loop(engine), make_requests(SAMPLINGS["greedy"], 1, "none"))[0][0]
     plain = second_tokens(engine, sampling)

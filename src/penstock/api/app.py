@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 from uuid import uuid4
 
@@ -13,8 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from penstock import __version__
 from penstock.api import errors
-from penstock.api.anthropic.bodies import MessagesBody, MessagesInput
-from penstock.api.anthropic.format import PATH, MessagesFormat
+from penstock.api.anthropic.endpoints import add_messages
 from penstock.api.bodies import ChatBody, CompletionBody
 from penstock.api.body import validated
 from penstock.api.dashboard import add_dashboard
@@ -65,14 +64,18 @@ def create_app(config: ServeConfig, client: RequestClient, tokenizer: Tokenizer)
     app.state.metrics = service.metrics
     api_keys = ApiKeys(config.engine.tenants, config.metrics_keys)
     app.state.api_keys = api_keys
-    _add_openai(app, service, api_keys)
+    caller_of = _callers(api_keys)
+    for add in (_add_openai, add_messages, add_ollama):
+        add(app, service, caller_of)
     viewers = ApiKeys({}) if config.open_metrics else api_keys
     _add_operations(app, service, viewers)
     add_dashboard(app, client, service.metrics, viewers)
     return app
 
 
-def _add_openai(app: FastAPI, service: Service, api_keys: ApiKeys) -> None:
+def _callers(api_keys: ApiKeys) -> Callable[..., Caller]:
+    """Return the dependency that identifies a caller by key, in OpenAI's or Anthropic's header."""
+
     def caller_of(
         http: Request,
         authorization: Annotated[str | None, Header()] = None,
@@ -82,6 +85,10 @@ def _add_openai(app: FastAPI, service: Service, api_keys: ApiKeys) -> None:
             authorization = f"Bearer {x_api_key}"
         return api_keys.caller(authorization, client_network(http.scope))
 
+    return caller_of
+
+
+def _add_openai(app: FastAPI, service: Service, caller_of: Callable[..., Caller]) -> None:
     @app.post("/v1/completions", openapi_extra=body_of(CompletionBody))
     async def completions(http: Request, caller: Caller = Depends(caller_of)) -> Response:
         body = await service.read(CompletionBody, http)
@@ -107,28 +114,6 @@ def _add_openai(app: FastAPI, service: Service, api_keys: ApiKeys) -> None:
         choices = await service.prepare.chat(body.as_chat(), caller, job_id)
         form = ResponsesFormat(job_id, service.model_name, body)
         return await service.answer(http, caller, body, choices, form)
-
-    errors_of_messages = refusals("MessagesError")
-
-    @app.post(PATH, openapi_extra=body_of(MessagesBody), responses=errors_of_messages)
-    async def messages(http: Request, caller: Caller = Depends(caller_of)) -> Response:
-        body = await service.read(MessagesBody, http)
-        job_id = f"msg_{uuid4().hex}"
-        choices = await service.prepare.chat(body.as_chat(), caller, job_id, clips=True)
-        form = MessagesFormat(job_id, service.model_name, body)
-        return await service.answer(http, caller, body, choices, form)
-
-    @app.post(
-        f"{PATH}/count_tokens",
-        openapi_extra=body_of(MessagesInput),
-        responses=errors_of_messages,
-    )
-    async def count_tokens(http: Request, caller: Caller = Depends(caller_of)) -> dict[str, int]:
-        body = await service.read(MessagesInput, http)
-        (choice,) = await service.prepare.chat(body.as_chat(), caller, "count", clips=True)
-        return {"input_tokens": choice.request.prompt_len}
-
-    add_ollama(app, service, caller_of)
 
     @app.post("/v1/embeddings", dependencies=[Depends(caller_of)])
     async def embeddings() -> None:

@@ -25,7 +25,7 @@ _MAX_CHOICES = 128
 _MAX_PROMPTS = 2**16
 MAX_TOOLS = 128
 _MAX_TEMPLATE_CHARS = 2**14
-"""Of chat_template_kwargs, as JSON."""
+"""Limit of chat_template_kwargs as JSON."""
 _MAX_TOP_K = 2**31 - 1
 """Largest int32: the type of top_k in the draft servers' protocol."""
 

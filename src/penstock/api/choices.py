@@ -202,7 +202,7 @@ class ResponseChoice:
         self.finish_reason: FinishReason | None = None
         self.usage = Usage()
         self.first_output_at: float | None = None
-        """By `time.perf_counter`."""
+        """Time of `time.perf_counter`."""
         self._text = text
         self._reasoning = reasoning
         self._calls = calls

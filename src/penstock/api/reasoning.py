@@ -78,7 +78,7 @@ HARMONY = ReasoningFormat(
         "<|end|>", "<|return|>",
     ),
 )  # fmt: skip
-"""Of gpt-oss, whose messages have channels: `analysis`, `commentary` and `final`."""
+"""The form of gpt-oss, whose messages have channels: `analysis`, `commentary`, `final`."""
 
 
 def reasoning_of(template: str | None) -> ReasoningFormat | None:

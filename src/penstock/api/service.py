@@ -1,4 +1,4 @@
-"""What the endpoints share: reading bodies, running choices, the model's card."""
+"""State and work shared by the endpoints: reading bodies, running choices, the model's card."""
 
 from __future__ import annotations
 

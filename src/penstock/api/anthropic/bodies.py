@@ -93,7 +93,7 @@ class ClientTool(FunctionDefinition, _Custom):
 
 
 class ToolChoice(Body):
-    """Whether the model may, must or must not call a tool. name: with type tool."""
+    """A choice of tools: the model may, must or must not call one. name: with type tool."""
 
     type: Literal["auto", "any", "tool", "none"] = "auto"
     name: str | None = None
@@ -113,7 +113,7 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    """Whether the model is to think, where its chat template knows."""
+    """Switches thinking on or off, where the chat template has it."""
 
     type: str
 

@@ -20,7 +20,7 @@ _DELTAS = {
     "text": ("text_delta", "text"),
     "tool_use": ("input_json_delta", "partial_json"),
 }
-"""Of each type of block: the type of its deltas, and the field with the new text."""
+"""The type of a block's deltas, and their field with the new text, by the block's type."""
 
 
 def _event(kind: str, **fields: Any) -> bytes:
@@ -42,7 +42,7 @@ class MessagesFormat(Form):
         self._asked_tokens = body.max_tokens
         self._blocks: list[JsonDict] = []
         self._texts: list[str] = []
-        """Of each block; of a call its arguments."""
+        """Text of each block so far; a call's arguments."""
 
     def response(self, choices: Sequence[ResponseChoice], deltas: Sequence[Delta]) -> JsonDict:
         (delta,) = deltas

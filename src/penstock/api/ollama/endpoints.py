@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from uuid import uuid4
 
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response, params
 
 from penstock.api.bodies import ChatBody
 from penstock.api.body import validated
@@ -61,6 +61,13 @@ def add_ollama(app: FastAPI, service: Service, caller_of: Callable[..., Caller])
     @app.post("/api/generate", openapi_extra=body_of(OllamaGenerate), responses=errors)
     async def generate(http: Request, caller: Caller = Depends(caller_of)) -> Response:
         return await answer(http, caller, await service.read(OllamaGenerate, http))
+
+    _add_model(app, service, checked)
+
+
+def _add_model(app: FastAPI, service: Service, checked: Sequence[params.Depends]) -> None:
+    """Add the read-only endpoints on the one model, and refuse those that would change it."""
+    errors = refusals("OllamaError")
 
     @app.get("/api/tags", dependencies=checked, responses=errors)
     async def tags() -> dict[str, Any]:
