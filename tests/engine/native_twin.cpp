@@ -10,17 +10,18 @@ using namespace penstock;
 
 constexpr int kSize = 512, kColumns = 2 * kPanel;
 
-template <class F, int Rows>
-void print_bits(const Matrix& matrix, const std::vector<float>& rows) {
+template <class F>
+void print_bits(const Matrix& matrix, const std::vector<float>& rows, int height) {
   const Arithmetic arithmetic = F::kArithmetic;
-  std::vector<char> prepared(prepared_bytes(arithmetic, kSize) * Rows);
-  prepare(arithmetic, rows.data(), kSize, Rows, kSize, prepared.data());
+  const size_t row_bytes = prepared_bytes(arithmetic, kSize);
+  std::vector<char> prepared(row_bytes * height);
+  prepare(arithmetic, rows.data(), kSize, height, kSize, prepared.data());
   alignas(64) float tile[kTileFloats];
   for (int panel = 0; panel < kColumns / kPanel; ++panel) {
     const char* at = (const char*)matrix.data + panel * panel_bytes(F::kind, kSize);
-    kernel_for_panels<F, Rows>(1)(prepared.data(), prepared_bytes(arithmetic, kSize), at, kSize,
-                                  Ahead{}, tile);
-    for (int r = 0; r < Rows; ++r) {
+    const size_t stride = codes_bytes(arithmetic) ? height : row_bytes;
+    kernel_for<F>(height, 1)(prepared.data(), stride, height, at, kSize, Ahead{}, tile);
+    for (int r = 0; r < height; ++r) {
       uint64_t hash = 0;
       for (int i = 0; i < kPanel; ++i) {
         uint32_t bits;
@@ -51,12 +52,11 @@ void print_format(std::mt19937& random, const std::vector<float>& rows) {
   std::vector<uint8_t> packed(2 * panel_bytes(F::kind, kSize));
   pack_matrix(F::kind, columns.data(), kColumns, kSize, packed.data());
   const Matrix matrix{packed.data(), F::kind};
-  print_bits<F, 1>(matrix, rows);
-  print_bits<F, 3>(matrix, rows);
-  print_bits<F, kMaxRows>(matrix, rows);
+  for (int height : {1, 3, kMaxRows}) print_bits<F>(matrix, rows, height);
 }
 
 int main() {
+  static_assert(kMaxRows > kTileRows, "otherwise no tiles share unpacked blocks");
   std::mt19937 random(7);
   std::vector<float> rows(kMaxRows * kSize);
   for (float& x : rows) x = (float)((int32_t)random() >> 8) * 0x1p-20f;

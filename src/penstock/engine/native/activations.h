@@ -13,21 +13,28 @@ constexpr int kMaxRows = kRegisters == 32 ? 12 : 6;
 // and eight rows keep the products fed better than ten or eleven do.
 constexpr int kMaxRowsOfSeveral = kRegisters == 32 ? 8 : 6;
 
-constexpr int num_row_blocks(int rows) {
-  const int most = rows > kMaxRows ? kMaxRowsOfSeveral : kMaxRows;
-  return (rows + most - 1) / most;
-}
+// Rows of a tile of quantised weights, and of tiles that share blocks that were unpacked.
+constexpr int kTileRows = kRegisters == 32 ? 8 : 4;
+constexpr int kUnpackedRows = 48;
 
-// Call visit(row, height) for blocks of rows of nearly equal height: 8 rows of at most 6 are 4 + 4,
-// not 6 + 2, whose second half would run at half speed.
+constexpr int most_rows(int rows) { return rows > kMaxRows ? kMaxRowsOfSeveral : kMaxRows; }
+constexpr int num_row_blocks(int rows) { return (rows + most_rows(rows) - 1) / most_rows(rows); }
+
+// Call visit(row, height) for blocks of at most `most` rows, of nearly equal height: 8 rows of at
+// most 6 are 4 + 4, not 6 + 2, whose second half would run at half speed.
 template <class Visit>
-PENSTOCK_INLINE void for_row_blocks(int rows, Visit&& visit) {
-  const int blocks = num_row_blocks(rows);
+PENSTOCK_INLINE void for_blocks(int rows, int most, Visit&& visit) {
+  const int blocks = (rows + most - 1) / most;
   for (int i = 0, row = 0; i < blocks; ++i) {
     const int height = rows / blocks + (i < rows % blocks);
     visit(row, height);
     row += height;
   }
+}
+
+template <class Visit>
+PENSTOCK_INLINE void for_row_blocks(int rows, Visit&& visit) {
+  for_blocks(rows, most_rows(rows), visit);
 }
 
 // 32 numbers of a row: number i is about scale * code[i].
@@ -40,10 +47,9 @@ struct Codes32 {
 
 struct Codes256 {
   int8_t code[256];
-  int32_t negative_sums[16];  // of 16 codes each
-  int16_t sums[16];           // of 32 codes each; 8 are used
+  int16_t half_sums[16], sums[8];  // of 16 and of 32 codes each
   float scale;
-  int32_t unused[7];
+  int32_t unused[3];
 };
 
 // The largest size below which numbers count as zeros: beyond it 127 / size is finite.
@@ -87,9 +93,9 @@ PENSTOCK_INLINE void quantize_block(const float* x, float size, Codes32& out) {
 
 PENSTOCK_INLINE void quantize_block(const float* x, float size, Codes256& out) {
   out.scale = quantize(x, 256, size, out.code);
-  for (int i = 0; i < 16; ++i) out.negative_sums[i] = -sum_codes(out.code + 16 * i, 16);
+  for (int i = 0; i < 16; ++i) out.half_sums[i] = (int16_t)sum_codes(out.code + 16 * i, 16);
   for (int i = 0; i < 8; ++i)
-    out.sums[i] = (int16_t)-(out.negative_sums[2 * i] + out.negative_sums[2 * i + 1]);
+    out.sums[i] = (int16_t)(out.half_sums[2 * i] + out.half_sums[2 * i + 1]);
 }
 
 // n numbers rounded to bfloat16, and a zero after an odd number of them.
@@ -111,18 +117,20 @@ template <class T>
 static void quantize_rows(const float* rows, size_t stride, int count, int k_scale, int k_size,
                           T* out) {
   constexpr int k_block = sizeof out->code;
-  const int blocks = k_size / k_block;
-  for_row_blocks(count, [&](int first, int height) {
-    for (int r = 0; r < height; ++r) {
-      const float* row = rows + (first + r) * stride;
-      float size = 0.0f;
-      for (int i = 0; i < blocks; ++i) {
-        const int k = i * k_block;
-        if (k % k_scale == 0) size = largest_size(row + k, k_scale);
-        quantize_block(row + k, size, out[(size_t)first * blocks + (size_t)i * height + r]);
-      }
+  for (int r = 0; r < count; ++r) {
+    const float* row = rows + r * stride;
+    float size = 0.0f;
+    for (int k = 0; k < k_size; k += k_block) {
+      if (k % k_scale == 0) size = largest_size(row + k, k_scale);
+      quantize_block(row + k, size, out[(size_t)k / k_block * count + r]);
     }
-  });
+  }
+}
+
+// Bytes of one row's codes of a block; 0 for rows that lie each by itself.
+inline size_t codes_bytes(Arithmetic arithmetic) {
+  if (arithmetic == Arithmetic::kBlocks256) return sizeof(Codes256);
+  return arithmetic >= Arithmetic::kBlocks32 ? sizeof(Codes32) : 0;
 }
 
 inline size_t prepared_bytes(Arithmetic arithmetic, int k_size) {
@@ -136,9 +144,8 @@ inline size_t prepared_bytes(Arithmetic arithmetic, int k_size) {
   return (size_t)k_size * sizeof(float);
 }
 
-// Write `count` rows of k_size floats in `arithmetic`, prepared_bytes each. Of quantised ones, a
-// block of rows (for_row_blocks) has the first block of k of every row, then the second: a kernel
-// knows all distances when it is compiled.
+// Write `count` rows of k_size floats in `arithmetic`, prepared_bytes each. Quantised: the first
+// block of k of every row, then the second.
 inline void prepare(Arithmetic arithmetic, const float* rows, size_t stride, int count, int k_size,
                     void* out) {
   if (arithmetic == Arithmetic::kBf16Pairs)

@@ -6,11 +6,10 @@
 
 namespace penstock {
 
-typedef uint8_t VecB __attribute__((vector_size(kLanes)));
 typedef int8_t VecS __attribute__((vector_size(kLanes)));
 typedef int8_t VecS4 __attribute__((vector_size(4 * kLanes)));
-typedef uint8_t VecB2 __attribute__((vector_size(2 * kLanes)));
-typedef uint16_t VecH2 __attribute__((vector_size(4 * kLanes)));
+typedef int8_t VecS2 __attribute__((vector_size(2 * kLanes)));
+typedef int16_t VecH2 __attribute__((vector_size(4 * kLanes)));
 
 #if defined(PENSTOCK_PORTABLE)
 #define PENSTOCK_DOT_PLAIN
@@ -38,41 +37,35 @@ constexpr bool kDotsByPairs = false;
 #endif
 
 // Whether codes may be at most 127, because pairs of larger ones do not fit 16 bits or because
-// bytes are signed: dot_signed takes the others.
+// bytes are signed: larger ones are multiplied with their signs.
 #if defined(PENSTOCK_DOT_NEON)
 constexpr bool kDotsSmallCodes = true;
 #else
 constexpr bool kDotsSmallCodes = kDotsByPairs;
 #endif
 
-#if defined(PENSTOCK_DOT_AVX512)
-// Sums of two products of unsigned codes and signed bytes of `a`, in 16 bits.
-PENSTOCK_INLINE VecI pair_products(VecI codes, int32_t a) {
-  return (VecI)_mm512_maddubs_epi16((__m512i)codes, _mm512_set1_epi32(a));
-}
-PENSTOCK_INLINE VecI add_pairs(VecI a, VecI b) {
-  return (VecI)_mm512_add_epi16((__m512i)a, (__m512i)b);
-}
-PENSTOCK_INLINE VecI sum_pairs(VecI pairs) {
-  return (VecI)_mm512_madd_epi16((__m512i)pairs, _mm512_set1_epi16(1));
-}
-#elif defined(PENSTOCK_DOT_AVX2)
-PENSTOCK_INLINE VecI pair_products(VecI codes, int32_t a) {
-  return (VecI)_mm256_maddubs_epi16((__m256i)codes, _mm256_set1_epi32(a));
-}
-PENSTOCK_INLINE VecI add_pairs(VecI a, VecI b) {
-  return (VecI)_mm256_add_epi16((__m256i)a, (__m256i)b);
-}
-PENSTOCK_INLINE VecI sum_pairs(VecI pairs) {
-  return (VecI)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi16(1));
-}
-#else
-// sum + the dot product of each lane's four unsigned codes with the four signed bytes of `a`.
-PENSTOCK_INLINE VecI dot_bytes(VecI sum, VecI codes, int32_t a) {
+// sum + the dot product of each lane's four unsigned codes with the four signed bytes of `a`; where
+// they are summed by pairs, two sums of 16 bits in each lane. kSigned: of signed codes.
+template <bool kSigned>
+PENSTOCK_INLINE VecI add_dots(VecI sum, VecI codes, int32_t a) {
 #if defined(PENSTOCK_DOT_VNNI)
   return (VecI)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(a));
 #elif defined(PENSTOCK_DOT_AVXVNNI)
   return (VecI)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, _mm256_set1_epi32(a));
+#elif defined(PENSTOCK_DOT_AVX512)
+  __m512i w = (__m512i)codes, x = _mm512_set1_epi32(a);
+  if (kSigned) {  // signs go to `a`
+    x = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(w), __m512i{}, x);
+    w = _mm512_abs_epi8(w);
+  }
+  return (VecI)_mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16(w, x));
+#elif defined(PENSTOCK_DOT_AVX2)
+  __m256i w = (__m256i)codes, x = _mm256_set1_epi32(a);
+  if (kSigned) {
+    x = _mm256_sign_epi8(x, w);
+    w = _mm256_abs_epi8(w);
+  }
+  return (VecI)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16(w, x));
 #elif defined(PENSTOCK_DOT_I8MM)
   return (VecI)vusdotq_s32((int32x4_t)sum, (uint8x16_t)codes, (int8x16_t)vdupq_n_s32(a));
 #elif defined(PENSTOCK_DOT_NEON)
@@ -84,41 +77,19 @@ PENSTOCK_INLINE VecI dot_bytes(VecI sum, VecI codes, int32_t a) {
   return sum;
 #endif
 }
-#endif
-
-// sum + such a dot product for codes that stand for code - 128. Where pairs must fit 16 bits, their
-// signs go to `a`.
-PENSTOCK_INLINE VecI dot_signed(VecI sum, VecI codes, int32_t a) {
-  const VecI weights = codes ^ (int32_t)0x80808080;
-#if defined(PENSTOCK_DOT_AVX512)
-  const __m512i w = (__m512i)weights, x = _mm512_set1_epi32(a);
-  const __m512i turned = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(w), __m512i{}, x);
-  return sum + sum_pairs((VecI)_mm512_maddubs_epi16(_mm512_abs_epi8(w), turned));
-#elif defined(PENSTOCK_DOT_AVX2)
-  const __m256i w = (__m256i)weights;
-  const __m256i turned = _mm256_sign_epi8(_mm256_set1_epi32(a), w);
-  return sum + sum_pairs((VecI)_mm256_maddubs_epi16(_mm256_abs_epi8(w), turned));
-#elif defined(PENSTOCK_DOT_NEON)
-  return (VecI)vdotq_s32((int32x4_t)sum, (int8x16_t)weights, (int8x16_t)vdupq_n_s32(a));
-#else
-  for (int i = 0; i < 4; ++i)
-    sum += (weights << (24 - 8 * i) >> 24) * (int32_t)(int8_t)((uint32_t)a >> (8 * i));
-  return sum;
-#endif
-}
 
 // sum + the dot product of each lane's two 16-bit numbers with those of `a`.
-PENSTOCK_INLINE VecI dot_pairs(VecI sum, VecI pairs, int32_t a) {
+PENSTOCK_INLINE VecI dot_pairs(VecI sum, VecI pairs, VecI a) {
 #if defined(PENSTOCK_DOT_VNNI)
-  return (VecI)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)pairs, _mm512_set1_epi32(a));
+  return (VecI)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)pairs, (__m512i)a);
 #elif defined(PENSTOCK_DOT_AVXVNNI)
-  return (VecI)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)pairs, _mm256_set1_epi32(a));
+  return (VecI)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)pairs, (__m256i)a);
 #elif defined(PENSTOCK_DOT_AVX512)
-  return sum + (VecI)_mm512_madd_epi16((__m512i)pairs, _mm512_set1_epi32(a));
+  return sum + (VecI)_mm512_madd_epi16((__m512i)pairs, (__m512i)a);
 #elif defined(PENSTOCK_DOT_AVX2)
-  return sum + (VecI)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi32(a));
+  return sum + (VecI)_mm256_madd_epi16((__m256i)pairs, (__m256i)a);
 #else
-  return sum + (pairs << 16 >> 16) * (int32_t)(int16_t)a + (pairs >> 16) * (a >> 16);
+  return sum + (pairs << 16 >> 16) * (a << 16 >> 16) + (pairs >> 16) * (a >> 16);
 #endif
 }
 
@@ -162,41 +133,22 @@ PENSTOCK_INLINE VecI look_up(const uint8_t* table, VecI codes) {
 #endif
 }
 
-// One byte for each lane, widened. Written out: compilers take a converted vector of bytes apart.
-// With a mask, because the intrinsics without one warn.
-PENSTOCK_INLINE VecI load_bytes(const uint8_t* p) {
-#if defined(__AVX512F__) && !defined(PENSTOCK_PORTABLE)
-  return (VecI)_mm512_maskz_cvtepu8_epi32(0xffff, load_as<__m128i>(p));
-#elif defined(__AVX2__) && !defined(PENSTOCK_PORTABLE)
-  return (VecI)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
-#else
-  return __builtin_convertvector(load_as<VecB>(p), VecI);
-#endif
-}
-PENSTOCK_INLINE VecI load_bytes(const int8_t* p) {
-#if defined(__AVX512F__) && !defined(PENSTOCK_PORTABLE)
-  return (VecI)_mm512_maskz_cvtepi8_epi32(0xffff, load_as<__m128i>(p));
-#elif defined(__AVX2__) && !defined(PENSTOCK_PORTABLE)
-  return (VecI)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
-#else
-  return __builtin_convertvector(load_as<VecS>(p), VecI);
-#endif
-}
-// Two bytes for each lane, each widened to 16 bits.
-PENSTOCK_INLINE VecI load_byte_pairs(const uint8_t* p) {
+// Two bytes for each lane, each widened to 16 bits. Written out: compilers take a converted vector
+// of bytes apart. With a mask, because the intrinsics without one warn.
+PENSTOCK_INLINE VecI load_byte_pairs(const int8_t* p) {
 #if defined(__AVX512BW__) && !defined(PENSTOCK_PORTABLE)
-  return (VecI)_mm512_maskz_cvtepu8_epi16(~0u, load_as<__m256i>(p));
+  return (VecI)_mm512_maskz_cvtepi8_epi16(~0u, load_as<__m256i>(p));
 #elif defined(__AVX2__) && !defined(PENSTOCK_PORTABLE)
-  return (VecI)_mm256_cvtepu8_epi16(load_as<__m128i>(p));
+  return (VecI)_mm256_cvtepi8_epi16(load_as<__m128i>(p));
 #else
-  return (VecI)__builtin_convertvector(load_as<VecB2>(p), VecH2);
+  return (VecI)__builtin_convertvector(load_as<VecS2>(p), VecH2);
 #endif
 }
 
 // One float16 number for each lane.
 PENSTOCK_INLINE VecF load_half(const uint16_t* p) {
 #if defined(__AVX512F__) && !defined(PENSTOCK_PORTABLE)
-  return _mm512_maskz_cvtph_ps(0xffff, load_as<__m256i>(p));  // as in load_bytes
+  return _mm512_maskz_cvtph_ps(0xffff, load_as<__m256i>(p));  // as in load_byte_pairs
 #elif defined(__F16C__) && !defined(PENSTOCK_PORTABLE)
   return _mm256_cvtph_ps(load_as<__m128i>(p));
 #elif defined(__aarch64__) && !defined(PENSTOCK_PORTABLE)

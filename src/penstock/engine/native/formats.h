@@ -78,7 +78,7 @@ struct Blocks32 {
   static constexpr bool kHasLow = kHasLow_;
   static constexpr const uint8_t* kTable = nullptr;
   // Codes, then d and m of every column.
-  static constexpr int kCodeBytes = 4 * kBits * kPanel, kScaleBytes = 2;
+  static constexpr int kSub = 0, kCodes = 0, kCodeBytes = 4 * kBits * kPanel, kScaleBytes = 2;
   static constexpr int kScales = kCodeBytes;
   static constexpr int kPanelBytes = kScales + (kHasLow ? 2 : 1) * kPanel * kScaleBytes;
 
@@ -147,7 +147,7 @@ struct Groups {
   static constexpr int kScaleBytes = 4, kHead = kHasLow ? 8 : 4;
   static constexpr int kFileBytes = kHead + kBlock * kBits / 8;
   // As in Blocks32, codes of 32 of k after the other.
-  static constexpr int kCodeBytes = 4 * kBits * kPanel;
+  static constexpr int kSub = 0, kCodes = 0, kCodeBytes = 4 * kBits * kPanel;
   static constexpr int kScales = kBlock / 32 * kCodeBytes;
   static constexpr int kPanelBytes = kScales + (kHasLow ? 2 : 1) * kPanel * kScaleBytes;
 
@@ -183,13 +183,13 @@ struct Blocks256 {
   static constexpr int kOffset = kOffset_;
   static constexpr bool kHasLow = kOffset == 0;
   static constexpr const uint8_t* kTable = nullptr;
-  // d and m of every column, the lows by pairs, then four groups of 64 of k: the scales of their
-  // sub-blocks, and codes, 32 of k after the other.
-  static constexpr int kLows = (kHasLow ? 2 : 1) * kPanel * 2;
-  static constexpr int kGroups = kLows + (kHasLow ? 8 * kPanel : 0);
-  static constexpr int kGroupScales = 64 / kSub, kCodeBytes = 4 * kBits * kPanel;
-  static constexpr int kGroupBytes = kGroupScales * kPanel + 2 * kCodeBytes;
-  static constexpr int kPanelBytes = kGroups + 4 * kGroupBytes;
+  // d and m of every column, lows and scales of sub-blocks by pairs, and codes, 32 of k after the
+  // other.
+  static constexpr int kScaleBytes = 2, kScales = 0, kSubBytes = 256 / kSub * kPanel;
+  static constexpr int kLows = (kHasLow ? 2 : 1) * kPanel * kScaleBytes;
+  static constexpr int kSubScales = kLows + (kHasLow ? kSubBytes : 0);
+  static constexpr int kCodes = kSubScales + kSubBytes, kCodeBytes = 4 * kBits * kPanel;
+  static constexpr int kPanelBytes = kCodes + 8 * kCodeBytes;
 
   static void read(const uint8_t* p, Block& block) {
     if constexpr (kBits == 6)
@@ -361,28 +361,18 @@ PENSTOCK_INLINE void pack_codes(const uint8_t* code, int column, uint8_t* out) {
 // One block of column `column` of a panel. Inlined, GCC 12 at -O3 drops IQ4_XS's from pack_matrix.
 template <class F>
 static __attribute__((noinline)) void pack_block(const Block& block, int column, uint8_t* panel) {
-  if constexpr (F::kBlock == 256) {
-    std::memcpy(panel + 2 * column, &block.d, 2);
-    if (F::kHasLow) {
-      std::memcpy(panel + 2 * (kPanel + column), &block.m, 2);
-      for (int i = 0; i < 8; ++i)
-        panel[F::kLows + i / 2 * 2 * kPanel + 2 * column + i % 2] = block.low[i];
+  for (int i = 0; i < F::kBlock / 32; ++i)
+    pack_codes<F::kBits>(block.code + 32 * i, column, panel + F::kCodes + i * F::kCodeBytes);
+  constexpr int size = F::kScaleBytes;
+  uint8_t* scales = panel + F::kScales + size * column;
+  std::memcpy(scales, &block.d, size);
+  if (F::kHasLow) std::memcpy(scales + size * kPanel, &block.m, size);
+  if constexpr (F::kSub != 0)
+    for (int i = 0; i < 256 / F::kSub; ++i) {
+      const int at = 2 * (i / 2 * kPanel + column) + i % 2;
+      panel[F::kSubScales + at] = block.scale[i];
+      if (F::kHasLow) panel[F::kLows + at] = block.low[i];
     }
-    for (int g = 0; g < 4; ++g) {
-      uint8_t* group = panel + F::kGroups + g * F::kGroupBytes;
-      for (int i = 0; i < F::kGroupScales; ++i, group += kPanel)
-        group[column] = block.scale[g * F::kGroupScales + i];
-      for (int i = 0; i < 2; ++i, group += F::kCodeBytes)
-        pack_codes<F::kBits>(block.code + 64 * g + 32 * i, column, group);
-    }
-  } else {
-    for (int i = 0; i < F::kBlock / 32; ++i)
-      pack_codes<F::kBits>(block.code + 32 * i, column, panel + i * F::kCodeBytes);
-    constexpr int size = F::kScaleBytes;
-    uint8_t* scales = panel + F::kScales + size * column;
-    std::memcpy(scales, &block.d, size);
-    if (F::kHasLow) std::memcpy(scales + size * kPanel, &block.m, size);
-  }
 }
 
 // Pack columns whose rows in the file begin at the addresses `rows` (null: zeros) into panels.

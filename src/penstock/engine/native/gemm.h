@@ -43,7 +43,7 @@ PENSTOCK_INLINE void add_word(const char* panel, const char* a, size_t row_bytes
 
 // tile[Rows][Panels * kPanel] = rows x panels of plain numbers.
 template <class F, int Rows, int Panels>
-static __attribute__((noinline)) void plain_kernel(const char* rows, size_t row_bytes,
+static __attribute__((noinline)) void plain_kernel(const char* rows, size_t row_bytes, int,
                                                    const char* panels, int k_size, Ahead ahead,
                                                    float* tile) {
   constexpr int a_step = F::kArithmetic == Arithmetic::kFloat ? 4 * F::kBlock : 4;
@@ -69,30 +69,35 @@ static __attribute__((noinline)) void plain_kernel(const char* rows, size_t row_
         store(tile + r * kTileStride + p * kPanel + s * kLanes, sum[p][r][s]);
 }
 
-using TileKernel = void (*)(const char* rows, size_t row_bytes, const char* panels, int k_size,
-                            Ahead ahead, float* tile);
+// stride: of plain rows, bytes from one to the next; of quantised ones, codes from a block of k to
+// the next.
+using TileKernel = void (*)(const char* rows, size_t stride, int height, const char* panels,
+                            int k_size, Ahead ahead, float* tile);
 
 template <class F, int Rows>
-PENSTOCK_INLINE TileKernel kernel_for_panels(int panels) {
-  if constexpr (F::kFileBytes != 4) {
-    return quantized_kernel<F, Rows>;
-  } else {
-    constexpr int most = panels_at_once(Rows);
-    if constexpr (most >= 4) {
-      if (panels == 4) return plain_kernel<F, Rows, 4>;
-      if (panels == 3) return plain_kernel<F, Rows, 3>;
-    }
-    if constexpr (most >= 2)
-      if (panels == 2) return plain_kernel<F, Rows, 2>;
-    return plain_kernel<F, Rows, 1>;
+PENSTOCK_INLINE TileKernel plain_kernel_for(int panels) {
+  constexpr int most = panels_at_once(Rows);
+  if constexpr (most >= 4) {
+    if (panels == 4) return plain_kernel<F, Rows, 4>;
+    if (panels == 3) return plain_kernel<F, Rows, 3>;
   }
+  if constexpr (most >= 2)
+    if (panels == 2) return plain_kernel<F, Rows, 2>;
+  return plain_kernel<F, Rows, 1>;
 }
 
 template <class F, int Rows = kMaxRows>
 static TileKernel kernel_for(int rows, int panels) {
-  if constexpr (Rows > 1)
-    if (rows < Rows) return kernel_for<F, Rows - 1>(rows, panels);
-  return kernel_for_panels<F, Rows>(panels);
+  if constexpr (F::kFileBytes != 4) {
+    if (rows > kTileRows) return unpacked_kernel<F>;
+    return with_rows(rows, [](auto constant) -> TileKernel {
+      return packed_kernel<F, decltype(constant)::value>;
+    });
+  } else {
+    if constexpr (Rows > 1)
+      if (rows < Rows) return kernel_for<F, Rows - 1>(rows, panels);
+    return plain_kernel_for<F, Rows>(panels);
+  }
 }
 
 inline TileKernel kernel_for(Kind kind, int rows, int panels) {
@@ -114,14 +119,15 @@ inline int panels_at_once(Kind kind, int rows) {
 // Blocks of rows that need not fetch the next panel, because the others can.
 constexpr int num_spare_blocks(int blocks) { return blocks >= 4 ? blocks / 2 : 0; }
 
-// Rows as a matrix wants them, and the matrix.
+// Rows as a matrix wants them, and the matrix. row_bytes: from a row to the next; stride: as a kernel
+// takes it.
 struct Product {
   const char* rows;
-  size_t row_bytes;
+  size_t row_bytes, stride;
   const Matrix* matrix;
 };
 
-constexpr int kTileFloats = kMaxRows * kTileStride;
+constexpr int kTileFloats = std::max(kMaxRows, kUnpackedRows) * kTileStride;
 
 // Multiply `rows` rows by panels [first, last) of each product's matrix and hand every finished
 // tile to finish(row, num_rows, panel, num_panels, tile) while it is still in the first-level
@@ -131,15 +137,19 @@ template <size_t N, class Upcoming, class Finish>
 PENSTOCK_INLINE void multiply(const Product (&products)[N], int rows, int k_size, int first,
                               int last, Upcoming&& upcoming, Finish&& finish) {
   alignas(64) float tile[N * kTileFloats];
-  const int blocks = num_row_blocks(rows);
   int at_once = kMaxPanels;
-  for (const Product& product : products)
+  bool is_quantized = true;
+  for (const Product& product : products) {
     at_once = std::min(at_once, panels_at_once(product.matrix->kind, rows));
+    is_quantized = is_quantized && product.matrix->kind > Kind::kBf16Pairs;
+  }
+  const int most = is_quantized ? kUnpackedRows : most_rows(rows);
+  const int blocks = is_quantized ? 1 : num_row_blocks(rows);
   for (int panel = first; panel < last; panel += at_once) {
     const int width = std::min(at_once, last - panel);
     int left = blocks - num_spare_blocks(blocks);
     size_t fetched[N] = {};
-    for_row_blocks(rows, [&](int row, int height) {
+    for_blocks(rows, most, [&](int row, int height) {
       const bool fetches = blocks > 1 && left > 0;
       for (size_t i = 0; i < N; ++i) {
         const Product& product = products[i];
@@ -152,11 +162,11 @@ PENSTOCK_INLINE void multiply(const Product (&products)[N], int rows, int k_size
           const int step = (int)((missing / left + k_size - 1) / k_size);
           ahead = {weights + size + fetched[i], step};
           fetched[i] += (size_t)k_size * step;
-        } else if (blocks > 1) {
+        } else if (blocks > 1 || height > kTileRows) {
           ahead = upcoming(k_size);
         }
-        kernel_for(kind, height, width)(product.rows + row * product.row_bytes, product.row_bytes,
-                                        weights, k_size, ahead, tile + i * kTileFloats);
+        kernel_for(kind, height, width)(product.rows + row * product.row_bytes, product.stride,
+                                        height, weights, k_size, ahead, tile + i * kTileFloats);
       }
       left -= fetches;
       finish(row, height, panel, width, tile);

@@ -40,7 +40,7 @@ class Inputs {
   Product times(const Matrix& matrix) {
     const Arithmetic arithmetic = arithmetic_of(matrix.kind);
     if (arithmetic == Arithmetic::kFloat)
-      return {(const char*)rows_, stride_ * sizeof(float), &matrix};
+      return {(const char*)rows_, stride_ * sizeof(float), stride_ * sizeof(float), &matrix};
     const size_t row_bytes = prepared_bytes(arithmetic, k_size_);
     Buffer& buffer = buffers_[(int)arithmetic];
     if (!ready_[(int)arithmetic]) {
@@ -48,7 +48,9 @@ class Inputs {
       prepare(arithmetic, rows_, stride_, count_, k_size_, buffer.get());
       ready_[(int)arithmetic] = true;
     }
-    return {(const char*)buffer.get(), row_bytes, &matrix};
+    const size_t codes = codes_bytes(arithmetic);
+    return {(const char*)buffer.get(), codes ? codes : row_bytes,
+            codes ? (size_t)count_ : row_bytes, &matrix};
   }
 
  private:

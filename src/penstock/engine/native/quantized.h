@@ -1,6 +1,6 @@
-// Tiles of quantised weights. A weight is unpacked once for all rows of a tile; within a block of
-// activations the sum is an exact integer, and over blocks it is one chain of fused multiply-adds:
-// the same bits in whichever tile shape it is computed.
+// Tiles of quantised weights. One tile unpacks weights in registers; several share blocks that are
+// unpacked once, in the first-level cache. Within a block of activations the sum is an exact
+// integer, and over blocks it is one chain of fused multiply-adds: the same bits either way.
 #pragma once
 
 #include "activations.h"
@@ -44,9 +44,93 @@ PENSTOCK_INLINE VecI unpack(const uint8_t* strip, int v) {
   return (VecI)codes;
 }
 
-// Whether a code is multiplied as a byte that stands for byte - 128.
+// Whether a code is a byte that stands for byte - 128, and whether it is multiplied as such, with its
+// sign.
 template <class F>
 constexpr bool kIsByte = F::kBits == 8 || F::kTable != nullptr;
+template <class F>
+constexpr bool kIsSigned = kIsByte<F> && kDotsSmallCodes;
+template <class F>
+constexpr int kOffsetLeft = kIsSigned<F> ? 0 : F::kOffset;
+
+// Numbers of 16 bits, of pairs: the first ones or the second ones, as a sum of weighted products
+// wants them.
+PENSTOCK_INLINE VecI weight_of(VecI pairs, bool second) {
+  if (!kDotsByPairs) return second ? pairs >> 16 : pairs << 16 >> 16;
+  return second ? (pairs & (int32_t)0xffff0000) | (VecI)((VecU)pairs >> 16)
+                : pairs << 16 | (pairs & 0xffff);
+}
+
+// A block of a panel as it lies in memory. `strip`: which kLanes of its columns.
+template <class F>
+class PackedBlock {
+ public:
+  explicit PackedBlock(const uint8_t* block) : block_(block) {}
+
+  // Codes 4 * v to 4 * v + 3 of the 32 of `group`, ready for products.
+  VecI code(int group, int v, int strip) const {
+    const uint8_t* codes = block_ + F::kCodes + group * F::kCodeBytes;
+    VecI word = unpack<F::kBits>(codes + 4 * strip * kLanes, v);
+    if constexpr (F::kTable != nullptr) word = look_up(F::kTable, word);
+    return kIsSigned<F> ? word ^ (int32_t)0x80808080 : word;
+  }
+  VecF d(int strip) const { return scale(F::kScales, strip); }
+  VecF m(int strip) const { return scale(F::kScales + kPanel * F::kScaleBytes, strip); }
+
+  // Of 256 codes: scales and minima of sub-blocks 2 * i and 2 * i + 1, and the scale of one.
+  VecI scales(int i, int strip) const { return bytes(F::kSubScales, i, strip); }
+  VecI lows(int i, int strip) const { return bytes(F::kLows, i, strip); }
+  VecI weight(int sub, int strip) const { return weight_of(scales(sub / 2, strip), sub % 2); }
+
+ private:
+  const uint8_t* block_;
+
+  VecF scale(int at, int strip) const {
+    const uint8_t* scales = block_ + at + F::kScaleBytes * strip * kLanes;
+    if constexpr (F::kScaleBytes == 4)
+      return load((const float*)scales);
+    else
+      return load_half((const uint16_t*)scales);
+  }
+  VecI bytes(int at, int i, int strip) const {
+    return load_byte_pairs((const int8_t*)block_ + at + 2 * (i * kPanel + strip * kLanes));
+  }
+};
+
+// The same, taken apart.
+template <class F>
+class alignas(64) UnpackedBlock {
+ public:
+  void take(const PackedBlock<F>& block) {
+    for (int group = 0; group < F::kBlock / 32; ++group)
+#pragma GCC unroll 8
+      for (int v = 0; v < 8; ++v)
+        for (int s = 0; s < 2; ++s) codes_[group][v][s] = block.code(group, v, s);
+    for (int s = 0; s < 2; ++s) {
+      d_[s] = block.d(s);
+      if constexpr (F::kHasLow) m_[s] = block.m(s);
+      if constexpr (F::kSub != 0) {
+        for (int i = 0; i < kSubs; ++i) weights_[i][s] = block.weight(i, s);
+        if constexpr (kOffsetLeft<F> != 0)
+          for (int i = 0; i < kSubs / 2; ++i) pairs_[i][s] = block.scales(i, s);
+        if constexpr (F::kHasLow)
+          for (int i = 0; i < kSubs / 2; ++i) pairs_[i][s] = block.lows(i, s);
+      }
+    }
+  }
+
+  VecI code(int group, int v, int strip) const { return codes_[group][v][strip]; }
+  VecF d(int strip) const { return d_[strip]; }
+  VecF m(int strip) const { return m_[strip]; }
+  VecI scales(int i, int strip) const { return pairs_[i][strip]; }
+  VecI lows(int i, int strip) const { return pairs_[i][strip]; }
+  VecI weight(int sub, int strip) const { return weights_[sub][strip]; }
+
+ private:
+  static constexpr int kSubs = F::kSub ? F::kBlock / F::kSub : 2;
+  VecI codes_[F::kBlock / 32][8][2], weights_[kSubs][2], pairs_[kSubs / 2][2];
+  VecF d_[2], m_[2];
+};
 
 PENSTOCK_INLINE int32_t four_codes(const int8_t* code) {
   int32_t word;
@@ -54,79 +138,66 @@ PENSTOCK_INLINE int32_t four_codes(const int8_t* code) {
   return word;
 }
 
-// How many products of pairs fit 16 bits, of codes of kBits with bytes up to 127.
-constexpr int pairs_at_once(int kBits) {
-  return kBits == 4 ? 8 : kBits == 5 ? 4 : 2;  // each times 2 * 127 * (2^kBits - 1) <= 32767
+// How many words of codes are summed before the sums are widened: of pairs in 16 bits, each product
+// at most 2 * 127 * (2^bits - 1).
+template <class F>
+constexpr int kWordsAtOnce = !kDotsByPairs ? 8
+                             : kIsByte<F>  ? 1
+                             : F::kBits == 4 ? 8
+                             : F::kBits == 5 ? 4
+                                             : 2;
+
+// total + weight x sums of add_dots. Without kWeighted the weight is 1.
+template <bool kWeighted>
+PENSTOCK_INLINE VecI add_weighted(VecI total, VecI sums, [[maybe_unused]] VecI weight) {
+  if constexpr (kDotsByPairs) return dot_pairs(total, sums, kWeighted ? weight : splat_int(0x10001));
+  return kWeighted ? total + sums * weight : total + sums;
 }
 
-// sum[Rows][Strips] += codes [4 * first, 4 * last) of 32 of each strip x those of the rows' blocks.
-template <class F, int Rows, int Strips, int first, int last, class Codes>
-PENSTOCK_INLINE void dot_codes(const uint8_t* strips, const Codes* a, int k, VecI (*sum)[Strips]) {
-  [[maybe_unused]] VecI pairs[Rows][Strips];
+// total[Rows][2] += weight[2] x sums of products of codes [4 * first, 4 * last) of 32 of `group`
+// with those of the rows at `k`.
+template <class F, int Rows, int first, int last, bool kWeighted, class Block, class Codes>
+PENSTOCK_INLINE void add_products(const Block& block, int group, const Codes* a, int k,
+                                  const VecI* weight, VecI (*total)[2]) {
+  VecI sums[Rows][2];
 #pragma GCC unroll 8
   for (int v = first; v < last; ++v) {
-    VecI codes[Strips];
-#pragma GCC unroll 2
-    for (int s = 0; s < Strips; ++s) {
-      codes[s] = unpack<F::kBits>(strips + 4 * s * kLanes, v);
-      if constexpr (F::kTable != nullptr) codes[s] = look_up(F::kTable, codes[s]);
-    }
+    const VecI codes[2] = {block.code(group, v, 0), block.code(group, v, 1)};
+    const bool begins = (v - first) % kWordsAtOnce<F> == 0;
+    const bool ends = (v - first + 1) % kWordsAtOnce<F> == 0 || v + 1 == last;
 #pragma GCC unroll 12
     for (int r = 0; r < Rows; ++r) {
       const int32_t x = four_codes(a[r].code + k + 4 * v);
 #pragma GCC unroll 2
-      for (int s = 0; s < Strips; ++s) {
-        if constexpr (kIsByte<F> && kDotsSmallCodes) {
-          sum[r][s] = dot_signed(sum[r][s], codes[s], x);
-        } else if constexpr (!kDotsByPairs) {
-          sum[r][s] = dot_bytes(sum[r][s], codes[s], x);
-        } else {
-          constexpr int at_once = pairs_at_once(F::kBits);
-          const VecI products = pair_products(codes[s], x);
-          pairs[r][s] = v % at_once ? add_pairs(pairs[r][s], products) : products;
-          if ((v + 1) % at_once == 0 || v + 1 == last) sum[r][s] += sum_pairs(pairs[r][s]);
-        }
+      for (int s = 0; s < 2; ++s) {
+        sums[r][s] = add_dots<kIsSigned<F>>(begins ? VecI{} : sums[r][s], codes[s], x);
+        keep(sums[r][s]);
+        if (ends) total[r][s] = add_weighted<kWeighted>(total[r][s], sums[r][s], weight[s]);
       }
     }
   }
 }
 
-// What a sum starts with: minus the offset of its codes times the sum of the activations.
-template <class F>
-PENSTOCK_INLINE VecI start_of(int32_t negative_sum) {
-  constexpr bool has_offset = F::kOffset && !(kIsByte<F> && kDotsSmallCodes);
-  return has_offset ? splat_int(negative_sum) * F::kOffset : VecI{};
-}
-
-// Of a strip's columns from `column` on, the scales (or minima) that begin at `scales`.
-template <class F>
-PENSTOCK_INLINE VecF load_scales(const uint8_t* scales, int column) {
-  if constexpr (F::kScaleBytes == 4)
-    return load((const float*)scales + column);
-  else
-    return load_half((const uint16_t*)scales + column);
-}
-
-// One block of a panel: sum[Rows][Strips] for strips from `strip` on.
-template <class F, int Rows, int Strips>
-PENSTOCK_INLINE void add_block(const uint8_t* block, int strip, const Codes32* a,
-                               VecF (*sum)[Strips]) {
-  const uint8_t *scales = block + F::kScales, *lows = scales + kPanel * F::kScaleBytes;
-  const uint8_t* strips = block + 4 * strip * kLanes;
-  for (int k = 0; k < F::kBlock; k += 32, a += Rows, strips += F::kCodeBytes) {
-    VecI dot[Rows][Strips];
+// sum[Rows][2] += a block of a panel x those of rows; `count` codes further a row's next begin.
+template <class F, int Rows, class Block>
+PENSTOCK_INLINE void add_block(const Block& block, const Codes32* a, size_t count,
+                               VecF (*sum)[2]) {
+  for (int group = 0; group < F::kBlock / 32; ++group, a += count) {
+    VecI total[Rows][2];
 #pragma GCC unroll 12
     for (int r = 0; r < Rows; ++r)
-      for (int s = 0; s < Strips; ++s) dot[r][s] = start_of<F>(a[r].negative_sum);
-    dot_codes<F, Rows, Strips, 0, 8>(strips, a, 0, dot);
+      total[r][0] = total[r][1] =
+          kOffsetLeft<F> ? splat_int(a[r].negative_sum) * kOffsetLeft<F> : VecI{};
+    constexpr VecI no_weight[2] = {};
+    add_products<F, Rows, 0, 8, false>(block, group, a, 0, no_weight, total);
 #pragma GCC unroll 2
-    for (int s = 0; s < Strips; ++s) {
-      const VecF d = load_scales<F>(scales, (strip + s) * kLanes);
+    for (int s = 0; s < 2; ++s) {
+      const VecF d = block.d(s);
       VecF m = {};
-      if constexpr (F::kHasLow) m = load_scales<F>(lows, (strip + s) * kLanes);
+      if constexpr (F::kHasLow) m = block.m(s);
 #pragma GCC unroll 12
       for (int r = 0; r < Rows; ++r) {
-        const VecF value = __builtin_convertvector(dot[r][s], VecF);
+        const VecF value = __builtin_convertvector(total[r][s], VecF);
         sum[r][s] = fused(value, d * splat(a[r].scale), sum[r][s]);
         if constexpr (F::kHasLow) sum[r][s] = fused(m, splat(a[r].scaled_sum), sum[r][s]);
       }
@@ -134,115 +205,129 @@ PENSTOCK_INLINE void add_block(const uint8_t* block, int strip, const Codes32* a
   }
 }
 
-// total += scale of sub-block `sub` x what its codes [4 * first, 4 * last) of 32 give.
-template <class F, int Rows, int Strips, int first, int last>
-PENSTOCK_INLINE void add_sub_block(const uint8_t* strips, const uint8_t* scales, const Codes256* a,
-                                   int k, VecI (*total)[Strips]) {
-  VecI dot[Rows][Strips];
-#pragma GCC unroll 12
-  for (int r = 0; r < Rows; ++r) {
-    const int32_t* sums = a[r].negative_sums + (k + 4 * first) / 16;
-    const int32_t sum = F::kSub == 32 ? sums[0] + sums[1] : sums[0];
-    for (int s = 0; s < Strips; ++s) dot[r][s] = start_of<F>(sum);
+// Sum over pairs of sub-blocks of numbers(i, strip) x sums of the row's activations.
+template <int Pairs, class Numbers>
+PENSTOCK_INLINE VecI dot_sums(const int16_t* sums, int strip, Numbers&& numbers) {
+  VecI sum = {};
+#pragma GCC unroll 8
+  for (int i = 0; i < Pairs; ++i) {
+    int32_t pair;
+    std::memcpy(&pair, sums + 2 * i, sizeof pair);
+    sum = dot_pairs(sum, numbers(i, strip), splat_int(pair));
   }
-  dot_codes<F, Rows, Strips, first, last>(strips, a, k, dot);
-#pragma GCC unroll 2
-  for (int s = 0; s < Strips; ++s) {
-    // A six-bit code's scale has a sign.
-    const VecI scale = F::kHasLow ? load_bytes(scales + s * kLanes)
-                                  : load_bytes((const int8_t*)scales + s * kLanes);
-#pragma GCC unroll 12
-    for (int r = 0; r < Rows; ++r) total[r][s] += dot[r][s] * scale;
-  }
+  return sum;
 }
 
-// sum -= m x lows x sums of activations, of a block.
-template <class F, int Rows, int Strips>
-PENSTOCK_INLINE void subtract_lows(const uint8_t* block, int strip, const Codes256* a,
-                                   VecF (*sum)[Strips]) {
+template <class F, int Rows, class Block>
+PENSTOCK_INLINE void add_block(const Block& block, const Codes256* a, size_t, VecF (*sum)[2]) {
+  constexpr int pairs = 128 / F::kSub;
+  VecI total[Rows][2] = {};
 #pragma GCC unroll 2
-  for (int s = 0; s < Strips; ++s) {
-    const int column = (strip + s) * kLanes;
-    const VecF m = -load_half((const uint16_t*)block + kPanel + column);
-    VecI lows[4];
-    for (int i = 0; i < 4; ++i)
-      lows[i] = load_byte_pairs(block + F::kLows + 2 * (i * kPanel + column));
+  for (int s = 0; s < 2; ++s) {
+    VecF m = {};
+    if constexpr (F::kHasLow) m = -block.m(s);
 #pragma GCC unroll 12
     for (int r = 0; r < Rows; ++r) {
-      VecI low = {};
-      for (int i = 0; i < 4; ++i) {
-        int32_t pair;
-        std::memcpy(&pair, a[r].sums + 2 * i, sizeof pair);
-        low = dot_pairs(low, lows[i], pair);
+      const int16_t* sums = F::kSub == 32 ? a[r].sums : a[r].half_sums;
+      if constexpr (F::kHasLow) {
+        const VecI low = dot_sums<pairs>(sums, s, [&](int i, int j) { return block.lows(i, j); });
+        sum[r][s] = fused(__builtin_convertvector(low, VecF), m * splat(a[r].scale), sum[r][s]);
       }
-      const VecF value = __builtin_convertvector(low, VecF);
-      sum[r][s] = fused(value, m * splat(a[r].scale), sum[r][s]);
+      if constexpr (kOffsetLeft<F> != 0)
+        total[r][s] = -kOffsetLeft<F> *
+                      dot_sums<pairs>(sums, s, [&](int i, int j) { return block.scales(i, j); });
     }
   }
-}
-
-template <class F, int Rows, int Strips>
-PENSTOCK_INLINE void add_block(const uint8_t* block, int strip, const Codes256* a,
-                               VecF (*sum)[Strips]) {
-  if constexpr (F::kHasLow) subtract_lows<F, Rows, Strips>(block, strip, a, sum);
-  VecI total[Rows][Strips] = {};
-  const uint8_t* group = block + F::kGroups;
-  for (int k = 0; k < 256; k += 64, group += F::kGroupBytes) {
-    const uint8_t* scales = group + strip * kLanes;
-    const uint8_t* strips = group + F::kGroupScales * kPanel + 4 * strip * kLanes;
-#pragma GCC unroll 2
-    for (int i = 0; i < 64; i += 32, strips += F::kCodeBytes) {
-      if constexpr (F::kSub == 32) {
-        add_sub_block<F, Rows, Strips, 0, 8>(strips, scales, a, k + i, total);
-        scales += kPanel;
-      } else {
-        add_sub_block<F, Rows, Strips, 0, 4>(strips, scales, a, k + i, total);
-        add_sub_block<F, Rows, Strips, 4, 8>(strips, scales + kPanel, a, k + i, total);
-        scales += 2 * kPanel;
-      }
+  for (int group = 0; group < 8; ++group) {
+    constexpr int half = F::kSub == 32 ? 8 : 4;
+    const int sub = group * 8 / half;
+    const VecI weight[2] = {block.weight(sub, 0), block.weight(sub, 1)};
+    add_products<F, Rows, 0, half, true>(block, group, a, 32 * group, weight, total);
+    if constexpr (half == 4) {
+      const VecI next[2] = {block.weight(sub + 1, 0), block.weight(sub + 1, 1)};
+      add_products<F, Rows, 4, 8, true>(block, group, a, 32 * group, next, total);
     }
   }
 #pragma GCC unroll 2
-  for (int s = 0; s < Strips; ++s) {
-    const VecF d = load_half((const uint16_t*)block + (strip + s) * kLanes);
+  for (int s = 0; s < 2; ++s) {
+    const VecF d = block.d(s);
 #pragma GCC unroll 12
-    for (int r = 0; r < Rows; ++r) {
-      const VecF value = __builtin_convertvector(total[r][s], VecF);
-      sum[r][s] = fused(value, d * splat(a[r].scale), sum[r][s]);
-    }
-  }
-}
-
-template <Arithmetic arithmetic>
-using CodesOf = std::conditional_t<arithmetic == Arithmetic::kBlocks256, Codes256, Codes32>;
-
-// Strips side by side: what one row's block of activations is good for. More rows would not leave
-// registers for the sums.
-constexpr int strips_at_once(int rows) { return 2 * rows <= kMaxRows ? 2 : 1; }
-
-// tile[Rows][kPanel] = a[Rows][k_size] x a panel; `tile` has rows of kTileStride floats.
-template <class F, int Rows>
-static __attribute__((noinline)) void quantized_kernel(const char* rows, size_t, const char* panel,
-                                                       int k_size, Ahead ahead, float* tile) {
-  constexpr int Strips = strips_at_once(Rows);
-  using Codes = CodesOf<F::kArithmetic>;
-  constexpr int a_step = F::kBlock / (int)sizeof(Codes::code) * Rows;
-  for (int strip = 0; strip < 2; strip += Strips) {
-    const Codes* a = (const Codes*)rows;
-    const uint8_t* block = (const uint8_t*)panel;
-    VecF sum[Rows][Strips] = {};
-    for (int k = 0; k < k_size; k += F::kBlock, a += a_step, block += F::kPanelBytes) {
-      if (strip == 0) {
-        if (ahead.at)
-          fetch(ahead.at + (size_t)k * ahead.step, F::kBlock * ahead.step);
-        else if (Rows > 2)
-          fetch((const char*)block + kPrefetchBytes, F::kPanelBytes);
-      }
-      add_block<F, Rows, Strips>(block, strip, a, sum);
-    }
     for (int r = 0; r < Rows; ++r)
-      for (int s = 0; s < Strips; ++s)
-        store(tile + r * kTileStride + (strip + s) * kLanes, sum[r][s]);
+      sum[r][s] = fused(__builtin_convertvector(total[r][s], VecF), d * splat(a[r].scale),
+                        sum[r][s]);
+  }
+}
+
+template <class F>
+using CodesOf = std::conditional_t<F::kArithmetic == Arithmetic::kBlocks256, Codes256, Codes32>;
+
+// Codes of a row that one block of a panel is multiplied by.
+template <class F>
+constexpr int kCodesOfBlock = F::kBlock / (int)sizeof(CodesOf<F>::code);
+
+template <int Rows>
+PENSTOCK_INLINE void store_sums(const VecF (*sum)[2], float* tile) {
+  for (int r = 0; r < Rows; ++r)
+    for (int s = 0; s < 2; ++s) store(tile + r * kTileStride + s * kLanes, sum[r][s]);
+}
+
+// tile[Rows][kPanel] = rows x a panel, unpacked as it is read; `tile` has rows of kTileStride.
+template <class F, int Rows>
+static __attribute__((noinline)) void packed_kernel(const char* rows, size_t count, int,
+                                                    const char* panel, int k_size, Ahead,
+                                                    float* tile) {
+  const auto* a = (const CodesOf<F>*)rows;
+  VecF sum[Rows][2] = {};
+  for (int k = 0; k < k_size; k += F::kBlock, a += kCodesOfBlock<F> * count) {
+    fetch(panel + kPrefetchBytes, F::kPanelBytes);
+    add_block<F, Rows>(PackedBlock<F>((const uint8_t*)panel), a, count, sum);
+    panel += F::kPanelBytes;
+  }
+  store_sums<Rows>(sum, tile);
+}
+
+// tile[Rows][kPanel] += rows x blocks.
+template <class F, int Rows>
+static __attribute__((noinline)) void add_tile(const UnpackedBlock<F>* blocks, int num_blocks,
+                                               const CodesOf<F>* a, size_t count, float* tile) {
+  VecF sum[Rows][2];
+  for (int r = 0; r < Rows; ++r)
+    for (int s = 0; s < 2; ++s) sum[r][s] = load(tile + r * kTileStride + s * kLanes);
+  for (int i = 0; i < num_blocks; ++i, a += kCodesOfBlock<F> * count)
+    add_block<F, Rows>(blocks[i], a, count, sum);
+  store_sums<Rows>(sum, tile);
+}
+
+// Call visit(std::integral_constant) with a number of rows from 1 to kTileRows.
+template <int Rows = kTileRows, class Visit>
+PENSTOCK_INLINE auto with_rows(int rows, Visit&& visit) {
+  if constexpr (Rows > 1)
+    if (rows < Rows) return with_rows<Rows - 1>(rows, visit);
+  return visit(std::integral_constant<int, Rows>{});
+}
+
+// As packed_kernel for `height` rows, several tiles.
+template <class F>
+static __attribute__((noinline)) void unpacked_kernel(const char* rows, size_t count, int height,
+                                                      const char* panel, int k_size, Ahead ahead,
+                                                      float* tile) {
+  constexpr int together = 256 / F::kBlock;
+  UnpackedBlock<F> blocks[together];
+  const auto* a = (const CodesOf<F>*)rows;
+  for (int r = 0; r < height; ++r) std::memset(tile + r * kTileStride, 0, kPanel * sizeof(float));
+  for (int k = 0; k < k_size; k += 256, a += 256 / sizeof(a->code) * count) {
+    const int num_blocks = std::min(together, (k_size - k) / F::kBlock);
+    for (int i = 0; i < num_blocks; ++i, panel += F::kPanelBytes) {
+      fetch(panel + kPrefetchBytes, F::kPanelBytes);
+      blocks[i].take(PackedBlock<F>((const uint8_t*)panel));
+    }
+    if (ahead.at) fetch(ahead.at + (size_t)k * ahead.step, 256 * ahead.step);
+    for_blocks(height, kTileRows, [&](int row, int tile_height) {
+      with_rows(tile_height, [&](auto constant) {
+        add_tile<F, decltype(constant)::value>(blocks, num_blocks, a + row, count,
+                                               tile + row * kTileStride);
+      });
+    });
   }
 }
 

@@ -64,6 +64,19 @@ PENSTOCK_INLINE VecF fused(VecF a, VecF b, VecF c) {
 #endif
 }
 
+// Have a running sum in a register here. Compilers otherwise reorder integer sums, compute all
+// products first, and spill them.
+template <class V>
+PENSTOCK_INLINE void keep(V& sum) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(sum));
+#elif defined(__x86_64__)
+  asm("" : "+x"(sum));
+#elif defined(__aarch64__)
+  asm("" : "+w"(sum));
+#endif
+}
+
 template <class V, class T>
 PENSTOCK_INLINE V load_as(const T* p) {
   V v;
