@@ -13,8 +13,8 @@ constexpr int kMaxRows = kRegisters == 32 ? 12 : 6;
 // and eight rows keep the products fed better than ten or eleven do.
 constexpr int kMaxRowsOfSeveral = kRegisters == 32 ? 8 : 6;
 
-// Rows of a tile of quantised weights, and of tiles that share blocks that were unpacked.
-constexpr int kTileRows = kRegisters == 32 ? 8 : 4;
+// Rows of quantised weights' tiles that unpack in registers, and of all that share unpacked blocks.
+constexpr int kPackedRows = 4;
 constexpr int kUnpackedRows = 48;
 
 constexpr int most_rows(int rows) { return rows > kMaxRows ? kMaxRowsOfSeveral : kMaxRows; }

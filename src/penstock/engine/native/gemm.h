@@ -86,18 +86,16 @@ PENSTOCK_INLINE TileKernel plain_kernel_for(int panels) {
   return plain_kernel<F, Rows, 1>;
 }
 
-template <class F, int Rows = kMaxRows>
+template <class F, int Rows = F::kFileBytes == 4 ? kMaxRows : kPackedRows>
 static TileKernel kernel_for(int rows, int panels) {
-  if constexpr (F::kFileBytes != 4) {
-    if (rows > kTileRows) return unpacked_kernel<F>;
-    return with_rows(rows, [](auto constant) -> TileKernel {
-      return packed_kernel<F, decltype(constant)::value>;
-    });
-  } else {
-    if constexpr (Rows > 1)
-      if (rows < Rows) return kernel_for<F, Rows - 1>(rows, panels);
+  if constexpr (F::kFileBytes != 4)
+    if (rows > kPackedRows) return unpacked_kernel<F>;
+  if constexpr (Rows > 1)
+    if (rows < Rows) return kernel_for<F, Rows - 1>(rows, panels);
+  if constexpr (F::kFileBytes != 4)
+    return packed_kernel<F, Rows>;
+  else
     return plain_kernel_for<F, Rows>(panels);
-  }
 }
 
 inline TileKernel kernel_for(Kind kind, int rows, int panels) {
@@ -162,7 +160,7 @@ PENSTOCK_INLINE void multiply(const Product (&products)[N], int rows, int k_size
           const int step = (int)((missing / left + k_size - 1) / k_size);
           ahead = {weights + size + fetched[i], step};
           fetched[i] += (size_t)k_size * step;
-        } else if (blocks > 1 || height > kTileRows) {
+        } else if (blocks > 1 || height > kPackedRows) {
           ahead = upcoming(k_size);
         }
         kernel_for(kind, height, width)(product.rows + row * product.row_bytes, product.stride,

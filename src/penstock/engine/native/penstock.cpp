@@ -7,6 +7,7 @@
 #include <exception>
 
 #include "passes.h"
+#include "tuning.h"
 
 extern "C" {
 
@@ -383,6 +384,8 @@ PENSTOCK_API void penstock_pack(int32_t kind, const uint8_t* const* rows, int32_
 }
 
 PENSTOCK_API Model* penstock_create(const ModelWeights* weights) {
+  static const bool is_tuned = (tune(), true);
+  (void)is_tuned;
   try {
     return new Model(*weights);
   } catch (const std::exception&) {

@@ -279,7 +279,7 @@ static __attribute__((noinline)) void packed_kernel(const char* rows, size_t cou
   const auto* a = (const CodesOf<F>*)rows;
   VecF sum[Rows][2] = {};
   for (int k = 0; k < k_size; k += F::kBlock, a += kCodesOfBlock<F> * count) {
-    fetch(panel + kPrefetchBytes, F::kPanelBytes);
+    if (Rows > 2) fetch(panel + kPrefetchBytes, F::kPanelBytes);
     add_block<F, Rows>(PackedBlock<F>((const uint8_t*)panel), a, count, sum);
     panel += F::kPanelBytes;
   }
@@ -298,15 +298,21 @@ static __attribute__((noinline)) void add_tile(const UnpackedBlock<F>* blocks, i
   store_sums<Rows>(sum, tile);
 }
 
-// Call visit(std::integral_constant) with a number of rows from 1 to kTileRows.
-template <int Rows = kTileRows, class Visit>
-PENSTOCK_INLINE auto with_rows(int rows, Visit&& visit) {
+template <class F>
+using AddTile = void (*)(const UnpackedBlock<F>* blocks, int num_blocks, const CodesOf<F>* a,
+                         size_t count, float* tile);
+
+template <class F, int Rows = kMaxRows>
+static AddTile<F> add_tile_for(int rows) {
   if constexpr (Rows > 1)
-    if (rows < Rows) return with_rows<Rows - 1>(rows, visit);
-  return visit(std::integral_constant<int, Rows>{});
+    if (rows < Rows) return add_tile_for<F, Rows - 1>(rows);
+  return add_tile<F, Rows>;
 }
 
-// As packed_kernel for `height` rows, several tiles.
+// Rows of a tile, at most kMaxRows: as measured (tuning.h).
+inline int tile_rows = 4;
+
+// As packed_kernel for `height` rows, in tiles of tile_rows.
 template <class F>
 static __attribute__((noinline)) void unpacked_kernel(const char* rows, size_t count, int height,
                                                       const char* panel, int k_size, Ahead ahead,
@@ -322,11 +328,8 @@ static __attribute__((noinline)) void unpacked_kernel(const char* rows, size_t c
       blocks[i].take(PackedBlock<F>((const uint8_t*)panel));
     }
     if (ahead.at) fetch(ahead.at + (size_t)k * ahead.step, 256 * ahead.step);
-    for_blocks(height, kTileRows, [&](int row, int tile_height) {
-      with_rows(tile_height, [&](auto constant) {
-        add_tile<F, decltype(constant)::value>(blocks, num_blocks, a + row, count,
-                                               tile + row * kTileStride);
-      });
+    for_blocks(height, tile_rows, [&](int row, int rows_of_tile) {
+      add_tile_for<F>(rows_of_tile)(blocks, num_blocks, a + row, count, tile + row * kTileStride);
     });
   }
 }
