@@ -21,6 +21,18 @@ constexpr int kPrefetchBytes = 8192;
 constexpr int kMaxPanels = 4;
 constexpr int kTileStride = kMaxPanels * kPanel;
 
+// Lines of a panel to fetch while a tile is computed: so many in each 32 of k. All at once they would
+// wait for each other.
+struct Lines {
+  const char* at;
+  int count;
+
+  void fetch(int group) const {
+    const char* line = at + 64 * group * count;
+    for (int i = 0; i < count; ++i) __builtin_prefetch(line + 64 * i, 0, 2);
+  }
+};
+
 PENSTOCK_INLINE void fetch(const char* at, int bytes) {
   for (int i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
 }
@@ -178,11 +190,13 @@ PENSTOCK_INLINE void add_products(const Block& block, int group, const Codes* a,
   }
 }
 
-// sum[Rows][2] += a block of a panel x those of rows; `count` codes further a row's next begin.
+// sum[Rows][2] += a block of a panel x those of rows; `count` codes further a row's next begin. The
+// block begins at `k` of those whose time `ahead` is spread over.
 template <class F, int Rows, class Block>
-PENSTOCK_INLINE void add_block(const Block& block, const Codes32* a, size_t count,
-                               VecF (*sum)[2]) {
+PENSTOCK_INLINE void add_block(const Block& block, const Codes32* a, size_t count, Lines ahead,
+                               int k, VecF (*sum)[2]) {
   for (int group = 0; group < F::kBlock / 32; ++group, a += count) {
+    ahead.fetch(k / 32 + group);
     VecI total[Rows][2];
 #pragma GCC unroll 12
     for (int r = 0; r < Rows; ++r)
@@ -219,7 +233,8 @@ PENSTOCK_INLINE VecI dot_sums(const int16_t* sums, int strip, Numbers&& numbers)
 }
 
 template <class F, int Rows, class Block>
-PENSTOCK_INLINE void add_block(const Block& block, const Codes256* a, size_t, VecF (*sum)[2]) {
+PENSTOCK_INLINE void add_block(const Block& block, const Codes256* a, size_t, Lines ahead, int,
+                               VecF (*sum)[2]) {
   constexpr int pairs = 128 / F::kSub;
   VecI total[Rows][2] = {};
 #pragma GCC unroll 2
@@ -239,6 +254,7 @@ PENSTOCK_INLINE void add_block(const Block& block, const Codes256* a, size_t, Ve
     }
   }
   for (int group = 0; group < 8; ++group) {
+    ahead.fetch(group);
     constexpr int half = F::kSub == 32 ? 8 : 4;
     const int sub = group * 8 / half;
     const VecI weight[2] = {block.weight(sub, 0), block.weight(sub, 1)};
@@ -278,9 +294,10 @@ static __attribute__((noinline)) void packed_kernel(const char* rows, size_t cou
                                                     float* tile) {
   const auto* a = (const CodesOf<F>*)rows;
   VecF sum[Rows][2] = {};
+  constexpr int lines = Rows > 2 ? (F::kPanelBytes + 64 * F::kBlock / 32 - 1) / (2 * F::kBlock) : 0;
   for (int k = 0; k < k_size; k += F::kBlock, a += kCodesOfBlock<F> * count) {
-    if (Rows > 2) fetch(panel + kPrefetchBytes, F::kPanelBytes);
-    add_block<F, Rows>(PackedBlock<F>((const uint8_t*)panel), a, count, sum);
+    add_block<F, Rows>(PackedBlock<F>((const uint8_t*)panel), a, count,
+                       {panel + kPrefetchBytes, lines}, 0, sum);
     panel += F::kPanelBytes;
   }
   store_sums<Rows>(sum, tile);
@@ -289,18 +306,19 @@ static __attribute__((noinline)) void packed_kernel(const char* rows, size_t cou
 // tile[Rows][kPanel] += rows x blocks.
 template <class F, int Rows>
 static __attribute__((noinline)) void add_tile(const UnpackedBlock<F>* blocks, int num_blocks,
-                                               const CodesOf<F>* a, size_t count, float* tile) {
+                                               const CodesOf<F>* a, size_t count, Lines ahead,
+                                               float* tile) {
   VecF sum[Rows][2];
   for (int r = 0; r < Rows; ++r)
     for (int s = 0; s < 2; ++s) sum[r][s] = load(tile + r * kTileStride + s * kLanes);
   for (int i = 0; i < num_blocks; ++i, a += kCodesOfBlock<F> * count)
-    add_block<F, Rows>(blocks[i], a, count, sum);
+    add_block<F, Rows>(blocks[i], a, count, ahead, i * F::kBlock, sum);
   store_sums<Rows>(sum, tile);
 }
 
 template <class F>
 using AddTile = void (*)(const UnpackedBlock<F>* blocks, int num_blocks, const CodesOf<F>* a,
-                         size_t count, float* tile);
+                         size_t count, Lines ahead, float* tile);
 
 template <class F, int Rows = kMaxRows>
 static AddTile<F> add_tile_for(int rows) {
@@ -321,15 +339,18 @@ static __attribute__((noinline)) void unpacked_kernel(const char* rows, size_t c
   UnpackedBlock<F> blocks[together];
   const auto* a = (const CodesOf<F>*)rows;
   for (int r = 0; r < height; ++r) std::memset(tile + r * kTileStride, 0, kPanel * sizeof(float));
+  const int groups = 8 * ((height + tile_rows - 1) / tile_rows);
+  Lines next{nullptr, (together * F::kPanelBytes + 64 * groups - 1) / (64 * groups)};
   for (int k = 0; k < k_size; k += 256, a += 256 / sizeof(a->code) * count) {
     const int num_blocks = std::min(together, (k_size - k) / F::kBlock);
-    for (int i = 0; i < num_blocks; ++i, panel += F::kPanelBytes) {
-      fetch(panel + kPrefetchBytes, F::kPanelBytes);
+    for (int i = 0; i < num_blocks; ++i, panel += F::kPanelBytes)
       blocks[i].take(PackedBlock<F>((const uint8_t*)panel));
-    }
+    next.at = panel + kPrefetchBytes;
     if (ahead.at) fetch(ahead.at + (size_t)k * ahead.step, 256 * ahead.step);
     for_blocks(height, tile_rows, [&](int row, int rows_of_tile) {
-      add_tile_for<F>(rows_of_tile)(blocks, num_blocks, a + row, count, tile + row * kTileStride);
+      add_tile_for<F>(rows_of_tile)(blocks, num_blocks, a + row, count, next,
+                                    tile + row * kTileStride);
+      next.at += 64 * 8 * next.count;
     });
   }
 }
