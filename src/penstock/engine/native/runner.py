@@ -69,7 +69,9 @@ class NativeRunner(ModelRunner):
     ) -> None:
         """Pack `weights` (as `load_weights` names them; float32, bfloat16 or quantised).
 
-        kv_dtype: of the cache, if not `dtype`. Raises NativeUnavailableError without compiled kernels, ValueError for a bad size."""
+        kv_dtype: of the cache, if not `dtype`.
+
+        Raises NativeUnavailableError without compiled kernels, ValueError for a bad size."""
         sizes = {"num_blocks": num_blocks, "block_size": block_size, "num_threads": num_threads}
         for name, value in sizes.items():
             if value < 1:
