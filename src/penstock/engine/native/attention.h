@@ -271,26 +271,43 @@ static BlockKernel block_kernel_for(int rows, int vectors) {
   return vectors == 2 ? block_kernel<C, Rows, 2> : block_kernel<C, Rows, 1>;
 }
 
+// Bytes of the cache that all rows read, one tile of them after the other, from the first level.
+constexpr int kSpanBytes = 16 * 1024;
+
 // c of rows [first, last) and all vectors; at(piece, vector) is the address of a piece's vector,
 // and ahead(piece, vector) of what is fetched with it, once.
 template <class C, class At, class Next>
 static void multiply_blocks(const BlockProduct& p, int first, int last, int num_vectors, At&& at,
                             Next&& ahead) {
   if (first >= last) return;
+  constexpr int word_bytes = kLanes * Element<C>::kWordBytes;
   const int pieces = (p.num_values + p.piece_values - 1) / p.piece_values;
   const int blocks = num_row_blocks(last - first);
   const int most = vectors_at_once((last - first + blocks - 1) / blocks);
-  const char* here[8 * kTilePositions];
-  const char* next[8 * kTilePositions];
-  for (int vector = 0, count; vector < num_vectors; vector += count) {
-    for (count = most; count > num_vectors - vector;) count /= 2;
-    for (int piece = 0; piece < pieces; ++piece)
-      for (int j = 0; j < count; ++j) {
-        here[piece * count + j] = at(piece, vector + j);
-        next[piece * count + j] = ahead(piece, vector + j);
-      }
+  const int fitting = kSpanBytes / (std::max(p.num_values / Element<C>::kPair, pieces) * word_bytes);
+  const int span = std::max(fitting / most, 1) * most;
+  auto count_at = [&](int vector) {
+    int count = most;
+    while (count > num_vectors - vector) count /= 2;
+    return count;
+  };
+  const char* here[std::max(8 * kTilePositions, kSpanBytes / word_bytes)];
+  const char* next[std::max(8 * kTilePositions, kSpanBytes / word_bytes)];
+  for (int begin = 0; begin < num_vectors; begin += span) {
+    const int end = std::min(begin + span, num_vectors);
+    for (int vector = begin, i = 0; vector < end; vector += count_at(vector))
+      for (int piece = 0; piece < pieces; ++piece)
+        for (int j = 0; j < count_at(vector); ++j, ++i) {
+          here[i] = at(piece, vector + j);
+          next[i] = ahead(piece, vector + j);
+        }
     for_row_blocks(last - first, [&](int row, int height) {
-      block_kernel_for<C>(height, count)(p, first + row, vector, here, row == 0 ? next : nullptr);
+      for (int vector = begin, count; vector < end; vector += count) {
+        const int place = (vector - begin) * pieces;
+        count = count_at(vector);
+        block_kernel_for<C>(height, count)(p, first + row, vector, here + place,
+                                           row == 0 ? next + place : nullptr);
+      }
     });
   }
 }
