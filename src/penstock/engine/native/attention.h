@@ -5,8 +5,8 @@
 // A block's keys are stored [kv_head][head_dim][block_size] and its values [kv_head][strip]
 // [block_size][kPanel], strips of kPanel columns: both products are then sums of broadcast times
 // vector, and the query heads that share a key head read it once. Numbers of fewer than 32 bits lie
-// in pairs of neighbours along the sum (columns of keys, positions of values), one pair a lane. In 8
-// bits, the scales of the block's positions follow. Columns and positions are padded.
+// in pairs of neighbours along the sum (columns of keys, positions of values), one pair a lane. In
+// 8 bits, the scales of the block's positions follow. Columns and positions are padded.
 #pragma once
 
 #include <limits>
@@ -237,12 +237,15 @@ static __attribute__((noinline)) void block_kernel(const BlockProduct& p, int ro
     at += Vecs;
     if (ahead) ahead += Vecs;
   }
+  // Unrolled, or the sums would live in memory.
+#pragma GCC unroll 12
   for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 8
     for (int j = 0; j < Vecs; ++j) {
       float* c = p.c + (row + r) * p.row_c + (vector + j) * kLanes;
       if (p.unit) {
         VecF value;
-        if constexpr (std::is_same_v<typename E::Sum, VecI>)
+        if constexpr (std::is_same_v<C, int8_t>)
           value = __builtin_convertvector(sum[r][j], VecF);
         else
           value = sum[r][j];
@@ -284,7 +287,8 @@ static void multiply_blocks(const BlockProduct& p, int first, int last, int num_
   const int pieces = (p.num_values + p.piece_values - 1) / p.piece_values;
   const int blocks = num_row_blocks(last - first);
   const int most = vectors_at_once((last - first + blocks - 1) / blocks);
-  const int fitting = kSpanBytes / (std::max(p.num_values / Element<C>::kPair, pieces) * word_bytes);
+  const int words = std::max(p.num_values / Element<C>::kPair, pieces);
+  const int fitting = kSpanBytes / (words * word_bytes);
   const int span = std::max(fitting / most, 1) * most;
   auto count_at = [&](int vector) {
     int count = most;
@@ -427,8 +431,8 @@ struct Attention {
   size_t place(int block) const { return (size_t)block_table[block] * shape.kv_heads + kv_head; }
   size_t score_width() const { return (size_t)shape.tile_blocks() * shape.padded_block(); }
 
-  // Turn a tile's scores of some queries (base 2) into factors of the weights exp2(score - highest),
-  // and update the running maximum, total and the factor for earlier sums.
+  // Turn a tile's scores of some queries (base 2) into factors of the weights, which are
+  // exp2(score - highest), and update the running maximum, total and the factor for earlier sums.
   void softmax(int start, int in_tile, int num_blocks, int first, int last,
                const char* const* key, const char* const* value,
                const AttentionSums& sums) const {

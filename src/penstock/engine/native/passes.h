@@ -263,7 +263,8 @@ class Pass {
   void attend_all(const LayerWeights& layer) {
     const int64_t pairs = (int64_t)plan_.attention.size() * weights_.num_kv_heads;
     const int splits = splits_at_once();
-    const int queries = plan_.most_attention_rows() * model_.group(), dim = model_.shape.padded_dim();
+    const int queries = plan_.most_attention_rows() * model_.group();
+    const int dim = model_.shape.padded_dim();
     auto kept = [&](int64_t pair, int split) {
       const size_t place = (size_t)pair * splits + split;
       return AttentionSums(model_.splits.get() + place * AttentionSums::size(queries, dim),
@@ -306,8 +307,8 @@ class Pass {
             scratch_.attention};
   }
 
-  // In how many splits the threads share each task: several where the longest would keep a thread
-  // busy while others have nothing to do, if their sums can be kept.
+  // Splits of each task that threads share out: those of the longest context, where that would
+  // keep one thread busy while others have nothing to do, if their sums can be kept; else 1.
   int splits_at_once() const {
     int64_t positions = 0, longest = 0;
     for (const AttentionTask& work : plan_.attention) {
@@ -315,11 +316,12 @@ class Pass {
       positions += length;
       longest = std::max(longest, length);
     }
-    if (2 * longest * worker_.size <= positions * weights_.num_kv_heads) return 1;
-    const int splits = worker_.size == 1 ? 1 : model_.shape.num_splits((int)longest);
-    const size_t floats = plan_.attention.size() * weights_.num_kv_heads * splits *
-                          AttentionSums::size(plan_.most_attention_rows() * model_.group(),
-                                              model_.shape.padded_dim());
+    const bool is_even = 2 * longest * worker_.size <= positions * weights_.num_kv_heads;
+    if (worker_.size == 1 || is_even) return 1;
+    const int splits = model_.shape.num_splits((int)longest);
+    const size_t pairs = plan_.attention.size() * weights_.num_kv_heads;
+    const int queries = plan_.most_attention_rows() * model_.group();
+    const size_t floats = pairs * splits * AttentionSums::size(queries, model_.shape.padded_dim());
     return floats > model_.split_floats() ? 1 : splits;
   }
 
