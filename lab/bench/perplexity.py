@@ -3,7 +3,8 @@
     python -m lab.bench.perplexity MODEL... [--near MODEL] [--tokens 50000] [--result FILE]
 
 A MODEL is a GGUF file, a folder or a bundled model's name. GGUF files are read by llama.cpp, too,
-and must agree with it within 0.1%. `--near`: the others must be within 0.5% of this one. The first
+and must agree with it within 0.1%. With keys and values in 8 bits, every model must be within 0.3%
+of itself without. `--near`: the others must be within 0.5% of this one. The first
 one's tokenizer, or that of `--near`, makes the tokens of all. Windows of 512 tokens, the second
 half of each counted, as llama.cpp's own tool does. Every window is kept in the cache folder, so
 that a run that was cut goes on where it ended.
@@ -34,8 +35,10 @@ from lab.common.results import Results, parser, table, tell
 from lab.zoo.corpora import GENERATORS, examples
 from penstock.engine.backends import load_runner
 from penstock.engine.models.checkpoint import CheckpointError, is_gguf
+from penstock.engine.models.dtypes import resolve_dtype
 from penstock.engine.native import loading
-from penstock.engine.runner import BatchWriter
+from penstock.engine.native.runner import NativeRunner
+from penstock.engine.runner import BatchWriter, ModelRunner
 from penstock.engine.tokenizer import load_tokenizer
 from penstock.zoo.registry import bundled_models, model_path
 
@@ -43,10 +46,10 @@ WINDOW = 512
 FIRST = WINDOW // 2
 """Tokens of a window that are context alone."""
 
-WITHIN_PEER, WITHIN_BASE = 0.001, 0.005
-_PIECE_CHARS = 1500
+WITHIN_PEER, WITHIN_BASE, WITHIN_KV = 0.001, 0.005, 0.003
+_PIECE_CHARS, _BLOCK_SIZE = 1500, 16
 
-OURS, THEIRS = "penstock", "llamacpp"
+OURS, KV8, THEIRS = "penstock", "penstock-kv-int8", "llamacpp"
 THEIR_SCRIPT = WORKERS / "losses_llamacpp.py"
 
 
@@ -83,10 +86,18 @@ def windows_of(path: Path, tokens: int) -> list[list[int]]:
     return [ids[i : i + WINDOW] for i in range(0, tokens - WINDOW + 1, WINDOW)]
 
 
-def our_losses(path: Path, windows: Iterable[Sequence[int]]) -> Iterator[float]:
+def our_losses(
+    path: Path, windows: Iterable[Sequence[int]], kv_dtype: torch.dtype | None = None
+) -> Iterator[float]:
     """Sum of the counted tokens' negative log-likelihoods, window by window. Raises:
     CheckpointError."""
-    runner = load_runner(path, "auto")
+    runner: ModelRunner
+    if kv_dtype is None:
+        runner = load_runner(path, "auto")
+    else:
+        dtype = resolve_dtype("auto", torch.device("cpu"))
+        room = (WINDOW // _BLOCK_SIZE, _BLOCK_SIZE, torch.get_num_threads())
+        runner = NativeRunner.load(path, dtype, *room, kv_dtype=kv_dtype)
     blocks = np.arange(runner.blocks_for(WINDOW), dtype=np.int32)[None]
     for window in windows:
         writer = BatchWriter()
@@ -128,7 +139,10 @@ def perplexity(
     losses = [float(line) for line in kept.read_text().split()] if kept.exists() else []
     losses = losses[: len(windows)]
     left = windows[len(losses) :]
-    new = our_losses(path, left) if program == OURS else their_losses(path, left, folder)
+    if program == THEIRS:
+        new = their_losses(path, left, folder)
+    else:
+        new = our_losses(path, left, torch.int8 if program == KV8 else None)
     with kept.open("a") as file:
         for loss in new if left else ():
             losses.append(loss)
@@ -149,7 +163,7 @@ def _key(path: Path, program: str, windows: Sequence[Sequence[int]]) -> str:
     files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())
     parts = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     code: list[object] = [ENGINES[THEIRS].installs, THEIR_SCRIPT.read_text()]
-    if program == OURS:
+    if program != THEIRS:
         libraries = sorted(loading.FOLDER.glob("*.so"))
         code = [hashlib.sha256(p.read_bytes()).hexdigest() for p in libraries]
     # A longer text begins with the shorter one's windows.
@@ -164,6 +178,10 @@ def verdicts(found: Sequence[Perplexity], near: str | None) -> Iterator[ClaimVer
         ratio = ours[other.model] / other.perplexity - 1
         claim = f"{other.model} within {WITHIN_PEER:.1%} of llama.cpp"
         yield bar(claim, f"{ratio:+.3%}", abs(ratio) <= WITHIN_PEER)
+    for eight in (p for p in found if p.program == KV8):
+        ratio = eight.perplexity / ours[eight.model] - 1
+        claim = f"{eight.model} with KV in 8 bits within {WITHIN_KV:.1%} of itself without"
+        yield bar(claim, f"{ratio:+.3%}", abs(ratio) <= WITHIN_KV)
     for model in ours if near is not None else ():
         if model != near:
             ratio = ours[model] / ours[near] - 1
@@ -177,6 +195,7 @@ def measure(models: Sequence[str], tokens: int, folder: Path) -> Iterator[Perple
     windows = windows_of(paths[0], tokens)
     for path in paths:
         yield perplexity(path.name, path, OURS, windows, folder)
+        yield perplexity(path.name, path, KV8, windows, folder)
         if is_gguf(path):
             yield perplexity(path.name, path, THEIRS, windows, folder)
 

@@ -1,5 +1,6 @@
 """How much KV memory an engine takes by default, and how it runs on a GPU."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from penstock.config import ConfigError, EngineConfig
 from penstock.engine.backends import affordable_blocks, resolve_placement
 from penstock.engine.kv_cache import kv_bytes_per_token
 from penstock.engine.models.weights import weight_bytes, weight_specs
+from penstock.engine.native.runner import NativeRunner
 
 GPU = torch.device("cuda")
 MODEL = small_config()
@@ -29,6 +31,23 @@ def blocks(weights: int, max_model_len: int = 10**6) -> int:
 def test_bytes_of_weights(dtype: torch.dtype) -> None:
     held = [torch.empty(spec.shape, dtype=dtype) for spec in weight_specs(MODEL)]
     assert weight_bytes(MODEL, dtype) == sum(weight.nbytes for weight in held)
+
+
+def test_bytes_of_the_cache_are_counted_with_the_scales() -> None:
+    config = replace(MODEL, head_dim=64)
+    weights = {s.name: torch.zeros(s.shape) for s in weight_specs(config)}
+    runner = NativeRunner(config, weights, torch.float32, 4, 16, 1, torch.int8)
+    held = sum(tensor.nbytes for layer in runner._cache for tensor in layer)
+    assert held == 4 * 16 * kv_bytes_per_token(config, torch.int8)
+    assert held < 0.27 * 4 * 16 * kv_bytes_per_token(config, torch.float32)
+
+
+def test_8_bits_of_kv_are_for_the_kernels(tmp_path: Path) -> None:
+    settings = {"target": tmp_path, "dtype": "float32", "kv_dtype": "int8"}
+    assert resolve_placement(EngineConfig(**settings)).kv_dtype == torch.int8
+    for backend, more in {"eager": {"backend": "eager"}, "vllm": {"vllm": {}}}.items():
+        with pytest.raises(ConfigError, match=f"kv_dtype int8 .* backend {backend} takes: auto"):
+            resolve_placement(EngineConfig(**settings, **more))
 
 
 @pytest.mark.parametrize("weights", [0, FREE // 2])

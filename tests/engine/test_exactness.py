@@ -188,10 +188,14 @@ def test_output_is_the_targets_own(engine, alone, sampling, drafter, batch) -> N
         assert accepted > 0
 
 
-@pytest.fixture(scope="module")
-def narrow(family: dict[str, Path]) -> Engine:
-    """The kernels in bfloat16, with the processor's own products of it where it has them."""
-    return load(family, "native", "bfloat16")
+NARROW: dict[str, dict[str, str]] = {"bfloat16": {"dtype": "bfloat16"}, "kv": {"kv_dtype": "int8"}}
+
+
+@pytest.fixture(scope="module", params=NARROW)
+def narrow(request: pytest.FixtureRequest, family: dict[str, Path]) -> Engine:
+    """The kernels in bfloat16, with the processor's own products of it where it has them, or with
+    keys and values in 8 bits."""
+    return load(family, "native", **NARROW[request.param])
 
 
 @pytest.fixture(scope="module")
@@ -200,10 +204,17 @@ def narrow_alone(narrow: Engine) -> Alone:
 
 
 @pytest.mark.parametrize(
-    ("drafter", "sampling"), covering(["none", *DRAFTERS], ["greedy", "coupled"], strength=1)
+    ("narrow", "drafter", "sampling"),
+    [
+        *covering(["bfloat16"], ["none", *DRAFTERS], ["greedy", "coupled"], strength=1),
+        *covering(["kv"], DRAFTED, ["greedy", "coupled"], strength=2),
+    ],
+    indirect=["narrow"],
 )
-def test_bfloat16_is_as_exact(narrow, narrow_alone, sampling, drafter) -> None:
-    outputs, accepted = run(make_loop(narrow), make_requests(SAMPLINGS[sampling], 16, drafter))
+def test_fewer_bits_are_as_exact(narrow, narrow_alone, sampling, drafter) -> None:
+    loop = make_loop(narrow, rotating=drafter == "rotating")
+    name = "auto" if drafter == "rotating" else drafter
+    outputs, accepted = run(loop, make_requests(SAMPLINGS[sampling], 16, name))
     assert outputs == narrow_alone[sampling]
     if drafter in ("same", "near"):
         assert accepted > 0

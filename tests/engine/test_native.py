@@ -32,9 +32,16 @@ every_case = pytest.mark.parametrize("case", [c for c in CASES if c not in BEYON
 
 
 def load(
-    path: Path, dtype: torch.dtype = torch.float32, block_size: int = 8, threads: int = 1
+    path: Path,
+    dtype: torch.dtype = torch.float32,
+    block_size: int = 8,
+    threads: int = 1,
+    positions: int = 800,
 ) -> NativeRunner:
-    return NativeRunner.load(path, dtype, -(-800 // block_size), block_size, threads)
+    """int8 is of the cache alone."""
+    of_model = torch.float32 if dtype == torch.int8 else dtype
+    room = (-(-positions // block_size), block_size)
+    return NativeRunner.load(path, of_model, *room, threads, kv_dtype=dtype)
 
 
 def paging(runner: NativeRunner) -> Paging:
@@ -83,10 +90,11 @@ def test_bfloat16_checkpoint_in_float32_loses_nothing(case: str, tmp_path: Path)
     torch.testing.assert_close(logits, rounded.logits(ids), **TOLERANCE)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("case", ["llama-tied", "llama-bias", "qwen3"])
-def test_bfloat16_stays_near_float32(checkpoint: Checkpoints, case: str) -> None:
+def test_fewer_bits_stay_near_float32(checkpoint, case, dtype) -> None:
     saved, ids = checkpoint(case), tokens(60)
-    runner = load(saved.path, torch.bfloat16)
+    runner = load(saved.path, dtype)
     place = paging(runner)
     spans = [(0, 40), (40, 59), (59, 60)]
     logits = torch.cat([runner.forward(place.batch(("a", ids, a, b))) for a, b in spans])
@@ -103,6 +111,9 @@ def test_bfloat16_stays_near_float32(checkpoint: Checkpoints, case: str) -> None
         ("qwen2", torch.bfloat16, 200),
         ("mistral-window", torch.float32, 8),
         ("qwen3-window", torch.bfloat16, 5),
+        ("llama", torch.int8, 16),
+        ("qwen3", torch.int8, 5),
+        ("mistral-window", torch.int8, 200),
     ],
 )
 def test_logits_do_not_depend_on_the_batch(checkpoint, case, dtype, block_size) -> None:
@@ -168,6 +179,29 @@ def test_threads_change_nothing(checkpoint: Checkpoints) -> None:
         assert torch.equal(results[0], other)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("window", [None, 600])
+def test_threads_that_share_a_context(tmp_path: Path, dtype: torch.dtype, window: int) -> None:
+    """Splits of a long text, which threads compute in any order, beside a short one."""
+    changes = {"max_position_embeddings": 2048, "sliding_window": window}
+    case = dataclasses.replace(CASES["mistral-window"], changes=changes)
+    saved, ids, other = write_checkpoint(tmp_path, case), tokens(1300), tokens(1, seed=1)
+    results = []
+    for threads, ends in [(1, [1100]), (2, [512, 1100]), (3, [1, 700, 1100]), (7, [1100])]:
+        runner = load(tmp_path, dtype, 16, threads, positions=1600)
+        place, rows = paging(runner), []
+        for start, stop in itertools.pairwise([0, *ends, 1101, 1107, 1300]):
+            batch = place.batch(("a", ids, start, stop), (f"b{start}", other, 0, 1))
+            rows.append(runner.forward(batch)[:-1])
+        results.append(torch.cat(rows))
+    for found in results[1:]:
+        assert torch.equal(found, results[0])
+    expected = saved.logits(ids)
+    if dtype == torch.float32:
+        torch.testing.assert_close(results[0], expected, **TOLERANCE)
+    assert (results[0] - expected).abs().mean() < 0.02 * expected.std()
+
+
 def test_two_runners_in_two_threads_share_the_pool(checkpoint: Checkpoints) -> None:
     cases, ids = ("llama", "qwen3"), {"a": tokens(150), "b": tokens(60, seed=1)}
     alone = [in_pieces(load(checkpoint(case).path), ids, seed=0) for case in cases]
@@ -179,14 +213,15 @@ def test_two_runners_in_two_threads_share_the_pool(checkpoint: Checkpoints) -> N
             assert torch.equal(logits[name], expected[name])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("block_size", [5, 16])
 def test_what_unused_slots_hold_is_never_read(checkpoint, dtype, block_size) -> None:
     path, ids = checkpoint("llama").path, tokens(140)
     clean, poisoned = (load(path, dtype, block_size) for _ in range(2))
     for keys, values in poisoned._cache:
-        keys.fill_(torch.nan)
-        values.fill_(torch.nan)
+        # Of integers, the scales are NaN then.
+        keys.fill_(-1 if dtype == torch.int8 else torch.nan)
+        values.fill_(-1 if dtype == torch.int8 else torch.nan)
     for start, stop in itertools.pairwise([0, 3, 4, 90, 97, 140]):
         logits = [r.forward(paging(r).batch(("a", ids, start, stop))) for r in (clean, poisoned)]
         assert logits[0].isfinite().all()

@@ -30,7 +30,8 @@ SPANS = [(0, 9), (3, 8), (0, 1), (7, 8), (0, 50)]
 def load(
     checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, threads: int = 1
 ) -> NativeRunner:
-    return NativeRunner.load(checkpoint.path, dtype, 64, BLOCK_SIZE, threads)
+    of_model = torch.float32 if dtype == torch.int8 else dtype
+    return NativeRunner.load(checkpoint.path, of_model, 64, BLOCK_SIZE, threads, kv_dtype=dtype)
 
 
 def prepared(runner: NativeRunner) -> tuple[RaggedBatch, list[npt.NDArray[np.int64]]]:
@@ -82,7 +83,8 @@ def draft_step_by_step(
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(
-    ("case", "dtype"), [("llama-tied", torch.float32), ("qwen3", torch.bfloat16)]
+    ("case", "dtype"),
+    [("llama-tied", torch.float32), ("qwen3", torch.bfloat16), ("qwen3", torch.int8)],
 )
 def test_a_draft_is_its_steps(checkpoint, case, dtype, threads) -> None:
     expected, logits_of = draft_step_by_step(load(checkpoint(case), dtype))

@@ -39,7 +39,7 @@ def file_of(
 ) -> tuple[StateFile, SuffixDrafter]:
     """A server's file, without loading its models."""
     config = config_of(folder, target, saves=saves)
-    place = Placement(torch.device("cpu"), torch.float32, "eager", threads)
+    place = Placement(torch.device("cpu"), torch.float32, torch.float32, "eager", threads)
     limits = SimpleNamespace(vocab_size=100)
     models: Any = SimpleNamespace(
         place=place, dtype=place.dtype, backend=place.backend, target=limits

@@ -96,6 +96,12 @@ EngineOption = Annotated[
 DtypeOption = Annotated[
     str | None, typer.Option(metavar="TYPE", help="auto, float32, bfloat16 or float16. [auto]")
 ]
+KvDtypeOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TYPE", help="auto, or int8: keys and values in 8 bits, on the CPU. [auto]"
+    ),
+]
 DeviceOption = Annotated[
     str | None, typer.Option(metavar="NAME", help="cpu, cuda or cuda:N. [cpu]")
 ]

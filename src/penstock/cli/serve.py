@@ -23,6 +23,7 @@ def serve(
     no_speculation: cli.NoSpeculationOption = False,
     engine: cli.EngineOption = None,
     dtype: cli.DtypeOption = None,
+    kv_dtype: cli.KvDtypeOption = None,
     device: cli.DeviceOption = None,
     kv_tokens: Annotated[
         int | None,

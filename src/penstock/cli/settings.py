@@ -35,7 +35,10 @@ PARTS = (*_POLICIES, "pipeline")
 
 _PLACES: dict[str, Where] = {
     **{name: (name,) for name in ("host", "port", "served_model_name")},
-    **{name: (_ENGINE, name) for name in ("target", "dtype", "device", "policy", *PARTS)},
+    **{
+        name: (_ENGINE, name)
+        for name in ("target", "dtype", "kv_dtype", "device", "policy", *PARTS)
+    },
     **{name: (_ENGINE, name) for name in ("kv_tokens", "max_model_len")},
     "drafters_listen": ("drafters", "listen"),
     "state": (_ENGINE, "state"),

@@ -159,6 +159,7 @@ class ModelsConfig(Model):
     drafter_weights: int4 rounds the drafters' matrices of more than 6 bits a weight to 4 bits as
         they are loaded, for the CPU's own kernels; auto does if no cache would hold them.
     profile: step times from `penstock profile measure`, which are then not measured at the start.
+    kv_dtype: int8 keeps keys and values in 8 bits, for the CPU's own kernels; auto as `dtype`.
     backend: native (the CPU's own kernels), eager (PyTorch's operations, also on a GPU) or auto
         (native where it can be had, else eager).
     attention: of the eager backend.
@@ -173,6 +174,7 @@ class ModelsConfig(Model):
     drafter_weights: DrafterWeights = "auto"
     profile: ProfilePath | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    kv_dtype: Literal["auto", "int8"] = "auto"
     device: str = "cpu"
     backend: Literal["auto", "native", "eager"] = "auto"
     attention: Literal["packed", "decomposed", "reference"] = "packed"

@@ -55,10 +55,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Device, dtype and backend of the models. num_threads: of the kernels on a CPU."""
+    """Device, dtypes and backend of the models. num_threads: of the kernels on a CPU."""
 
     device: torch.device
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     backend: str
     num_threads: int
 
@@ -74,7 +75,9 @@ def resolve_placement(config: EngineConfig) -> Placement:
     if backend == "native":
         # The kernels have their own threads; PyTorch's would spin on the same cores.
         torch.set_num_threads(1)
-    return Placement(device, dtype, backend, num_threads)
+    _check_kv_dtype(config, backend if config.vllm is None else "vllm")
+    kv_dtype = torch.int8 if config.kv_dtype == "int8" else dtype
+    return Placement(device, dtype, kv_dtype, backend, num_threads)
 
 
 def fit_models(
@@ -105,7 +108,15 @@ def fit_models(
             f"drafter_weights {config.drafter_weights} is for the CPU's own kernels; backend "
             f"{place.backend} takes: auto, stored"
         )
+    _check_kv_dtype(config, place.backend)
     return place
+
+
+def _check_kv_dtype(config: EngineConfig, backend: str) -> None:
+    if config.kv_dtype == "int8" and backend != "native":
+        raise ConfigError(
+            f"kv_dtype int8 is for the CPU's own kernels; backend {backend} takes: auto"
+        )
 
 
 def why_not_native() -> str | None:
@@ -157,13 +168,13 @@ def resolve_num_blocks(
         return -(-config.kv_tokens // config.block_size)
     weights = sum(weight_bytes(model, place.dtype) for model in models)
     return affordable_blocks(
-        models, place.dtype, place.device, config.block_size, max_model_len, weights
+        models, place.kv_dtype, place.device, config.block_size, max_model_len, weights
     )
 
 
 def affordable_blocks(
     models: Collection[DecoderConfig],
-    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     device: torch.device,
     block_size: int,
     max_model_len: int,
@@ -187,7 +198,7 @@ def affordable_blocks(
     else:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         share = _MEMORY_SHARE
-    tokens = int(free * share) // sum(kv_bytes_per_token(m, dtype) for m in models)
+    tokens = int(free * share) // sum(kv_bytes_per_token(m, kv_dtype) for m in models)
     return max(1, min(tokens, _DEFAULT_SEQUENCES * max_model_len) // block_size)
 
 
@@ -229,8 +240,8 @@ class Models:
         """KV memory of all models; None with vLLM, which has its own."""
         if self.vllm is not None:
             return None
-        tokens = self.num_blocks * self.config.block_size
-        return tokens * sum(kv_bytes_per_token(m, self.place.dtype) for m in self.shapes.values())
+        tokens, dtype = self.num_blocks * self.config.block_size, self.place.kv_dtype
+        return tokens * sum(kv_bytes_per_token(m, dtype) for m in self.shapes.values())
 
     def drafter(self, name: str, path: Path) -> ModelDrafter | TextDrafter:
         target, own = self.target, self.tokenizers.get(name)
@@ -267,6 +278,7 @@ class Models:
                 place.num_threads,
                 rounding=rounding,
                 max_model_len=longest,
+                kv_dtype=place.kv_dtype,
             )
         attention = ATTENTION[self.config.attention]
         return EagerRunner.load(path, place.dtype, place.device, *room, attention, longest)

@@ -35,7 +35,9 @@ def fingerprint(config: EngineConfig, models: Models) -> dict[str, Any]:
     """Return everything that learned numbers depend on, without the models' folders."""
     is_native = models.place.backend == "native"
     kernels = _hash_of_file(Path(load_library()._name)) if is_native else torch.__version__
-    settings = config.model_dump(mode="json", include={"drafter_weights", "attention", "vllm"})
+    settings = config.model_dump(
+        mode="json", include={"drafter_weights", "kv_dtype", "attention", "vllm"}
+    )
     return {
         "target": _hash_of_model(config.target),
         "drafters": {

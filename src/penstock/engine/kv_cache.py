@@ -8,8 +8,9 @@ from penstock.engine.models.config import DecoderConfig
 
 
 def kv_bytes_per_token(config: DecoderConfig, dtype: torch.dtype) -> int:
-    """Return bytes of keys and values of one token over all layers."""
-    return 2 * config.num_layers * config.kv_size * dtype.itemsize
+    """Return bytes of keys and values of one token over all layers, with the scales of int8."""
+    scales = config.num_kv_heads * torch.float32.itemsize if dtype == torch.int8 else 0
+    return 2 * config.num_layers * (config.kv_size * dtype.itemsize + scales)
 
 
 class PagedKVCache:

@@ -1,282 +1,486 @@
-// Causal attention over the paged cache: online softmax over tiles of a fixed number of positions,
-// always from position 0, so a row's arithmetic depends on nothing but its own position.
+// Causal attention over the paged cache: online softmax over tiles of a fixed number of positions.
+// A context is cut into splits of whole tiles, always from position 0, whose sums are added in
+// their order, by one thread or by several: a row's arithmetic depends on nothing but its position.
 //
-// Keys are stored [block][kv_head][head_dim][block_size] and values [block][kv_head][block_size]
-// [head_dim] (last axes padded to whole vectors): both products are then sums of broadcast times
-// vector, and the query heads that share a key head read it once.
+// A block's keys are stored [kv_head][head_dim][block_size] and its values [kv_head][strip]
+// [block_size][kPanel], strips of kPanel columns: both products are then sums of broadcast times
+// vector, and the query heads that share a key head read it once. Numbers of fewer than 32 bits lie
+// in pairs of neighbours along the sum (columns of keys, positions of values), one pair a lane. In
+// 8 bits, the scales of the block's positions follow. Columns and positions are padded.
 #pragma once
 
 #include <limits>
+#include <type_traits>
 
 #include "gemm.h"
 
 namespace penstock {
 
-constexpr int kTilePositions = 128;
-constexpr int kQueriesPerTask = 36;
-// Rows up to which attention waits for memory rather than for the processor.
-constexpr int kFewRows = 4;
+constexpr int kTilePositions = 128, kSplitPositions = 512;
+// Queries that read a tile of keys and values together: what they need fits the second-level cache.
+constexpr int kQueriesPerTask = 96;
+
+// Number format of the cache, as in library.py.
+enum class KvKind : int32_t { kF32 = 0, kBf16 = 1, kInt8 = 2 };
 
 struct AttentionShape {
   int head_dim, kv_heads, block_size;
+  KvKind kind;
 
-  int padded_dim() const { return round_up(head_dim, kLanes); }
+  int item_bytes() const { return kind == KvKind::kF32 ? 4 : kind == KvKind::kBf16 ? 2 : 1; }
+  int pair() const { return kind == KvKind::kF32 ? 1 : 2; }
+  int padded_dim() const { return round_up(head_dim, kPanel); }
   int padded_block() const { return round_up(block_size, kLanes); }
+  int value_rows() const { return round_up(block_size, pair()); }
   int tile_blocks() const {
     return block_size >= kTilePositions ? 1 : kTilePositions / block_size;
   }
-  size_t key_head() const { return (size_t)head_dim * padded_block(); }
-  size_t value_head() const { return (size_t)block_size * padded_dim(); }
+  int tile() const { return tile_blocks() * block_size; }
+  int split() const { return kSplitPositions / tile() * tile(); }
+  int num_splits(int positions) const { return (positions + split() - 1) / split(); }
+  // Of one KV head in a block: bytes of the numbers, and with the scales.
+  size_t key_codes() const { return (size_t)head_dim * padded_block() * item_bytes(); }
+  size_t value_codes() const { return (size_t)value_rows() * padded_dim() * item_bytes(); }
+  size_t key_bytes() const { return key_codes() + scale_bytes(padded_block()); }
+  size_t value_bytes() const { return value_codes() + scale_bytes(value_rows()); }
+  // Index of a number of the block.
+  size_t key_at(int column, int slot) const {
+    return ((size_t)column / pair() * padded_block() + slot) * pair() + column % pair();
+  }
+  size_t value_at(int column, int slot) const {
+    const size_t row = (size_t)column / kPanel * (value_rows() / pair()) + slot / pair();
+    return (row * kPanel + column % kPanel) * pair() + slot % pair();
+  }
+
+ private:
+  size_t scale_bytes(int slots) const {
+    return kind == KvKind::kInt8 ? slots * sizeof(float) : 0;
+  }
+};
+
+// Softmax sums over a part of the context, for each query: of weights times values, the highest
+// score (base 2), and the total of exp2(score - highest); 0 where the query saw nothing.
+struct AttentionSums {
+  float *sum, *highest, *total;
+
+  AttentionSums() = default;
+  AttentionSums(float* memory, int queries, int padded_dim)
+      : sum(memory), highest(sum + (size_t)queries * padded_dim), total(highest + queries) {}
+  static size_t size(int queries, int padded_dim) { return (size_t)queries * (padded_dim + 2); }
+
+  void clear(int queries, int padded_dim) const {
+    std::fill(sum, sum + (size_t)queries * padded_dim, 0.0f);
+    std::fill(highest, highest + queries, -std::numeric_limits<float>::infinity());
+    std::fill(total, total + queries, 0.0f);
+  }
+
+  // Add those of the positions that follow.
+  void add(const AttentionSums& next, int queries, int padded_dim) const {
+    for (int i = 0; i < queries; ++i) {
+      if (next.total[i] == 0) continue;
+      const float peak = highest[i] < next.highest[i] ? next.highest[i] : highest[i];
+      const VecF before = exp2_lanes(splat(highest[i] - peak));
+      const VecF after = exp2_lanes(splat(next.highest[i] - peak));
+      highest[i] = peak;
+      total[i] = total[i] * before[0] + next.total[i] * after[0];
+      float* row = sum + (size_t)i * padded_dim;
+      const float* other = next.sum + (size_t)i * padded_dim;
+      for (int j = 0; j < padded_dim; j += kLanes)
+        store(row + j, fused(load(row + j), before, load(other + j) * after));
+    }
+  }
 };
 
 struct AttentionScratch {
-  float *query, *score, *sum, *highest, *total, *rescale;
+  float *query, *score, *query_unit, *weight_unit, *rescale;
+  AttentionSums split, all;
 };
 
-// c[Rows][Vecs lanes] = rescale[Rows] * c + a x b (or just a x b without `rescale`), b being rows
-// of `ldb` values in consecutive blocks of `block_rows` rows, `num_rows` in all. Few rows wait for
-// memory, and blocks lie anywhere in it, so the hardware cannot foresee them: then the block after
-// this one is fetched while this one is read, and `blocks` has one entry past the last.
-template <int Rows, int Vecs, class T>
-static __attribute__((noinline)) void blocked_kernel(const float* a, size_t lda, int a_block,
-                                                     const T* const* blocks, int ldb,
-                                                     int block_rows, int num_rows, int column,
-                                                     const float* rescale, float* c, size_t ldc) {
-  VecF sum[Rows][Vecs] = {};
-  if (rescale)
-    for (int r = 0; r < Rows; ++r)
-      for (int j = 0; j < Vecs; ++j)
-        sum[r][j] = load(c + r * ldc + column + j * kLanes) * splat(rescale[r]);
-  for (int done = 0; done < num_rows; done += block_rows, ++blocks, a += a_block) {
-    const T* b = blocks[0] + column;
-    const char* ahead = (const char*)(blocks[1] + column);
-    const int count = num_rows - done < block_rows ? num_rows - done : block_rows;
-    for (int k = 0; k < count; ++k, b += ldb, ahead += ldb * sizeof(T)) {
-      if (Rows <= kFewRows)
-        for (size_t line = 0; line < Vecs * kLanes * sizeof(T); line += 64)
-          __builtin_prefetch(ahead + line);
-      VecF row[Vecs];
-#pragma GCC unroll 8
-      for (int j = 0; j < Vecs; ++j) row[j] = load(b + j * kLanes);
-#pragma GCC unroll 12
-      for (int r = 0; r < Rows; ++r) {
-        VecF x = splat(a[r * lda + k]);
-#pragma GCC unroll 8
-        for (int j = 0; j < Vecs; ++j) sum[r][j] = fused(x, row[j], sum[r][j]);
-      }
-    }
+// How numbers of the cache are multiplied. A lane's word has one number or two, and kSteps times
+// is `part` of it multiplied by one factor of 32 bits. `factors` writes n numbers (a multiple of
+// kLanes) as factors, in place: they are factors times what is returned. `encode` turns n numbers
+// into the cache's, in place, and returns their scale.
+template <class C>
+struct Element;
+
+template <>
+struct Element<float> {
+  using Sum = VecF;
+  static constexpr int kPair = 1, kSteps = 1, kWordBytes = 4;
+  PENSTOCK_INLINE VecU part(const char* p, int) { return load_as<VecU>(p); }
+  PENSTOCK_INLINE VecF add(VecF sum, VecU part, const float* factor) {
+    return fused(splat(*factor), (VecF)part, sum);
   }
-  for (int r = 0; r < Rows; ++r)
-    for (int j = 0; j < Vecs; ++j) store(c + r * ldc + column + j * kLanes, sum[r][j]);
-}
+  PENSTOCK_INLINE float factors(float*, int) { return 1.0f; }
+  PENSTOCK_INLINE float encode(float*, int) { return 1.0f; }
+};
 
-template <class T>
-struct BlockedProduct {
-  const float* a;
-  size_t lda;
-  int a_block;
-  const T* const* blocks;
-  int ldb, block_rows, num_rows;
-  const float* rescale;
-  float* c;
-  size_t ldc;
-
-  template <int Rows, int Vecs>
-  PENSTOCK_INLINE void columns(const BlockedProduct& p, int row, int& column, int end) {
-    for (; column + Vecs * kLanes <= end; column += Vecs * kLanes)
-      blocked_kernel<Rows, Vecs, T>(p.a + row * p.lda, p.lda, p.a_block, p.blocks, p.ldb,
-                                    p.block_rows, p.num_rows, column,
-                                    p.rescale ? p.rescale + row : nullptr, p.c + row * p.ldc,
-                                    p.ldc);
+template <>
+struct Element<Bf16> {
+  using Sum = VecF;
+  static constexpr int kPair = 2, kSteps = kDotsBf16 ? 1 : 2, kWordBytes = 4;
+  PENSTOCK_INLINE VecU part(const char* p, int step) {
+    const VecU word = load_as<VecU>(p);
+    return kDotsBf16 ? word : step ? word & 0xffff0000u : word << 16;
   }
-
-  template <int Rows = kMaxRows>
-  void rows(int row, int height, int end) const {
-    if constexpr (Rows > 1)
-      if (height < Rows) return rows<Rows - 1>(row, height, end);
-    int column = 0;
-    if constexpr (Rows * 8 <= 2 * kMaxRows) columns<Rows, 8>(*this, row, column, end);
-    if constexpr (Rows * 4 <= 2 * kMaxRows) columns<Rows, 4>(*this, row, column, end);
-    columns<Rows, 2>(*this, row, column, end);
-    columns<Rows, 1>(*this, row, column, end);
+  PENSTOCK_INLINE VecF add(VecF sum, VecU part, const float* factor) {
+    if constexpr (!kDotsBf16) return fused(splat(*factor), (VecF)part, sum);
+    uint32_t pair;
+    std::memcpy(&pair, factor, sizeof pair);
+    return dot_bf16(sum, part, pair);
   }
-
-  // Rows [first, last), all columns; `width` is a multiple of kLanes.
-  void run(int first, int last, int width) const {
-    for_row_blocks(last - first, [&](int row, int height) { rows(first + row, height, width); });
+  PENSTOCK_INLINE float factors(float* x, int n) {
+    if (kDotsBf16) round_row(x, n, (Bf16*)x);
+    return 1.0f;
+  }
+  PENSTOCK_INLINE float encode(float* x, int n) {
+    round_row(x, n, (Bf16*)x);
+    return 1.0f;
   }
 };
 
-// Blocks of keys whose scores are computed side by side: a few queries with one block's positions
-// are too few sums to keep the multiply-adds busy.
-constexpr int blocks_at_once(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
-
-// c[Rows][Blocks * padded_block] = a[Rows][dim] x keys of Blocks blocks, each [dim][padded_block];
-// as many blocks after them are fetched meanwhile.
-template <int Rows, int Blocks, int Vecs, class T>
-static __attribute__((noinline)) void score_kernel(const float* a, int dim, const T* const* blocks,
-                                                   int padded_block, int column, float* c,
-                                                   size_t ldc) {
-  VecF sum[Rows][Blocks][Vecs] = {};
-  for (int k = 0, at = column; k < dim; ++k, at += padded_block) {
-#pragma GCC unroll 4
-    for (int b = 0; b < Blocks; ++b) {
-      if (Rows <= kFewRows)
-        for (size_t line = 0; line < Vecs * kLanes * sizeof(T); line += 64)
-          __builtin_prefetch((const char*)(blocks[Blocks + b] + at) + line);
-#pragma GCC unroll 4
-      for (int j = 0; j < Vecs; ++j) {
-        VecF key = load(blocks[b] + at + j * kLanes);
-#pragma GCC unroll 4
-        for (int r = 0; r < Rows; ++r)
-          sum[r][b][j] = fused(splat(a[(size_t)r * dim + k]), key, sum[r][b][j]);
-      }
-    }
+// Widened to 16 bits, as the factors are: int32 sums are exact up to 1,000 products.
+template <>
+struct Element<int8_t> {
+  using Sum = VecI;
+  static constexpr int kPair = 2, kSteps = 1, kWordBytes = 2;
+  static constexpr float kLargest = 16383.0f, kSmallest = 0x1p-100f;
+  PENSTOCK_INLINE VecU part(const char* p, int) {
+    return (VecU)load_signed_pairs((const int8_t*)p);
   }
-  for (int r = 0; r < Rows; ++r)
-    for (int b = 0; b < Blocks; ++b)
-      for (int j = 0; j < Vecs; ++j)
-        store(c + r * ldc + b * padded_block + column + j * kLanes, sum[r][b][j]);
-}
+  PENSTOCK_INLINE VecI add(VecI sum, VecU part, const float* factor) {
+    int32_t pair;
+    std::memcpy(&pair, factor, sizeof pair);
+    return dot_pairs(sum, (VecI)part, pair);
+  }
+  PENSTOCK_INLINE float factors(float* x, int n) {
+    const float size = largest_size(x, n);
+    const bool counts = size > kSmallest;
+    const VecF inverse = splat(kLargest / size), round_to_int = splat(12582912.0f);
+    for (int i = 0; i < n; i += kLanes) {
+      VecI rounded = {};
+      if (counts) rounded = (VecI)(load(x + i) * inverse + round_to_int) - (VecI)round_to_int;
+      const VecH narrow = __builtin_convertvector(rounded, VecH);
+      std::memcpy((char*)x + 2 * i, &narrow, sizeof narrow);
+    }
+    return counts ? size / kLargest : size != size ? NAN : 0.0f;
+  }
+  PENSTOCK_INLINE float encode(float* x, int n) {
+    return quantize(x, n, largest_size(x, n), (int8_t*)x);
+  }
 
-template <class T>
-struct Scores {
-  const float* query;
-  int dim;
-  const T* const* blocks;
-  int num_blocks, padded_block;
-  float* score;
+ private:
+  PENSTOCK_INLINE VecI load_signed_pairs(const int8_t* p) {
+#if defined(__AVX512BW__) && !defined(PENSTOCK_PORTABLE)
+    return (VecI)_mm512_maskz_cvtepi8_epi16(~0u, load_as<__m256i>(p));
+#elif defined(__AVX2__) && !defined(PENSTOCK_PORTABLE)
+    return (VecI)_mm256_cvtepi8_epi16(load_as<__m128i>(p));
+#else
+    typedef int8_t Bytes __attribute__((vector_size(2 * kLanes)));
+    typedef int16_t Halves __attribute__((vector_size(4 * kLanes)));
+    return (VecI)__builtin_convertvector(load_as<Bytes>(p), Halves);
+#endif
+  }
+};
+
+// Rows of factors times some vectors of the cache, of which a piece of `piece_values` values after
+// the other lies in memory, and of each the words of one vector `stride` bytes apart.
+struct BlockProduct {
+  const float* factors;
+  size_t row_factors;
+  int piece_factors, num_values, piece_values;
   size_t stride;
-
-  // All columns of blocks from `block` on, Blocks at a time; returns where fewer are left.
-  template <int Rows, int Blocks>
-  int columns(int row, int block) const {
-    for (; block + Blocks <= num_blocks; block += Blocks) {
-      const float* a = query + (size_t)row * dim;
-      float* c = score + row * stride + (size_t)block * padded_block;
-      int column = 0;
-      for (; column + 2 * kLanes <= padded_block; column += 2 * kLanes)
-        score_kernel<Rows, Blocks, 2>(a, dim, blocks + block, padded_block, column, c, stride);
-      for (; column < padded_block; column += kLanes)
-        score_kernel<Rows, Blocks, 1>(a, dim, blocks + block, padded_block, column, c, stride);
-    }
-    return block;
-  }
-
-  template <int Rows = kMaxRows>
-  void rows(int row, int height) const {
-    if constexpr (Rows > 1)
-      if (height < Rows) return rows<Rows - 1>(row, height);
-    int block = 0;
-    if constexpr (blocks_at_once(Rows) > 1) block = columns<Rows, blocks_at_once(Rows)>(row, 0);
-    columns<Rows, 1>(row, block);
-  }
-
-  void run(int first, int last) const {
-    for_row_blocks(last - first, [&](int row, int height) { rows(first + row, height); });
-  }
+  // Where there are scales, c = c * rescale + sum * unit, with those of each row; else c = sum.
+  const float *rescale, *unit;
+  float* c;
+  size_t row_c;
 };
 
-// Turn one row of scores (base 2) into weights exp2(score - highest) and update the running
-// maximum, total and the factor for earlier sums. The row sees positions [hidden, valid) of the tile,
-// at least one. Other lanes (padding, memory never written) become 0.
-static __attribute__((noinline)) void softmax_tile(float* score, const AttentionShape& shape,
-                                                   int num_blocks, int hidden, int valid,
-                                                   float* highest, float* total, float* rescale) {
-  const int padded = shape.padded_block();
-  for (int i = 0; i < hidden; ++i)
-    score[i / shape.block_size * padded + i % shape.block_size] =
-        -std::numeric_limits<float>::infinity();
-  for (int block = 0; block < num_blocks; ++block) {
-    int count = valid - block * shape.block_size;
-    count = count < 0 ? 0 : count > shape.block_size ? shape.block_size : count;
-    for (int i = count; i < padded; ++i)
-      score[block * padded + i] = -std::numeric_limits<float>::infinity();
+// `at` has the addresses of each piece's vectors, and `ahead`, unless it is null, what is fetched
+// meanwhile.
+template <class C, int Rows, int Vecs>
+static __attribute__((noinline)) void block_kernel(const BlockProduct& p, int row, int vector,
+                                                   const char* const* at,
+                                                   const char* const* ahead) {
+  using E = Element<C>;
+  typename E::Sum sum[Rows][Vecs] = {};
+  const float* a = p.factors + row * p.row_factors;
+  const size_t row_factors = p.row_factors;
+  auto add_word = [&](size_t offset, const float* factor, auto mask) {
+#pragma GCC unroll 2
+    for (int i = 0; i < E::kSteps; ++i) {
+      VecU part[Vecs];
+#pragma GCC unroll 8
+      for (int j = 0; j < Vecs; ++j) {
+        part[j] = E::part(at[j] + offset, i);
+        if constexpr (decltype(mask)::value) part[j] &= E::kSteps == 2 && !i ? ~0u : 0xffffu;
+      }
+#pragma GCC unroll 12
+      for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 8
+        for (int j = 0; j < Vecs; ++j)
+          sum[r][j] = E::add(sum[r][j], part[j], factor + r * row_factors + i);
+    }
+  };
+  for (int done = 0; done < p.num_values; done += p.piece_values) {
+    const int values = std::min(p.piece_values, p.num_values - done);
+    size_t offset = 0;
+    const float* factor = a;
+    for (int k = 0; k < values / E::kPair; ++k, offset += p.stride, factor += E::kSteps) {
+      if (ahead)
+        for (int j = 0; j < Vecs; j += kLanes == 16 ? 1 : 2) __builtin_prefetch(ahead[j] + offset);
+      add_word(offset, factor, std::false_type{});
+    }
+    // The other half of the last pair may be anything.
+    if (values % E::kPair) add_word(offset, factor, std::true_type{});
+    a += p.piece_factors;
+    at += Vecs;
+    if (ahead) ahead += Vecs;
   }
-  const int width = num_blocks * padded;
-  VecF top = load(score);
-  for (int i = kLanes; i < width; i += kLanes) top = larger(top, load(score + i));
-  float peak = max_lanes(top);
-  peak = *highest < peak ? peak : *highest;
-  VecF sum = {};
-  for (int i = 0; i < width; i += kLanes) {
-    VecF weight = exp2_lanes(load(score + i) - splat(peak));
-    store(score + i, weight);
-    sum += weight;
+  // Unrolled, or the sums would live in memory.
+#pragma GCC unroll 12
+  for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 8
+    for (int j = 0; j < Vecs; ++j) {
+      float* c = p.c + (row + r) * p.row_c + (vector + j) * kLanes;
+      if (p.unit) {
+        VecF value;
+        if constexpr (std::is_same_v<C, int8_t>)
+          value = __builtin_convertvector(sum[r][j], VecF);
+        else
+          value = sum[r][j];
+        value *= splat(p.unit[row + r]);
+        store(c, fused(splat(p.rescale[row + r]), load(c), value));
+      } else {
+        std::memcpy(c, &sum[r][j], sizeof sum[r][j]);
+      }
+    }
+}
+
+// Vectors computed side by side: few rows are too few sums to keep the multiply-adds busy.
+constexpr int vectors_at_once(int rows) { return rows == 1 ? 8 : rows <= 3 ? 4 : 2; }
+
+using BlockKernel = void (*)(const BlockProduct&, int row, int vector, const char* const* at,
+                             const char* const* ahead);
+
+template <class C, int Rows = kMaxRows>
+static BlockKernel block_kernel_for(int rows, int vectors) {
+  if constexpr (Rows > 1)
+    if (rows < Rows) return block_kernel_for<C, Rows - 1>(rows, vectors);
+  if constexpr (vectors_at_once(Rows) >= 8)
+    if (vectors == 8) return block_kernel<C, Rows, 8>;
+  if constexpr (vectors_at_once(Rows) >= 4)
+    if (vectors == 4) return block_kernel<C, Rows, 4>;
+  return vectors == 2 ? block_kernel<C, Rows, 2> : block_kernel<C, Rows, 1>;
+}
+
+// Bytes of the cache that all rows read, one tile of them after the other, from the first level.
+constexpr int kSpanBytes = 16 * 1024;
+
+// c of rows [first, last) and all vectors; at(piece, vector) is the address of a piece's vector,
+// and ahead(piece, vector) of what is fetched with it, once.
+template <class C, class At, class Next>
+static void multiply_blocks(const BlockProduct& p, int first, int last, int num_vectors, At&& at,
+                            Next&& ahead) {
+  if (first >= last) return;
+  constexpr int word_bytes = kLanes * Element<C>::kWordBytes;
+  const int pieces = (p.num_values + p.piece_values - 1) / p.piece_values;
+  const int blocks = num_row_blocks(last - first);
+  const int most = vectors_at_once((last - first + blocks - 1) / blocks);
+  const int words = std::max(p.num_values / Element<C>::kPair, pieces);
+  const int fitting = kSpanBytes / (words * word_bytes);
+  const int span = std::max(fitting / most, 1) * most;
+  auto count_at = [&](int vector) {
+    int count = most;
+    while (count > num_vectors - vector) count /= 2;
+    return count;
+  };
+  const char* here[std::max(8 * kTilePositions, kSpanBytes / word_bytes)];
+  const char* next[std::max(8 * kTilePositions, kSpanBytes / word_bytes)];
+  for (int begin = 0; begin < num_vectors; begin += span) {
+    const int end = std::min(begin + span, num_vectors);
+    for (int vector = begin, i = 0; vector < end; vector += count_at(vector))
+      for (int piece = 0; piece < pieces; ++piece)
+        for (int j = 0; j < count_at(vector); ++j, ++i) {
+          here[i] = at(piece, vector + j);
+          next[i] = ahead(piece, vector + j);
+        }
+    for_row_blocks(last - first, [&](int row, int height) {
+      for (int vector = begin, count; vector < end; vector += count) {
+        const int place = (vector - begin) * pieces;
+        count = count_at(vector);
+        block_kernel_for<C>(height, count)(p, first + row, vector, here + place,
+                                           row == 0 ? next + place : nullptr);
+      }
+    });
   }
-  *rescale = exp2_lanes(splat(*highest - peak))[0];
-  *total = *total * *rescale + sum_lanes(sum);
-  *highest = peak;
 }
 
 // One sequence's rows at consecutive positions from `first_position`, for `heads` query heads that
 // share `kv_head`. `query` and `out` point at the first row's first head; queries are scaled by
 // log2(e) / sqrt(head_dim) already. A row sees `window` positions, its own included. rows * heads is
 // at most what the scratch was made for.
-template <class T>
-static void attend(const AttentionShape& shape, const T* keys, const T* values,
-                   const int32_t* block_table, const float* query, float* out, size_t stride,
-                   int first_position, int rows, int heads, int kv_head, int window,
-                   const AttentionScratch& scratch) {
-  const int dim = shape.head_dim, padded_dim = shape.padded_dim();
-  const int block_size = shape.block_size, padded_block = shape.padded_block();
-  const int tile = shape.tile_blocks() * block_size;
-  const size_t score_stride = (size_t)shape.tile_blocks() * padded_block;
-  const int queries = rows * heads;
-  for (int i = 0; i < queries; ++i) {
-    std::memcpy(scratch.query + (size_t)i * dim,
-                query + (i / heads) * stride + (size_t)(i % heads) * dim, dim * sizeof(float));
-    scratch.highest[i] = -std::numeric_limits<float>::infinity();
-    scratch.total[i] = 0.0f;
-  }
-  std::memset(scratch.sum, 0, (size_t)queries * padded_dim * sizeof(float));
+template <class C>
+struct Attention {
+  const AttentionShape& shape;
+  const char *keys, *values;
+  const int32_t* block_table;
+  const float* query;
+  float* out;
+  size_t stride;
+  int first_position, rows, heads, kv_head, window;
+  const AttentionScratch& scratch;
 
-  const int length = first_position + rows;
-  const int first_seen = first_position + 1 > window ? first_position + 1 - window : 0;
-  for (int start = first_seen / tile * tile; start < length; start += tile) {
-    const int in_tile = length - start < tile ? length - start : tile;
+  int queries() const { return rows * heads; }
+  int length() const { return first_position + rows; }
+  int first_seen() const { return std::max(0, first_position + 1 - window); }
+  bool sees(int split) const {
+    return split >= first_seen() / shape.split() && split < shape.num_splits(length());
+  }
+
+  // The sums over one split of the context.
+  void attend(int split, const AttentionSums& sums) const {
+    load_queries();
+    sums.clear(queries(), shape.padded_dim());
+    const int tile = shape.tile(), end = std::min(length(), (split + 1) * shape.split());
+    for (int start = std::max(split * shape.split(), first_seen() / tile * tile); start < end;
+         start += tile)
+      attend_tile(start, sums);
+  }
+
+  // All splits one after the other; `part(split)` has the sums of each.
+  template <class Part>
+  void finish(Part&& part) const {
+    const int dim = shape.head_dim, padded_dim = shape.padded_dim();
+    const AttentionSums& all = scratch.all;
+    all.clear(queries(), padded_dim);
+    for (int i = first_seen() / shape.split(); i < shape.num_splits(length()); ++i)
+      all.add(part(i), queries(), padded_dim);
+    for (int i = 0; i < queries(); ++i) {
+      float* target = out + (i / heads) * stride + (size_t)(i % heads) * dim;
+      const float* source = all.sum + (size_t)i * padded_dim;
+      for (int j = 0; j < dim; ++j) target[j] = source[j] / all.total[i];
+    }
+  }
+
+ private:
+  void load_queries() const {
+    const int dim = shape.head_dim, padded_dim = shape.padded_dim();
+    for (int i = 0; i < queries(); ++i) {
+      float* target = scratch.query + (size_t)i * padded_dim;
+      std::memcpy(target, query + (i / heads) * stride + (size_t)(i % heads) * dim,
+                  dim * sizeof(float));
+      std::fill(target + dim, target + padded_dim, 0.0f);
+      scratch.query_unit[i] = Element<C>::factors(target, padded_dim);
+    }
+  }
+
+  void attend_tile(int start, const AttentionSums& sums) const {
+    using E = Element<C>;
+    const int padded_dim = shape.padded_dim(), padded_block = shape.padded_block();
+    const int block_size = shape.block_size, tile = shape.tile();
+    const int in_tile = std::min(tile, length() - start);
     const int num_blocks = (in_tile + block_size - 1) / block_size;
-    const int first_row = start > first_position ? start - first_position : 0;
+    const int first_row = std::max(0, start - first_position);
     // Behind these rows the window of each begins in a later tile.
     const int end_row = std::min(rows, start + tile + window - 1 - first_position);
-    // Keys, then values, then the next tile's first keys: the order in which they are read.
-    const T* blocks[2 * kTilePositions + 1];
-    const T** value_blocks = blocks + num_blocks;
-    const int first_block = start / block_size;
-    auto head = [&](int block) { return (size_t)block_table[block] * shape.kv_heads + kv_head; };
-    for (int j = 0; j < num_blocks; ++j) {
-      blocks[j] = keys + head(first_block + j) * shape.key_head();
-      value_blocks[j] = values + head(first_block + j) * shape.value_head();
-    }
-    const bool is_last = start + tile >= length;
-    value_blocks[num_blocks] =
-        is_last ? blocks[0] : keys + head(first_block + num_blocks) * shape.key_head();
+    const int first = first_row * heads, last = end_row * heads;
+    // While keys are read the tile's values are fetched, and with these the next tile's keys.
+    const char *key[2 * kTilePositions], *value[kTilePositions];
+    const int first_block = start / block_size, end_block = (length() - 1) / block_size + 1;
+    const size_t key_bytes = shape.key_bytes(), value_bytes = shape.value_bytes();
+    for (int i = 0; i < num_blocks + shape.tile_blocks(); ++i)
+      key[i] = keys + place(std::min(first_block + i, end_block - 1)) * key_bytes;
+    const char* const* next_key = key + num_blocks;
+    for (int i = 0; i < num_blocks; ++i) value[i] = values + place(first_block + i) * value_bytes;
+    const int vectors = padded_block / kLanes;
+    const size_t vector_bytes = kLanes * E::kWordBytes;
+    const size_t key_stride = padded_block * E::kWordBytes, score_stride = score_width();
+    const BlockProduct scores{scratch.query, (size_t)padded_dim, 0, shape.head_dim, shape.head_dim,
+                              key_stride, nullptr, nullptr, scratch.score, score_stride};
+    multiply_blocks<C>(
+        scores, first, last, num_blocks * vectors,
+        [&](int, int i) { return key[i / vectors] + i % vectors * vector_bytes; },
+        [&](int, int i) { return value[i / vectors] + i % vectors * vector_bytes; });
 
-    Scores<T>{scratch.query, dim, blocks, num_blocks, padded_block, scratch.score, score_stride}.run(
-        first_row * heads, end_row * heads);
-    for (int i = first_row * heads; i < end_row * heads; ++i) {
-      const int seen = first_position + i / heads + 1 - start;
-      softmax_tile(scratch.score + i * score_stride, shape, num_blocks, std::max(0, seen - window),
-                   seen < in_tile ? seen : in_tile, scratch.highest + i, scratch.total + i,
-                   scratch.rescale + i);
-    }
-    BlockedProduct<T> sums{scratch.score, score_stride, padded_block, value_blocks, padded_dim,
-                           block_size, in_tile, scratch.rescale, scratch.sum, (size_t)padded_dim};
-    // Rows on the diagonal stop at their own position: a weight of 0 would not hide a NaN.
+    softmax(start, in_tile, num_blocks, first, last, key, value, sums);
+
+    const size_t strip_bytes = (size_t)shape.value_rows() / E::kPair * kPanel * E::kWordBytes;
+    auto offset = [&](int i) { return i / 2 * strip_bytes + i % 2 * vector_bytes; };
+    BlockProduct weighted{scratch.score, score_stride, padded_block / E::kPair * E::kSteps,
+                          in_tile, block_size, kPanel * E::kWordBytes, scratch.rescale,
+                          scratch.weight_unit, sums.sum, (size_t)padded_dim};
+    auto multiply_values = [&](int from, int to) {
+      multiply_blocks<C>(
+          weighted, from, to, padded_dim / kLanes,
+          [&](int block, int i) { return value[block] + offset(i); },
+          [&](int block, int i) { return next_key[block] + offset(i); });
+    };
+    // Rows on the diagonal stop at their own position: a weight of 0 would not hide a NaN. Integers
+    // are always finite.
     int row = first_row;
-    for (; row < end_row && first_position + row + 1 < start + in_tile; ++row) {
-      sums.num_rows = first_position + row + 1 - start;
-      sums.run(row * heads, (row + 1) * heads, padded_dim);
-    }
-    sums.num_rows = in_tile;
-    sums.run(row * heads, end_row * heads, padded_dim);
+    if constexpr (!std::is_same_v<C, int8_t>)
+      for (; row < end_row && first_position + row + 1 < start + in_tile; ++row) {
+        weighted.num_values = first_position + row + 1 - start;
+        multiply_values(row * heads, (row + 1) * heads);
+      }
+    weighted.num_values = in_tile;
+    multiply_values(row * heads, last);
   }
 
-  for (int i = 0; i < queries; ++i) {
-    float* target = out + (i / heads) * stride + (size_t)(i % heads) * dim;
-    const float* source = scratch.sum + (size_t)i * padded_dim;
-    for (int j = 0; j < dim; ++j) target[j] = source[j] / scratch.total[i];
+  size_t place(int block) const { return (size_t)block_table[block] * shape.kv_heads + kv_head; }
+  size_t score_width() const { return (size_t)shape.tile_blocks() * shape.padded_block(); }
+
+  // Turn a tile's scores of some queries (base 2) into factors of the weights, which are
+  // exp2(score - highest), and update the running maximum, total and the factor for earlier sums.
+  void softmax(int start, int in_tile, int num_blocks, int first, int last,
+               const char* const* key, const char* const* value,
+               const AttentionSums& sums) const {
+    const int padded = shape.padded_block(), width = num_blocks * padded;
+    float key_scale[kTilePositions * kLanes], value_scale[kTilePositions * kLanes];
+    if constexpr (std::is_same_v<C, int8_t>)
+      for (int i = 0; i < num_blocks; ++i) {
+        const size_t bytes = shape.block_size * sizeof(float);
+        std::memcpy(key_scale + i * padded, key[i] + shape.key_codes(), bytes);
+        std::memcpy(value_scale + i * padded, value[i] + shape.value_codes(), bytes);
+      }
+    for (int i = first; i < last; ++i) {
+      float* score = scratch.score + i * score_width();
+      const int seen = first_position + i / heads + 1 - start;
+      if constexpr (std::is_same_v<C, int8_t>)
+        for (int j = 0; j < width; j += kLanes)
+          store(score + j, __builtin_convertvector(load_as<VecI>(score + j), VecF) *
+                               splat(scratch.query_unit[i]) * load(key_scale + j));
+      hide(score, num_blocks, std::max(0, seen - window), std::min(seen, in_tile));
+      VecF top = load(score);
+      for (int j = kLanes; j < width; j += kLanes) top = larger(top, load(score + j));
+      const float peak = std::max(sums.highest[i], max_lanes(top));
+      VecF total = {};
+      for (int j = 0; j < width; j += kLanes) {
+        VecF weight = exp2_lanes(load(score + j) - splat(peak));
+        total += weight;
+        // A scale that was never written may be anything.
+        if constexpr (std::is_same_v<C, int8_t>)
+          weight = weight > VecF{} ? weight * load(value_scale + j) : VecF{};
+        store(score + j, weight);
+      }
+      scratch.weight_unit[i] = Element<C>::factors(score, width);
+      scratch.rescale[i] = exp2_lanes(splat(sums.highest[i] - peak))[0];
+      sums.total[i] = sums.total[i] * scratch.rescale[i] + sum_lanes(total);
+      sums.highest[i] = peak;
+    }
   }
-}
+
+  // A row sees positions [hidden, valid) of the tile, at least one. Other lanes (padding, memory
+  // never written) weigh nothing.
+  void hide(float* score, int num_blocks, int hidden, int valid) const {
+    const int size = shape.block_size, padded = shape.padded_block();
+    constexpr float nothing = -std::numeric_limits<float>::infinity();
+    for (int i = 0; i < hidden; ++i) score[i / size * padded + i % size] = nothing;
+    for (int block = size == padded ? valid / size : 0; block < num_blocks; ++block)
+      for (int i = std::clamp(valid - block * size, 0, size); i < padded; ++i)
+        score[block * padded + i] = nothing;
+  }
+};
 
 }  // namespace penstock

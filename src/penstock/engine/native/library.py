@@ -65,7 +65,7 @@ class ModelWeights(Structure):
         ("num_blocks", c_int32),
         ("block_size", c_int32),
         ("max_positions", c_int32),
-        ("kv_bf16", c_int32),
+        ("kv_kind", c_int32),
         ("num_threads", c_int32),
         ("rms_norm_eps", c_float),
         ("embedding", Matrix),

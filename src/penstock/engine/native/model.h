@@ -25,7 +25,8 @@ struct LayerWeights {
 struct ModelWeights {
   int32_t hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim;
   int32_t vocab_size, num_blocks, block_size, max_positions;
-  int32_t kv_bf16, num_threads;
+  penstock::KvKind kv_kind;
+  int32_t num_threads;
   float rms_norm_eps;
   penstock::Matrix embedding;  // [vocab_size, hidden_size], rows as in the file
   penstock::Matrix lm_head;
@@ -68,6 +69,8 @@ struct Batch {
 constexpr int kChunkBytes = 160 * 1024;
 constexpr int kPreparedChunkBytes = 640 * 1024;
 constexpr int kMostChunkRows = 96;
+// Rows of which the sums of all splits of the longest context can be kept.
+constexpr int kMostSplitRows = 8;
 
 // Memory aligned to cache lines that grows and never shrinks; contents are lost on growth.
 class Buffer {
@@ -116,6 +119,11 @@ struct Plan {
   std::vector<float> confidence;  // of the sampled tokens; empty if not requested
 
   int num_rows() const { return (int)token_ids.size(); }
+  int most_attention_rows() const {
+    int most = 0;
+    for (const AttentionTask& task : attention) most = std::max(most, task.num_rows);
+    return most;
+  }
 
   void clear() {
     token_ids.clear();
@@ -154,21 +162,27 @@ struct Model {
   AttentionShape shape;
   std::vector<ThreadScratch> scratch;
   int thread_limit;
-  Buffer residual, query, attended, hidden, logits;
+  Buffer residual, query, attended, hidden, logits, splits;
 
   explicit Model(const ModelWeights& given)
       : weights(given),
         layers(given.layers, given.layers + given.num_layers),
-        shape{given.head_dim, given.num_kv_heads, given.block_size},
+        shape{given.head_dim, given.num_kv_heads, given.block_size, given.kv_kind},
         scratch(given.num_threads),
         thread_limit(given.num_threads) {
     weights.layers = layers.data();
     for (ThreadScratch& s : scratch) prepare(s);
+    splits.reserve(split_floats());
   }
 
   int group() const { return weights.num_heads / weights.num_kv_heads; }
   int queries_per_task() const { return std::max(kQueriesPerTask, group()); }
   int rows_per_task() const { return std::max(1, kQueriesPerTask / group()); }
+  // Sums of the splits of some rows with the longest context.
+  size_t split_floats() const {
+    return (size_t)kMostSplitRows * shape.num_splits(weights.max_positions) *
+           AttentionSums::size(weights.num_heads, shape.padded_dim());
+  }
   int head_width() const { return round_up(weights.head_dim, kPanel); }
   // One panel more than needed: rows a power of two apart would share few cache sets.
   size_t residual_stride() const { return round_up(weights.hidden_size, kPanel) + kPanel; }
@@ -189,19 +203,17 @@ struct Model {
     s.normed.reserve(kMostChunkRows * residual_stride());
     // A chunk of one head's columns, then one row turned by its position.
     s.head.reserve((size_t)(kMostChunkRows + 2) * (head_width() + kPanel));
-    const size_t n = queries_per_task();
-    const size_t queries = n * weights.head_dim, sums = n * shape.padded_dim();
-    const size_t scores = n * shape.tile_blocks() * shape.padded_block();
-    float* next = s.attention_storage.reserve(queries + sums + scores + 3 * n + 4 * kPanel);
-    for (auto [place, size] : {std::pair<float**, size_t>{&s.attention.score, scores},
-                               {&s.attention.sum, sums},
-                               {&s.attention.query, queries},
-                               {&s.attention.highest, n},
-                               {&s.attention.total, n},
-                               {&s.attention.rescale, n}}) {
-      *place = next;
+    const int n = queries_per_task(), dim = shape.padded_dim();
+    const size_t queries = (size_t)n * dim, sums = AttentionSums::size(n, dim);
+    const size_t scores = (size_t)n * shape.tile_blocks() * shape.padded_block();
+    float* next = s.attention_storage.reserve(queries + 2 * sums + scores + 3 * n + 7 * 16);
+    auto take = [&](size_t size) {
+      float* taken = next;
       next += (size + 15) / 16 * 16;
-    }
+      return taken;
+    };
+    s.attention = {take(queries), take(scores), take(n), take(n), take(n),
+                   AttentionSums(take(sums), n, dim), AttentionSums(take(sums), n, dim)};
   }
 };
 

@@ -93,13 +93,18 @@ class Layout:
         cos, sin = (_pad(x[:, :half], 1, self.lanes).contiguous() for x in (table.cos, table.sin))
         return cos, sin
 
-    def key_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        heads, dim = self.config.num_kv_heads, self.config.head_dim
-        return (num_blocks, heads, dim, round_up(block_size, self.lanes))
+    def key_shape(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> tuple[int, ...]:
+        rows = self.config.head_dim + _scale_bytes(dtype)
+        return (num_blocks, self.config.num_kv_heads, rows, round_up(block_size, self.lanes))
 
-    def value_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        heads, dim = self.config.num_kv_heads, self.config.head_dim
-        return (num_blocks, heads, block_size, round_up(dim, self.lanes))
+    def value_shape(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> tuple[int, ...]:
+        rows = block_size if dtype == torch.float32 else round_up(block_size, 2)
+        return (num_blocks, self.config.num_kv_heads, rows, self.head_width + _scale_bytes(dtype))
+
+
+def _scale_bytes(dtype: torch.dtype) -> int:
+    """Return bytes of a position's scale, which follow a block's numbers."""
+    return torch.float32.itemsize if dtype == torch.int8 else 0
 
 
 class Kind(IntEnum):

@@ -77,7 +77,7 @@ class Pass {
         inputs_(scratch_.prepared),
         upcoming_(model, plan, worker.id, worker.size) {}
 
-  static int num_phases(const Model& model) { return 3 + 5 * model.weights.num_layers; }
+  static int num_phases(const Model& model) { return 3 + 6 * model.weights.num_layers; }
 
   void run() {
     embed();
@@ -104,7 +104,7 @@ class Pass {
   Worker& worker_;
   ThreadScratch& scratch_;
   Inputs inputs_;
-  Upcoming<C> upcoming_;
+  Upcoming upcoming_;
 
   float* residual(int row) { return model_.residual.get() + row * model_.residual_stride(); }
 
@@ -236,35 +236,95 @@ class Pass {
     return (size_t)plan_.blocks[row] * weights_.num_kv_heads + kv_head;
   }
 
-  void store_key(const LayerWeights& layer, int kv_head, int row, const float* x) const {
-    const int padded = model_.shape.padded_block();
-    C* target = (C*)layer.keys + cache_head(row, kv_head) * model_.shape.key_head() +
-                plan_.positions[row] % weights_.block_size;
-    for (int i = 0; i < weights_.head_dim; ++i) convert(x[i], target + (size_t)i * padded);
+  void store_key(const LayerWeights& layer, int kv_head, int row, float* x) const {
+    const AttentionShape& shape = model_.shape;
+    const int slot = plan_.positions[row] % weights_.block_size;
+    char* head = (char*)layer.keys + cache_head(row, kv_head) * shape.key_bytes();
+    store_cached(x, (C*)head, head + shape.key_codes(), slot,
+                 [&](int column) { return shape.key_at(column, slot); });
   }
 
-  void store_value(const LayerWeights& layer, int kv_head, int row, const float* x) const {
-    C* target = (C*)layer.values + cache_head(row, kv_head) * model_.shape.value_head() +
-                (size_t)(plan_.positions[row] % weights_.block_size) * model_.shape.padded_dim();
-    for (int i = 0; i < weights_.head_dim; ++i) convert(x[i], target + i);
+  void store_value(const LayerWeights& layer, int kv_head, int row, float* x) const {
+    const AttentionShape& shape = model_.shape;
+    const int slot = plan_.positions[row] % weights_.block_size;
+    char* head = (char*)layer.values + cache_head(row, kv_head) * shape.value_bytes();
+    store_cached(x, (C*)head, head + shape.value_codes(), slot,
+                 [&](int column) { return shape.value_at(column, slot); });
+  }
+
+  // x is overwritten; its head is followed by room for whole vectors.
+  template <class At>
+  void store_cached(float* x, C* target, char* scales, int slot, At&& at) const {
+    const int dim = weights_.head_dim, padded = round_up(dim, kLanes);
+    std::fill(x + dim, x + padded, 0.0f);
+    const float scale = Element<C>::encode(x, padded);
+    for (int i = 0; i < dim; ++i) target[at(i)] = ((const C*)x)[i];
+    if (std::is_same_v<C, int8_t>) std::memcpy(scales + slot * sizeof scale, &scale, sizeof scale);
   }
 
   void attend_all(const LayerWeights& layer) {
-    const int group = model_.group(), dim = weights_.head_dim;
     const int64_t pairs = (int64_t)plan_.attention.size() * weights_.num_kv_heads;
-    // With fewer pairs than threads the query heads of a key head go to different threads.
-    const int parts = pairs < worker_.size ? group : 1;
-    const int heads = group / parts;
-    worker_.for_each(pairs * parts, [&](int64_t task) {
-      const AttentionTask& work = plan_.attention[task / parts / weights_.num_kv_heads];
-      const int kv_head = (int)(task / parts % weights_.num_kv_heads);
-      const int head = kv_head * group + (int)(task % parts) * heads;
-      const size_t start = work.row * model_.query_stride() + (size_t)head * dim;
-      attend(model_.shape, (const C*)layer.keys, (const C*)layer.values, work.block_table,
-             model_.query.get() + start, model_.attended.get() + start, model_.query_stride(),
-             work.first_position, work.num_rows, heads, kv_head, layer.window,
-             scratch_.attention);
+    const int splits = splits_at_once();
+    const int queries = plan_.most_attention_rows() * model_.group();
+    const int dim = model_.shape.padded_dim();
+    auto kept = [&](int64_t pair, int split) {
+      const size_t place = (size_t)pair * splits + split;
+      return AttentionSums(model_.splits.get() + place * AttentionSums::size(queries, dim),
+                           queries, dim);
+    };
+    if (splits > 1)
+      worker_.for_each(pairs * splits, [&](int64_t task) {
+        const int64_t pair = task / splits;
+        const Attention<C> work = attention_of(layer, pair);
+        const int split = (int)(task % splits);
+        if (work.sees(split)) work.attend(split, kept(pair, split));
+      });
+    worker_.for_each(pairs, [&](int64_t pair) {
+      const Attention<C> work = attention_of(layer, pair);
+      work.finish([&](int split) {
+        if (splits > 1) return kept(pair, split);
+        work.attend(split, scratch_.attention.split);
+        return scratch_.attention.split;
+      });
     });
+  }
+
+  Attention<C> attention_of(const LayerWeights& layer, int64_t pair) const {
+    const AttentionTask& work = plan_.attention[pair / weights_.num_kv_heads];
+    const int kv_head = (int)(pair % weights_.num_kv_heads);
+    const size_t start = work.row * model_.query_stride() +
+                         (size_t)kv_head * model_.group() * weights_.head_dim;
+    return {model_.shape,
+            (const char*)layer.keys,
+            (const char*)layer.values,
+            work.block_table,
+            model_.query.get() + start,
+            model_.attended.get() + start,
+            model_.query_stride(),
+            work.first_position,
+            work.num_rows,
+            model_.group(),
+            kv_head,
+            layer.window,
+            scratch_.attention};
+  }
+
+  // Splits of each task that threads share out: those of the longest context, where that would
+  // keep one thread busy while others have nothing to do, if their sums can be kept; else 1.
+  int splits_at_once() const {
+    int64_t positions = 0, longest = 0;
+    for (const AttentionTask& work : plan_.attention) {
+      const int64_t length = work.first_position + work.num_rows;
+      positions += length;
+      longest = std::max(longest, length);
+    }
+    const bool is_even = 2 * longest * worker_.size <= positions * weights_.num_kv_heads;
+    if (worker_.size == 1 || is_even) return 1;
+    const int splits = model_.shape.num_splits((int)longest);
+    const size_t pairs = plan_.attention.size() * weights_.num_kv_heads;
+    const int queries = plan_.most_attention_rows() * model_.group();
+    const size_t floats = pairs * splits * AttentionSums::size(queries, model_.shape.padded_dim());
+    return floats > model_.split_floats() ? 1 : splits;
   }
 
   // residual += input x matrix (+ bias)

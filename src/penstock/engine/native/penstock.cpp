@@ -249,10 +249,11 @@ class PassJob : public Job {
   bool taken = false;
 
   void run(Worker& worker) override {
-    if (model->weights.kv_bf16)
-      steps<Bf16>(worker);
-    else
-      steps<float>(worker);
+    switch (model->shape.kind) {
+      case KvKind::kF32: return steps<float>(worker);
+      case KvKind::kBf16: return steps<Bf16>(worker);
+      case KvKind::kInt8: return steps<int8_t>(worker);
+    }
   }
 
  private:

@@ -29,7 +29,8 @@ from penstock.engine.sampling.noise import Salt, draft_seeds
 from penstock.engine.sampling.params import BoolArray
 
 DTYPES = (torch.float32, torch.bfloat16)
-"""Number formats of the KV cache."""
+_KV_KINDS = (*DTYPES, torch.int8)
+"""Number formats of the KV cache, numbered as `KvKind` in attention.h."""
 _NO_ROWS: IntArray = np.empty(0, dtype=np.int32)
 
 
@@ -60,12 +61,15 @@ class NativeRunner(ModelRunner):
         self,
         config: DecoderConfig,
         weights: Mapping[str, Weight],
-        kv_dtype: torch.dtype,
+        dtype: torch.dtype,
         num_blocks: int,
         block_size: int,
         num_threads: int,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         """Pack `weights` (as `load_weights` names them; float32, bfloat16 or quantised).
+
+        kv_dtype: of the cache, if not `dtype`.
 
         Raises NativeUnavailableError without compiled kernels, ValueError for a bad size."""
         sizes = {"num_blocks": num_blocks, "block_size": block_size, "num_threads": num_threads}
@@ -79,11 +83,11 @@ class NativeRunner(ModelRunner):
         self.device = torch.device("cpu")
         self.sample = sample_natively
         layout = Layout(config, self._library.penstock_lanes())
-        pairs = kv_dtype == torch.bfloat16 and bool(self._library.penstock_has_bf16_pairs())
+        pairs = dtype == torch.bfloat16 and bool(self._library.penstock_has_bf16_pairs())
         packer = Packer(weights, layout, bf16_pairs=pairs)
         self._matrices, self._vectors = packer.pack(num_threads)
         self._rope = layout.rope(min(config.max_position_embeddings, num_blocks * block_size))
-        self._cache = _allocate_cache(layout, kv_dtype, num_blocks, block_size)
+        self._cache = _allocate_cache(layout, kv_dtype or dtype, num_blocks, block_size)
         self._error = ctypes.create_string_buffer(c.ERROR_BYTES)
         self._model = self._create(num_threads)
         self._thread_limit = num_threads
@@ -100,10 +104,12 @@ class NativeRunner(ModelRunner):
         *,
         rounding: DrafterWeights = "stored",
         max_model_len: int | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> NativeRunner:
         """Load a checkpoint for texts of at most `max_model_len` tokens.
 
         rounding: of matrices to 4 bits (`models.rounding`), for drafters.
+        kv_dtype: of the cache, if not `dtype`; int8 has a scale for each token and KV head.
 
         float32 keeps the cache in float32 and the weights as stored (bfloat16 is widened in
         registers). bfloat16 rounds both, and with AVX512-BF16 also the activations of every
@@ -118,7 +124,7 @@ class NativeRunner(ModelRunner):
         with stored_weights(path, config, plain, BLOCK_FORMATS) as stored:
             rounds = rounding == "int4" or (rounding == "auto" and is_large(stored))
             weights = round_weights(stored, num_threads) if rounds else stored
-            return cls(config, weights, dtype, num_blocks, block_size, num_threads)
+            return cls(config, weights, dtype, num_blocks, block_size, num_threads, kv_dtype)
 
     def limit_threads(self, num_threads: int) -> None:
         if num_threads != self._thread_limit:
@@ -300,7 +306,7 @@ class NativeRunner(ModelRunner):
             num_blocks=self.num_blocks,
             block_size=self.block_size,
             max_positions=cos.shape[0],
-            kv_bf16=self._cache[0][0].dtype == torch.bfloat16,
+            kv_kind=_KV_KINDS.index(self._cache[0][0].dtype),
             num_threads=num_threads,
             rms_norm_eps=config.rms_norm_eps,
             embedding=matrices["embed_tokens"],
@@ -321,8 +327,8 @@ def _allocate_cache(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Allocate keys and values of every layer; pages are committed as blocks are written."""
     shapes = (
-        layout.key_shape(num_blocks, block_size),
-        layout.value_shape(num_blocks, block_size),
+        layout.key_shape(num_blocks, block_size, dtype),
+        layout.value_shape(num_blocks, block_size, dtype),
     )
     layers = layout.config.num_layers
     one_layer = sum(Arena.size_of(int(np.prod(s)) * dtype.itemsize) for s in shapes)

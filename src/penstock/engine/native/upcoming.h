@@ -13,7 +13,6 @@ constexpr double kUpcomingBytes = 12 << 20;
 // The cache's blocks that the next attention reads, piece by piece and evenly over the products
 // before it: with many rows those wait for the processor, and attention for memory. Of every
 // `num_threads` blocks a thread fetches one.
-template <class C>
 class Upcoming {
  public:
   Upcoming(const Model& model, const Plan& plan, int thread, int num_threads)
@@ -21,8 +20,8 @@ class Upcoming {
         plan_(plan),
         thread_(thread),
         num_threads_(num_threads),
-        sizes_{model.shape.key_head() * model.shape.kv_heads * sizeof(C),
-               model.shape.value_head() * model.shape.kv_heads * sizeof(C)} {
+        sizes_{model.shape.key_bytes() * model.shape.kv_heads,
+               model.shape.value_bytes() * model.shape.kv_heads} {
     const ModelWeights& w = model.weights;
     const int spare = num_spare_blocks(num_row_blocks(plan.num_rows()));
     const double bytes = (double)plan.num_blocks_read * (sizes_[0] + sizes_[1]);
