@@ -30,6 +30,7 @@ LAYER_VECTORS = (
     "q_norm",
     "k_norm",
 )
+LAYER_POST_NORMS = ("o_norm", "down_norm")
 CONFIG_SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -54,6 +55,7 @@ class LayerWeights(Structure):
         *((name, Matrix) for name in LAYER_MATRICES),
         *((name, c_void_p) for name in (*LAYER_VECTORS, "keys", "values")),
         ("window", c_int32),
+        *((name, c_void_p) for name in ("rope_cos", "rope_sin", *LAYER_POST_NORMS)),
     ]
 
 
@@ -70,8 +72,10 @@ class ModelWeights(Structure):
         ("rms_norm_eps", c_float),
         ("embedding", Matrix),
         ("lm_head", Matrix),
-        *((name, c_void_p) for name in ("norm", "rope_cos", "rope_sin")),
+        ("norm", c_void_p),
         ("layers", POINTER(LayerWeights)),
+        ("embedding_scale", c_float),
+        ("gelu_tanh", c_int32),
     ]
 
 

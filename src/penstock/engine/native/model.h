@@ -20,6 +20,9 @@ struct LayerWeights {
   const float *input_norm, *post_norm, *qkv_bias, *o_bias, *q_norm, *k_norm;
   void *keys, *values;
   int32_t window;  // positions that a row sees, at most max_positions
+  const float *rope_cos, *rope_sin;  // [max_positions, round_up(head_dim / 2, kLanes)]
+  // Of the outputs of attention and MLP, before these are added to the residual.
+  const float *o_norm, *down_norm;
 };
 
 struct ModelWeights {
@@ -30,8 +33,9 @@ struct ModelWeights {
   penstock::Matrix embedding;  // [vocab_size, hidden_size], rows as in the file
   penstock::Matrix lm_head;
   const float* norm;
-  const float *rope_cos, *rope_sin;  // [max_positions, round_up(head_dim / 2, kLanes)]
   const LayerWeights* layers;
+  float embedding_scale;
+  int32_t gelu_tanh;  // the gate's activation; 0: silu
 };
 
 // RaggedBatch of batch.py. `values` holds its arrays one after the other, in the order below.
@@ -154,7 +158,7 @@ struct Model {
   AttentionShape shape;
   std::vector<ThreadScratch> scratch;
   int thread_limit;
-  Buffer residual, query, attended, hidden, logits;
+  Buffer residual, query, attended, hidden, logits, projected;
 
   explicit Model(const ModelWeights& given)
       : weights(given),
@@ -166,6 +170,7 @@ struct Model {
     for (ThreadScratch& s : scratch) prepare(s);
   }
 
+  bool has_post_norms() const { return layers[0].o_norm; }
   int group() const { return weights.num_heads / weights.num_kv_heads; }
   int queries_per_task() const { return std::max(kQueriesPerTask, group()); }
   int rows_per_task() const { return std::max(1, kQueriesPerTask / group()); }
@@ -182,6 +187,7 @@ struct Model {
     query.reserve(rows * query_stride());
     attended.reserve(rows * query_stride());
     hidden.reserve(rows * hidden_stride());
+    if (has_post_norms()) projected.reserve(rows * residual_stride());
   }
 
  private:
