@@ -29,8 +29,9 @@ LAYER_VECTORS = (
     "o_bias",
     "q_norm",
     "k_norm",
+    "o_norm",
+    "down_norm",
 )
-LAYER_POST_NORMS = ("o_norm", "down_norm")
 CONFIG_SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -55,7 +56,7 @@ class LayerWeights(Structure):
         *((name, Matrix) for name in LAYER_MATRICES),
         *((name, c_void_p) for name in (*LAYER_VECTORS, "keys", "values")),
         ("window", c_int32),
-        *((name, c_void_p) for name in ("rope_cos", "rope_sin", *LAYER_POST_NORMS)),
+        *((name, c_void_p) for name in ("rope_cos", "rope_sin")),
     ]
 
 

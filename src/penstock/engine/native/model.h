@@ -18,11 +18,10 @@ extern "C" {
 struct LayerWeights {
   penstock::Matrix query, key, value, o, gate, up, down;
   const float *input_norm, *post_norm, *qkv_bias, *o_bias, *q_norm, *k_norm;
+  const float *o_norm, *down_norm;  // of what attention and MLP add to the residual
   void *keys, *values;
   int32_t window;  // positions that a row sees, at most max_positions
   const float *rope_cos, *rope_sin;  // [max_positions, round_up(head_dim / 2, kLanes)]
-  // Of the outputs of attention and MLP, before these are added to the residual.
-  const float *o_norm, *down_norm;
 };
 
 struct ModelWeights {

@@ -289,7 +289,7 @@ class NativeRunner(ModelRunner):
         for index, (layer, (keys, values)) in enumerate(zip(layers, self._cache, strict=True)):
             for name in c.LAYER_MATRICES:
                 setattr(layer, name, matrices[f"layers.{index}.{name}"])
-            for name in (*c.LAYER_VECTORS, *c.LAYER_POST_NORMS):
+            for name in c.LAYER_VECTORS:
                 tensor = vectors.get(f"layers.{index}.{name}")
                 setattr(layer, name, None if tensor is None else tensor.data_ptr())
             layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
