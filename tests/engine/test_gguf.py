@@ -104,7 +104,7 @@ def test_a_matrix_dequantises_as_the_package_does(kind: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("kind", "case"), covering(QUANTIZED, ["llama", "qwen2", "phi3-partial"], strength=1)
+    ("kind", "case"), covering(QUANTIZED, ["llama", "qwen2", "phi3-partial", "gemma3"], strength=1)
 )
 def test_quantised_weights_stay_so_in_the_kernels(kind: str, case: str, tmp_path: Path) -> None:
     """Near the eager decoder, which dequantises them, and of no more memory than the file's."""
@@ -221,6 +221,7 @@ def test_damaged_headers(damage: Damage, parts: tuple[str, ...], tmp_path: Path)
         ({"attention.head_count": 0}, ("llama.attention.head_count is 0",)),
         ({"attention.head_count_kv": 4}, ("num_kv_heads 4",)),
         ({"expert_count": 8}, ("llama.expert_count is 8",)),
+        ({"final_logit_softcapping": 30.0}, ("llama.final_logit_softcapping is 30.0",)),
         ({"attention.sliding_window": 64}, ("llama.attention.sliding_window",)),
         ({"rope.dimension_count": 8}, ("8 rotated dimensions",)),
         ({"rope.scaling.type": "longrope"}, ("longrope", "linear, yarn")),

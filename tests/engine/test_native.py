@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from tests.engine.small_models import (
     write_checkpoint,
 )
 
+from penstock.engine.eager import EagerRunner
 from penstock.engine.models.checkpoint import CheckpointError
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.weights import load_weights
@@ -91,7 +93,7 @@ def test_bfloat16_checkpoint_in_float32_loses_nothing(case: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
-@pytest.mark.parametrize("case", ["llama-tied", "llama-bias", "qwen3"])
+@pytest.mark.parametrize("case", ["llama-tied", "llama-bias", "qwen3", "gemma3"])
 def test_fewer_bits_stay_near_float32(checkpoint, case, dtype) -> None:
     saved, ids = checkpoint(case), tokens(60)
     runner = load(saved.path, dtype)
@@ -114,6 +116,8 @@ def test_fewer_bits_stay_near_float32(checkpoint, case, dtype) -> None:
         ("llama", torch.int8, 16),
         ("qwen3", torch.int8, 5),
         ("mistral-window", torch.int8, 200),
+        ("gemma3-scaled", torch.float32, 8),
+        ("gemma3", torch.bfloat16, 16),
     ],
 )
 def test_logits_do_not_depend_on_the_batch(checkpoint, case, dtype, block_size) -> None:
@@ -147,6 +151,34 @@ def test_windows_that_end_in_any_tile(window: int, tmp_path: Path) -> None:
     unseen = runner.forward(Paging(64, 8).batch(("a", ids, 0, 250)))
     assert torch.allclose(unseen[:window], expected[:window], **TOLERANCE)
     assert not torch.allclose(unseen[window:], expected[window:], atol=0.01)
+
+
+LOCAL = CASES["gemma3-scaled"].changes | {"layer_types": ["sliding_attention"] * 2}
+
+
+@pytest.mark.parametrize("changes", [{}, {"head_dim": 10}, {"hidden_size": 54}, LOCAL])
+def test_gemma_as_the_eager_decoder_has_it(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Also where no layer has the model's own rotary embedding, and rows fill no vector."""
+    case = dataclasses.replace(CASES["gemma3"], changes=CASES["gemma3"].changes | changes)
+    saved, ids = write_checkpoint(tmp_path, case), {"a": tokens(150)}
+    eager = EagerRunner.load(tmp_path, torch.float32, torch.device("cpu"), NUM_BLOCKS, 8)
+    expected = in_pieces(eager, ids, seed=0)["a"]
+    found = [in_pieces(load(tmp_path, threads=n), ids, seed=n)["a"] for n in (1, 3)]
+    assert torch.equal(*found)
+    torch.testing.assert_close(found[0], expected, **TOLERANCE)
+    torch.testing.assert_close(found[0], saved.logits(ids["a"]), **TOLERANCE)
+
+
+@pytest.mark.parametrize("field", ["o_norm", "down_norm", "q_norm", "k_norm"])
+def test_each_norm_counts(checkpoint: Checkpoints, field: str) -> None:
+    """Negative control."""
+    path, ids = checkpoint("gemma3").path, tokens(40)
+    config = DecoderConfig.from_pretrained(path)
+    weights = load_weights(path, config)
+    weights[f"layers.1.{field}"] += torch.rand_like(weights[f"layers.1.{field}"])
+    runner = NativeRunner(config, weights, torch.float32, NUM_BLOCKS, 8, 1)
+    logits = [r.forward(paging(r).batch(("a", ids, 0, 40))) for r in (runner, load(path))]
+    assert not torch.allclose(*logits, atol=1e-2)
 
 
 def test_another_order_of_the_same_sums_would_be_seen(checkpoint: Checkpoints) -> None:

@@ -84,7 +84,10 @@ def draft_step_by_step(
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [("llama-tied", torch.float32), ("qwen3", torch.bfloat16), ("qwen3", torch.int8)],
+    [
+        *(("llama-tied", torch.float32), ("qwen3", torch.bfloat16)),
+        *(("qwen3", torch.int8), ("gemma3", torch.float32)),
+    ],
 )
 def test_a_draft_is_its_steps(checkpoint, case, dtype, threads) -> None:
     expected, logits_of = draft_step_by_step(load(checkpoint(case), dtype))

@@ -71,6 +71,13 @@ class DecoderConfig:
         """Rows of the key projection, and of the value projection: num_kv_heads * head_dim."""
         return self.num_kv_heads * self.head_dim
 
+    def layer_rope(self, index: int) -> Rope:
+        """Return the rotary embedding of a layer."""
+        window = self.variant.window
+        if window is None or window.rope is None or index not in window.layers:
+            return self.rope
+        return window.rope
+
     def within(self, max_model_len: int | None) -> DecoderConfig:
         """Return the configuration for texts of at most `max_model_len` tokens, if given."""
         most = self.max_position_embeddings

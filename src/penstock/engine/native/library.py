@@ -29,6 +29,8 @@ LAYER_VECTORS = (
     "o_bias",
     "q_norm",
     "k_norm",
+    "o_norm",
+    "down_norm",
 )
 CONFIG_SIZES = (
     "hidden_size",
@@ -54,6 +56,7 @@ class LayerWeights(Structure):
         *((name, Matrix) for name in LAYER_MATRICES),
         *((name, c_void_p) for name in (*LAYER_VECTORS, "keys", "values")),
         ("window", c_int32),
+        *((name, c_void_p) for name in ("rope_cos", "rope_sin")),
     ]
 
 
@@ -70,8 +73,10 @@ class ModelWeights(Structure):
         ("rms_norm_eps", c_float),
         ("embedding", Matrix),
         ("lm_head", Matrix),
-        *((name, c_void_p) for name in ("norm", "rope_cos", "rope_sin")),
+        ("norm", c_void_p),
         ("layers", POINTER(LayerWeights)),
+        ("embedding_scale", c_float),
+        ("gelu_tanh", c_int32),
     ]
 
 

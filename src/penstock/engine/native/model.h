@@ -18,8 +18,10 @@ extern "C" {
 struct LayerWeights {
   penstock::Matrix query, key, value, o, gate, up, down;
   const float *input_norm, *post_norm, *qkv_bias, *o_bias, *q_norm, *k_norm;
+  const float *o_norm, *down_norm;  // of what attention and MLP add to the residual
   void *keys, *values;
   int32_t window;  // positions that a row sees, at most max_positions
+  const float *rope_cos, *rope_sin;  // [max_positions, round_up(head_dim / 2, kLanes)]
 };
 
 struct ModelWeights {
@@ -31,8 +33,9 @@ struct ModelWeights {
   penstock::Matrix embedding;  // [vocab_size, hidden_size], rows as in the file
   penstock::Matrix lm_head;
   const float* norm;
-  const float *rope_cos, *rope_sin;  // [max_positions, round_up(head_dim / 2, kLanes)]
   const LayerWeights* layers;
+  float embedding_scale;
+  int32_t gelu_tanh;  // the gate's activation; 0: silu
 };
 
 // RaggedBatch of batch.py. `values` holds its arrays one after the other, in the order below.
@@ -162,7 +165,7 @@ struct Model {
   AttentionShape shape;
   std::vector<ThreadScratch> scratch;
   int thread_limit;
-  Buffer residual, query, attended, hidden, logits, splits;
+  Buffer residual, query, attended, hidden, logits, splits, projected;
 
   explicit Model(const ModelWeights& given)
       : weights(given),
@@ -175,6 +178,7 @@ struct Model {
     splits.reserve(split_floats());
   }
 
+  bool has_post_norms() const { return layers[0].o_norm; }
   int group() const { return weights.num_heads / weights.num_kv_heads; }
   int queries_per_task() const { return std::max(kQueriesPerTask, group()); }
   int rows_per_task() const { return std::max(1, kQueriesPerTask / group()); }
@@ -196,6 +200,7 @@ struct Model {
     query.reserve(rows * query_stride());
     attended.reserve(rows * query_stride());
     hidden.reserve(rows * hidden_stride());
+    if (has_post_norms()) projected.reserve(rows * residual_stride());
   }
 
  private:

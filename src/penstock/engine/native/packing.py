@@ -14,6 +14,7 @@ import torch
 
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.quantized import QuantizedMatrix, Stored, Weight
+from penstock.engine.models.rope import Rope
 from penstock.engine.models.rope_table import RopeTable
 from penstock.engine.native.library import address, native_library
 
@@ -86,9 +87,9 @@ class Layout:
         """Return [n * head_dim] as [n, head_width]."""
         return _pad(values.float().view(-1, self.config.head_dim), 1, self.panel).contiguous()
 
-    def rope(self, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def rope(self, num_positions: int, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin: [num_positions, head_dim / 2 rounded up to whole vectors]."""
-        table = RopeTable.build(self.config, num_positions)
+        table = RopeTable.build(self.config, num_positions, rope)
         half = self.config.head_dim // 2
         cos, sin = (_pad(x[:, :half], 1, self.lanes).contiguous() for x in (table.cos, table.sin))
         return cos, sin
@@ -264,6 +265,8 @@ class Packer:
 
     def _vector(self, name: str, values: torch.Tensor) -> torch.Tensor:
         of_heads = name.endswith(("qkv_bias", "q_norm", "k_norm"))
+        if name.endswith("q_norm"):
+            values = values.float() * self._layout.config.variant.query_scale
         return (self._layout.head_vectors if of_heads else self._layout.vector)(values)
 
     def _size(self, kind: Kind, rows: Rows) -> int:

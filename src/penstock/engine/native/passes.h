@@ -77,7 +77,9 @@ class Pass {
         inputs_(scratch_.prepared),
         upcoming_(model, plan, worker.id, worker.size) {}
 
-  static int num_phases(const Model& model) { return 3 + 6 * model.weights.num_layers; }
+  static int num_phases(const Model& model) {
+    return 3 + (model.has_post_norms() ? 8 : 6) * model.weights.num_layers;
+  }
 
   void run() {
     embed();
@@ -88,10 +90,11 @@ class Pass {
       attend_all(layer);
       upcoming_.start(i + 1);
       add_projection(model_.attended, model_.query_stride(),
-                     weights_.num_heads * weights_.head_dim, layer.o, layer.o_bias);
+                     weights_.num_heads * weights_.head_dim, layer.o, layer.o_bias,
+                     layer.o_norm);
       gate(layer);
       add_projection(model_.hidden, model_.hidden_stride(), weights_.intermediate_size,
-                     layer.down, nullptr);
+                     layer.down, nullptr, layer.down_norm);
     }
     if (!plan_.logits_rows.empty()) unembed();
     if (!plan_.sampling.empty()) sample();
@@ -107,6 +110,7 @@ class Pass {
   Upcoming upcoming_;
 
   float* residual(int row) { return model_.residual.get() + row * model_.residual_stride(); }
+  float* projected(int row) { return model_.projected.get() + row * model_.residual_stride(); }
 
   void embed() {
     const int width = weights_.hidden_size;
@@ -114,6 +118,8 @@ class Pass {
       float* target = residual((int)row);
       dequantize_row(weights_.embedding, plan_.token_ids[row], width, target);
       std::fill(target + width, target + round_up(width, kPanel), 0.0f);
+      for (int i = 0; i < width; i += kLanes)
+        store(target + i, load(target + i) * splat(weights_.embedding_scale));
     });
   }
 
@@ -211,7 +217,7 @@ class Pass {
     const float* norm = head < first_key ? layer.q_norm : layer.k_norm;
     if (norm) rms_norm(x, norm, dim, weights_.rms_norm_eps, x);
     float* turned = scratch_.head.get() + (size_t)kMostChunkRows * (width + kPanel);
-    rotate(x, plan_.positions[row], turned);
+    rotate(layer, x, plan_.positions[row], turned);
     if (head >= first_key) return store_key(layer, head - first_key, row, turned);
 
     // Scores are powers of two, so that the softmax needs no multiplication.
@@ -222,10 +228,10 @@ class Pass {
   }
 
   // The halves may end inside a vector; the first one's overhang is overwritten by the second.
-  void rotate(const float* x, int position, float* out) const {
+  void rotate(const LayerWeights& layer, const float* x, int position, float* out) const {
     const int half = weights_.head_dim / 2;
     const size_t offset = (size_t)position * round_up(half, kLanes);
-    const float *cos = weights_.rope_cos + offset, *sin = weights_.rope_sin + offset;
+    const float *cos = layer.rope_cos + offset, *sin = layer.rope_sin + offset;
     for (int i = 0; i < half; i += kLanes)
       store(out + i, load(x + i) * load(cos + i) - load(x + half + i) * load(sin + i));
     for (int i = 0; i < half; i += kLanes)
@@ -327,9 +333,9 @@ class Pass {
     return floats > model_.split_floats() ? 1 : splits;
   }
 
-  // residual += input x matrix (+ bias)
+  // residual += input x matrix (+ bias), or that product's RMSNorm, for which whole rows are needed
   void add_projection(const Buffer& input, size_t stride, int k_size, const Matrix& matrix,
-                      const float* bias) {
+                      const float* bias, const float* norm) {
     const Chunks chunks = chunks_for(plan_.num_rows(), matrix, k_size);
     const int panels = round_up(weights_.hidden_size, kPanel) / kPanel;
     project(
@@ -337,17 +343,29 @@ class Pass {
         [&](int chunk) { return input.get() + chunks.first(chunk) * stride; },
         [&](int row, int height, int panel, int width, const float* tile) {
           for (int r = 0; r < height; ++r) {
-            float* target = residual(row + r) + panel * kPanel;
+            float* target = (norm ? projected(row + r) : residual(row + r)) + panel * kPanel;
             for (int i = 0; i < width * kPanel; i += kLanes) {
               VecF value = load(tile + r * kTileStride + i);
               if (bias) value += load(bias + panel * kPanel + i);
-              store(target + i, load(target + i) + value);
+              store(target + i, norm ? value : load(target + i) + value);
             }
           }
         });
+    if (norm) add_normed(norm);
   }
 
-  // hidden = silu(gate) * up
+  void add_normed(const float* weight) {
+    const int width = weights_.hidden_size;
+    worker_.for_each(plan_.num_rows(), [&](int64_t row) {
+      float *target = residual((int)row), *x = projected((int)row);
+      rms_norm(x, weight, width, weights_.rms_norm_eps, x);
+      for (int i = 0; i < width; i += kLanes) store(target + i, load(target + i) + load(x + i));
+    });
+  }
+
+  VecF activated(VecF x) const { return weights_.gelu_tanh ? gelu_tanh(x) : silu(x); }
+
+  // hidden = activated(gate) * up
   void gate(const LayerWeights& layer) {
     const Chunks chunks = chunks_for(plan_.num_rows(), layer.gate, weights_.hidden_size);
     const int panels = round_up(weights_.intermediate_size, kPanel) / kPanel;
@@ -364,7 +382,7 @@ class Pass {
             float* target = model_.hidden.get() + (row + r) * stride + panel * kPanel;
             const float *gate = tile + r * kTileStride, *up = gate + kTileFloats;
             for (int i = 0; i < width * kPanel; i += kLanes)
-              store(target + i, silu(load(gate + i)) * load(up + i));
+              store(target + i, activated(load(gate + i)) * load(up + i));
           }
         });
   }

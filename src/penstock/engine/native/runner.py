@@ -86,10 +86,12 @@ class NativeRunner(ModelRunner):
         pairs = dtype == torch.bfloat16 and bool(self._library.penstock_has_bf16_pairs())
         packer = Packer(weights, layout, bf16_pairs=pairs)
         self._matrices, self._vectors = packer.pack(num_threads)
-        self._rope = layout.rope(min(config.max_position_embeddings, num_blocks * block_size))
+        positions = min(config.max_position_embeddings, num_blocks * block_size)
+        layer_ropes = map(config.layer_rope, range(config.num_layers))
+        self._ropes = {rope: layout.rope(positions, rope) for rope in set(layer_ropes)}
         self._cache = _allocate_cache(layout, kv_dtype or dtype, num_blocks, block_size)
         self._error = ctypes.create_string_buffer(c.ERROR_BYTES)
-        self._model = self._create(num_threads)
+        self._model = self._create(num_threads, positions)
         self._thread_limit = num_threads
         weakref.finalize(self, self._library.penstock_destroy, self._model)
 
@@ -283,9 +285,8 @@ class NativeRunner(ModelRunner):
         parts = zip(tokens, prob_rows, confidences, strict=True)
         return Drafts([Draft(t, p, confidences=c) for t, p, c in parts], probs)
 
-    def _create(self, num_threads: int) -> int:
-        config, vectors, (cos, sin) = self.config, self._vectors, self._rope
-        window = config.variant.window
+    def _create(self, num_threads: int, positions: int) -> int:
+        config, vectors, window = self.config, self._vectors, self.config.variant.window
         matrices = {
             name: c.Matrix(matrix.data.data_ptr(), matrix.kind)
             for name, matrix in self._matrices.items()
@@ -298,23 +299,24 @@ class NativeRunner(ModelRunner):
                 tensor = vectors.get(f"layers.{index}.{name}")
                 setattr(layer, name, None if tensor is None else tensor.data_ptr())
             layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
-            layer.window = len(cos)
+            cos, sin = self._ropes[config.layer_rope(index)]
+            layer.rope_cos, layer.rope_sin, layer.window = cos.data_ptr(), sin.data_ptr(), positions
             if window is not None and index in window.layers:
-                layer.window = min(window.size, len(cos))
+                layer.window = min(window.size, positions)
         described = c.ModelWeights(
             **{name: getattr(config, name) for name in c.CONFIG_SIZES},
             num_blocks=self.num_blocks,
             block_size=self.block_size,
-            max_positions=cos.shape[0],
+            max_positions=positions,
             kv_kind=_KV_KINDS.index(self._cache[0][0].dtype),
             num_threads=num_threads,
             rms_norm_eps=config.rms_norm_eps,
             embedding=matrices["embed_tokens"],
             lm_head=matrices["lm_head"],
             norm=vectors["norm"].data_ptr(),
-            rope_cos=cos.data_ptr(),
-            rope_sin=sin.data_ptr(),
             layers=layers,
+            embedding_scale=config.variant.embedding_scale,
+            gelu_tanh=config.variant.activation == "gelu_tanh",
         )
         model = self._library.penstock_create(ctypes.byref(described))
         if not model:

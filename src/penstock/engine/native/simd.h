@@ -161,6 +161,13 @@ PENSTOCK_INLINE VecF silu(VecF x) {
   return x / (splat(1.0f) + exp2_lanes(x * splat(-kLog2E)));
 }
 
+// x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, as x sigmoid(2 ...): no small difference.
+PENSTOCK_INLINE VecF gelu_tanh(VecF x) {
+  constexpr float kSlope = -2 * kLog2E * 0.797884560802865356f;
+  const VecF steepness = fused(x * x, splat(kSlope * 0.044715f), splat(kSlope));
+  return x / (splat(1.0f) + exp2_lanes(x * steepness));
+}
+
 PENSTOCK_INLINE int round_up(int n, int multiple) {
   return (n + multiple - 1) / multiple * multiple;
 }

@@ -38,6 +38,7 @@ class Upcoming {
     if (task_ == plan_.attention.size()) return;
     memory_[0] = (const char*)model_.layers[layer].keys;
     memory_[1] = (const char*)model_.layers[layer].values;
+    window_ = model_.layers[layer].window;
     half_ = 0;
     offset_ = 0;
     block_ = thread_;
@@ -47,7 +48,7 @@ class Upcoming {
   // The next piece, for a product of k_size steps.
   Ahead operator()(int k_size) {
     if (task_ == plan_.attention.size()) return {};
-    const size_t block = plan_.attention[task_].block_table[block_];
+    const size_t block = plan_.attention[task_].block_table[first_ + block_];
     const Ahead piece{memory_[half_] + block * sizes_[half_] + offset_, step_};
     offset_ += (size_t)k_size * step_;
     if (offset_ < sizes_[half_]) return piece;
@@ -68,13 +69,15 @@ class Upcoming {
   const char* memory_[2] = {};
   size_t task_ = 0, offset_ = 0;
   int block_ = 0, half_ = 0, step_ = 0;
+  int window_ = 0, first_ = 0;  // of the layer; the sequence's first block in it
 
   // block_ counts on from the sequence before: find the one in which it lies.
   void find_sequence() {
     for (; task_ < plan_.attention.size(); ++task_) {
       const AttentionTask& work = plan_.attention[task_];
       const int length = work.first_position + work.num_rows;
-      const int blocks = (length + model_.shape.block_size - 1) / model_.shape.block_size;
+      first_ = std::max(0, work.first_position + 1 - window_) / model_.shape.block_size;
+      const int blocks = (length + model_.shape.block_size - 1) / model_.shape.block_size - first_;
       if (block_ < blocks) return;
       block_ -= blocks;
     }
