@@ -9,7 +9,6 @@ def beyond_kernels(config: DecoderConfig) -> str | None:
     """Return a feature that the native kernels do not support; None without one."""
     variant = config.variant
     reasons = {
-        "experts": variant.experts is not None,
         "sliding windows with a rotary embedding of their own": (
             variant.window is not None and variant.window.rope is not None
         ),

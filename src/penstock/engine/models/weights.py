@@ -228,7 +228,7 @@ def _stored(
     """widened: receives the block formats that are not among `kinds`."""
     # Rows of several sources are reordered once they are concatenated.
     is_ordered = len(spec.sources) == 1 or config.rope.partial_rotary_factor == 1
-    plain = len(spec.shape) == 2 and is_ordered
+    plain = len(spec.shape) > 1 and is_ordered
     parts = [tensors.quantized(*source) for source in spec.sources] if plain else []
     widened.update(part.kind for part in parts if part is not None and part.kind not in kinds)
     if not any(part is not None and part.kind in kinds for part in parts):

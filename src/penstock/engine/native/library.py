@@ -54,6 +54,7 @@ class LayerWeights(Structure):
         *((name, Matrix) for name in LAYER_MATRICES),
         *((name, c_void_p) for name in (*LAYER_VECTORS, "keys", "values")),
         ("window", c_int32),
+        ("router", Matrix),
     ]
 
 
@@ -72,6 +73,7 @@ class ModelWeights(Structure):
         ("lm_head", Matrix),
         *((name, c_void_p) for name in ("norm", "rope_cos", "rope_sin")),
         ("layers", POINTER(LayerWeights)),
+        *((name, c_int32) for name in ("num_experts", "experts_per_token", "norm_topk_prob")),
     ]
 
 

@@ -20,6 +20,9 @@ struct LayerWeights {
   const float *input_norm, *post_norm, *qkv_bias, *o_bias, *q_norm, *k_norm;
   void *keys, *values;
   int32_t window;  // positions that a row sees, at most max_positions
+  // [num_experts, hidden_size], float32. With it gate, up and down are those of all experts, each
+  // expert's columns padded to whole panels. Null: a dense MLP.
+  penstock::Matrix router;
 };
 
 struct ModelWeights {
@@ -32,6 +35,8 @@ struct ModelWeights {
   const float* norm;
   const float *rope_cos, *rope_sin;  // [max_positions, round_up(head_dim / 2, kLanes)]
   const LayerWeights* layers;
+  // Without experts 0, 1, and 0. intermediate_size is one expert's.
+  int32_t num_experts, experts_per_token, norm_topk_prob;
 };
 
 // RaggedBatch of batch.py. `values` holds its arrays one after the other, in the order below.
@@ -147,6 +152,30 @@ struct Plan {
   }
 };
 
+// Rows of one expert that are multiplied at once: [first, first + size) of Routing::rows.
+struct ExpertChunk {
+  int32_t expert, first, size;
+};
+
+// The experts of a pass's rows in one layer.
+struct Routing {
+  Buffer logits;                // [rows, num_experts rounded up to whole panels]
+  std::vector<int32_t> chosen;  // [rows, experts_per_token], ascending
+  std::vector<float> shares;    // of these
+  std::vector<int32_t> places;  // of these: where in `rows`
+  std::vector<int32_t> rows;    // by expert, then by row
+  std::vector<int32_t> starts;  // [num_experts + 1]: each expert's first place in `rows`
+  std::vector<ExpertChunk> chunks;
+
+  void reserve(size_t num_rows, int per_token, int num_experts, size_t stride) {
+    logits.reserve(num_rows * stride);
+    for (auto* each : {&chosen, &places, &rows}) each->resize(num_rows * per_token);
+    shares.resize(num_rows * per_token);
+    starts.resize(num_experts + 1);
+    chunks.reserve(2 * num_rows * per_token);
+  }
+};
+
 struct Model {
   std::atomic_flag in_use = ATOMIC_FLAG_INIT;
   ModelWeights weights;
@@ -155,6 +184,8 @@ struct Model {
   std::vector<ThreadScratch> scratch;
   int thread_limit;
   Buffer residual, query, attended, hidden, logits;
+  Buffer mixed;  // what each expert gives for each of its rows
+  Routing routing;
 
   explicit Model(const ModelWeights& given)
       : weights(given),
@@ -173,6 +204,7 @@ struct Model {
   // One panel more than needed: rows a power of two apart would share few cache sets.
   size_t residual_stride() const { return round_up(weights.hidden_size, kPanel) + kPanel; }
   size_t hidden_stride() const { return round_up(weights.intermediate_size, kPanel) + kPanel; }
+  size_t router_stride() const { return round_up(weights.num_experts, kPanel); }
   size_t query_stride() const {
     return round_up(weights.num_heads * weights.head_dim, kPanel) + kPanel;
   }
@@ -181,7 +213,10 @@ struct Model {
     residual.reserve(rows * residual_stride());
     query.reserve(rows * query_stride());
     attended.reserve(rows * query_stride());
-    hidden.reserve(rows * hidden_stride());
+    hidden.reserve(rows * weights.experts_per_token * hidden_stride());
+    if (weights.num_experts == 0) return;
+    mixed.reserve(rows * weights.experts_per_token * residual_stride());
+    routing.reserve(rows, weights.experts_per_token, weights.num_experts, router_stride());
   }
 
  private:

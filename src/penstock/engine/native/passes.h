@@ -5,22 +5,46 @@
 
 namespace penstock {
 
-// Rows of a phase, cut so that a piece of the activations stays in the second-level cache.
+// Rows that stay in the second-level cache, in the arithmetic in which `matrix` multiplies them.
+inline int chunk_rows(const Matrix& matrix, int k_size) {
+  const Arithmetic arithmetic = arithmetic_of(matrix.kind);
+  const int bytes = arithmetic == Arithmetic::kFloat ? kChunkBytes : kPreparedChunkBytes;
+  const int fitting = (int)(bytes / prepared_bytes(arithmetic, k_size));
+  return std::clamp(fitting, kMaxRows, kMostChunkRows) / kMaxRows * kMaxRows;
+}
+
+// Rows of a phase, cut into chunks of at most `most`.
 struct Chunks {
   int total, rows, count;
 
-  // In the arithmetic in which the rows are multiplied.
-  Chunks(int total, Arithmetic arithmetic, int k_size) : total(total) {
-    const int bytes = arithmetic == Arithmetic::kFloat ? kChunkBytes : kPreparedChunkBytes;
-    const int fitting = (int)(bytes / prepared_bytes(arithmetic, k_size));
-    int most = std::clamp(fitting, kMaxRows, kMostChunkRows);
-    most = most / kMaxRows * kMaxRows;
+  Chunks(int total, int most) : total(total) {
     count = std::max(1, (total + most - 1) / most);
     rows = std::max(1, round_up((total + count - 1) / count, kMaxRows));
     count = (total + rows - 1) / rows;
   }
   int first(int chunk) const { return chunk * rows; }
   int size(int chunk) const { return std::min(rows, total - chunk * rows); }
+  int longest() const { return size(0); }
+  int expert(int) const { return 0; }
+  int row(int chunk, int i) const { return first(chunk) + i; }
+};
+
+// The same of the rows that experts have, as a `Routing` holds them; of the last ones some may be
+// empty. Their number follows from the batch alone, because a late thread must count as many.
+struct ExpertChunks {
+  const Routing& routing;
+  int most, count, total;
+
+  ExpertChunks(const Model& model, int rows, int most)
+      : routing(model.routing), most(most), total(rows) {
+    const int places = rows * model.weights.experts_per_token;
+    count = std::min(model.weights.num_experts, places) + (rows > most ? places / most : 0);
+  }
+  int first(int chunk) const { return routing.chunks[chunk].first; }
+  int size(int chunk) const { return routing.chunks[chunk].size; }
+  int longest() const { return std::min(most, total); }
+  int expert(int chunk) const { return routing.chunks[chunk].expert; }
+  int row(int chunk, int i) const { return routing.rows[first(chunk) + i]; }
 };
 
 // One thread's rows of one chunk, in every arithmetic that a matrix asks for.
@@ -75,7 +99,9 @@ class Pass {
         inputs_(scratch_.prepared),
         upcoming_(model, plan, worker.id, worker.size) {}
 
-  static int num_phases(const Model& model) { return 3 + 5 * model.weights.num_layers; }
+  static int num_phases(const Model& model) {
+    return 3 + (model.weights.num_experts ? 9 : 5) * model.weights.num_layers;
+  }
 
   void run() {
     embed();
@@ -87,7 +113,11 @@ class Pass {
       upcoming_.start(i + 1);
       add_projection(model_.attended, model_.query_stride(),
                      weights_.num_heads * weights_.head_dim, layer.o, layer.o_bias);
-      gate(layer);
+      if (layer.router.data) {
+        mix_experts(layer);
+        continue;
+      }
+      gate(layer, chunks_for(plan_.num_rows(), layer.gate, weights_.hidden_size));
       add_projection(model_.hidden, model_.hidden_stride(), weights_.intermediate_size,
                      layer.down, nullptr);
     }
@@ -125,22 +155,24 @@ class Pass {
   }
 
   Chunks chunks_for(int rows, const Matrix& matrix, int k_size) const {
-    return {rows, arithmetic_of(matrix.kind), k_size};
+    return {rows, chunk_rows(matrix, k_size)};
   }
 
   // Panels of one task: enough tasks that no thread waits long for another's last one, but not so
   // few panels that few rows wait for their own sums, unless threads would have nothing to do.
+  template <class Chunks>
   int group_for(const Chunks& chunks, const Matrix& matrix, int panels) const {
     int group = kMaxPanels;
-    const int at_once = panels_at_once(matrix.kind, chunks.size(0));
+    const int at_once = panels_at_once(matrix.kind, chunks.longest());
     auto tasks = [&] { return chunks.count * ((panels + group - 1) / group); };
     while (group > 1 && tasks() < worker_.size * (group > at_once ? 8 : 1)) group /= 2;
     return group;
   }
 
-  // Every (chunk of rows, group of panels) once, of N matrices side by side. `input(chunk)` gives
-  // the chunk's first row, and is asked again only when a thread comes to another chunk.
-  template <size_t N, class Input, class Finish>
+  // Every (chunk of rows, group of panels) once, of N matrices side by side, which have `panels` for
+  // each expert. `input(chunk)` gives the chunk's first row, and is asked again only when a thread
+  // comes to another chunk.
+  template <size_t N, class Chunks, class Input, class Finish>
   void project(const Chunks& chunks, const Matrix* const (&matrices)[N], int k_size, int panels,
                int group, size_t stride, Input&& input, Finish&& finish) {
     const int groups = (panels + group - 1) / group;
@@ -152,9 +184,11 @@ class Pass {
         inputs_.hold(input(held = chunk), stride, chunks.size(chunk), k_size);
         for (size_t i = 0; i < N; ++i) products[i] = inputs_.times(*matrices[i]);
       }
-      multiply(products, chunks.size(chunk), k_size, first, std::min(first + group, panels),
-               upcoming_, [&](int row, int height, int panel, int width, const float* tile) {
-                 finish(chunks.first(chunk) + row, height, panel, width, tile);
+      const int before = chunks.expert(chunk) * panels;
+      multiply(products, chunks.size(chunk), k_size, before + first,
+               before + std::min(first + group, panels), upcoming_,
+               [&](int row, int height, int panel, int width, const float* tile) {
+                 finish(chunks.first(chunk) + row, height, panel - before, width, tile);
                });
     });
   }
@@ -286,8 +320,8 @@ class Pass {
   }
 
   // hidden = silu(gate) * up
-  void gate(const LayerWeights& layer) {
-    const Chunks chunks = chunks_for(plan_.num_rows(), layer.gate, weights_.hidden_size);
+  template <class Chunks>
+  void gate(const LayerWeights& layer, const Chunks& chunks) {
     const int panels = round_up(weights_.intermediate_size, kPanel) / kPanel;
     const size_t stride = model_.hidden_stride();
     project(
@@ -295,7 +329,7 @@ class Pass {
         group_for(chunks, layer.gate, panels), model_.residual_stride(),
         [&](int chunk) {
           return normed(chunks.size(chunk), layer.post_norm,
-                        [&](int i) { return chunks.first(chunk) + i; });
+                        [&](int i) { return chunks.row(chunk, i); });
         },
         [&](int row, int height, int panel, int width, const float* tile) {
           for (int r = 0; r < height; ++r) {
@@ -305,6 +339,108 @@ class Pass {
               store(target + i, silu(load(gate + i)) * load(up + i));
           }
         });
+  }
+
+  // residual += the sum of what a row's experts give, each times its share, in ascending order
+  void mix_experts(const LayerWeights& layer) {
+    const int num_rows = plan_.num_rows(), per_token = weights_.experts_per_token;
+    const int most = std::min(chunk_rows(layer.gate, weights_.hidden_size),
+                              chunk_rows(layer.down, weights_.intermediate_size));
+    const ExpertChunks chunks(model_, num_rows, most);
+    route(layer, chunks);
+    gate(layer, chunks);
+    const int panels = round_up(weights_.hidden_size, kPanel) / kPanel;
+    const size_t hidden_stride = model_.hidden_stride(), stride = model_.residual_stride();
+    project(
+        chunks, {&layer.down}, weights_.intermediate_size, panels,
+        group_for(chunks, layer.down, panels), hidden_stride,
+        [&](int chunk) { return model_.hidden.get() + chunks.first(chunk) * hidden_stride; },
+        [&](int row, int height, int panel, int width, const float* tile) {
+          for (int r = 0; r < height; ++r)
+            std::memcpy(model_.mixed.get() + (row + r) * stride + panel * kPanel,
+                        tile + r * kTileStride, width * kPanel * sizeof(float));
+        });
+    worker_.for_each(num_rows, [&](int64_t row) {
+      float* target = residual((int)row);
+      const int32_t* places = model_.routing.places.data() + row * per_token;
+      const float* shares = model_.routing.shares.data() + row * per_token;
+      for (int i = 0; i < panels * kPanel; i += kLanes) {
+        VecF sum = {};
+        for (int j = 0; j < per_token; ++j)
+          sum = fused(splat(shares[j]), load(model_.mixed.get() + places[j] * stride + i), sum);
+        store(target + i, load(target + i) + sum);
+      }
+    });
+  }
+
+  // Which experts compute which rows.
+  void route(const LayerWeights& layer, const ExpertChunks& expert_chunks) {
+    const Chunks chunks = chunks_for(plan_.num_rows(), layer.router, weights_.hidden_size);
+    const int panels = (int)model_.router_stride() / kPanel;
+    project(
+        chunks, {&layer.router}, weights_.hidden_size, panels,
+        group_for(chunks, layer.router, panels), model_.residual_stride(),
+        [&](int chunk) {
+          return normed(chunks.size(chunk), layer.post_norm,
+                        [&](int i) { return chunks.row(chunk, i); });
+        },
+        [&](int row, int height, int panel, int width, const float* tile) {
+          for (int r = 0; r < height; ++r)
+            std::memcpy(router_logits(row + r) + panel * kPanel, tile + r * kTileStride,
+                        width * kPanel * sizeof(float));
+        });
+    worker_.for_each(plan_.num_rows(), [&](int64_t row) { choose_experts((int)row); });
+    worker_.for_each(1, [&](int64_t) { group_by_expert(expert_chunks); });
+  }
+
+  float* router_logits(int row) {
+    return model_.routing.logits.get() + row * model_.router_stride();
+  }
+
+  // The most probable experts of a row, the first ones among equals.
+  void choose_experts(int row) {
+    const int count = weights_.num_experts, most = weights_.experts_per_token;
+    float* logits = router_logits(row);
+    int32_t* chosen = model_.routing.chosen.data() + (size_t)row * most;
+    float* shares = model_.routing.shares.data() + (size_t)row * most;
+    for (int i = 0, found = 0; i < count; ++i) {
+      if (found == most && !(logits[i] > logits[chosen[most - 1]])) continue;
+      int at = found < most ? found++ : most - 1;
+      for (; at > 0 && logits[i] > logits[chosen[at - 1]]; --at) chosen[at] = chosen[at - 1];
+      chosen[at] = i;
+    }
+    const VecF highest = splat(logits[chosen[0]]);
+    std::sort(chosen, chosen + most);
+    for (int i = 0; i < count; i += kLanes)
+      store(logits + i, exp2_lanes((load(logits + i) - highest) * splat(kLog2E)));
+    float total = 0.0f;
+    for (int i = 0; i < (weights_.norm_topk_prob ? most : count); ++i)
+      total += logits[weights_.norm_topk_prob ? chosen[i] : i];
+    for (int i = 0; i < most; ++i) shares[i] = logits[chosen[i]] / total;
+  }
+
+  // Sort the places of all rows by expert, and cut them into chunks.
+  void group_by_expert(const ExpertChunks& expert_chunks) {
+    Routing& routing = model_.routing;
+    const int per_token = weights_.experts_per_token, places = plan_.num_rows() * per_token;
+    std::vector<int32_t>& starts = routing.starts;
+    std::fill(starts.begin(), starts.end(), 0);
+    for (int i = 0; i < places; ++i) ++starts[routing.chosen[i] + 1];
+    routing.chunks.clear();
+    for (int expert = 0; expert < weights_.num_experts; ++expert) {
+      const int first = starts[expert], size = starts[expert + 1];
+      starts[expert + 1] += first;
+      if (size == 0) continue;
+      const Chunks own(size, expert_chunks.most);
+      for (int i = 0; i < own.count; ++i)
+        routing.chunks.push_back({expert, first + own.first(i), own.size(i)});
+    }
+    routing.chunks.resize(expert_chunks.count);
+    for (int i = 0; i < places; ++i) {
+      const int place = starts[routing.chosen[i]]++;
+      routing.places[i] = place;
+      routing.rows[place] = i / per_token;
+    }
   }
 
   void unembed() {

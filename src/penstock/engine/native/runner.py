@@ -279,7 +279,7 @@ class NativeRunner(ModelRunner):
 
     def _create(self, num_threads: int) -> int:
         config, vectors, (cos, sin) = self.config, self._vectors, self._rope
-        window = config.variant.window
+        window, experts = config.variant.window, config.variant.experts
         matrices = {
             name: c.Matrix(matrix.data.data_ptr(), matrix.kind)
             for name, matrix in self._matrices.items()
@@ -288,6 +288,7 @@ class NativeRunner(ModelRunner):
         for index, (layer, (keys, values)) in enumerate(zip(layers, self._cache, strict=True)):
             for name in c.LAYER_MATRICES:
                 setattr(layer, name, matrices[f"layers.{index}.{name}"])
+            layer.router = matrices.get(f"layers.{index}.router", c.Matrix())
             for name in c.LAYER_VECTORS:
                 tensor = vectors.get(f"layers.{index}.{name}")
                 setattr(layer, name, None if tensor is None else tensor.data_ptr())
@@ -309,6 +310,9 @@ class NativeRunner(ModelRunner):
             rope_cos=cos.data_ptr(),
             rope_sin=sin.data_ptr(),
             layers=layers,
+            num_experts=0 if experts is None else experts.count,
+            experts_per_token=1 if experts is None else experts.per_token,
+            norm_topk_prob=experts is not None and experts.norm_topk_prob,
         )
         model = self._library.penstock_create(ctypes.byref(described))
         if not model:
