@@ -165,7 +165,7 @@ class PackedMatrix:
 
 
 def stacked_rows(weight: Weight, sizes: Sequence[int]) -> list[Rows]:
-    """Cut `weight` (matrices stacked along rows) into pieces of `sizes` rows, for every expert anew.
+    """Cut `weight` (matrices stacked along rows) into pieces of `sizes` rows, per expert.
 
     Returns the first pieces of all experts as one, then the second ones, and so on. Those of
     several kinds are converted to float32."""
@@ -247,7 +247,7 @@ class Packer:
         else:
             width = config.vocab_size if last == "lm_head" else config.hidden_size
             if last == "router" and config.variant.experts is not None:
-                width, weight = config.variant.experts.count, _widened(weight)
+                width = config.variant.experts.count
             fields, sizes = (last,), [width]
         return {
             f"{prefix}.{field}" if prefix else field: replace(
