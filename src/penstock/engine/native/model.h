@@ -6,6 +6,7 @@
 
 #include "attention.h"
 #include "pool.h"
+#include "routing.h"
 #include "sampling.h"
 
 extern "C" {
@@ -152,30 +153,6 @@ struct Plan {
   }
 };
 
-// Rows of one expert that are multiplied at once: [first, first + size) of Routing::rows.
-struct ExpertChunk {
-  int32_t expert, first, size;
-};
-
-// The experts of a pass's rows in one layer.
-struct Routing {
-  Buffer logits;                // [rows, num_experts rounded up to whole panels]
-  std::vector<int32_t> chosen;  // [rows, experts_per_token], ascending
-  std::vector<float> shares;    // of these
-  std::vector<int32_t> places;  // of these: where in `rows`
-  std::vector<int32_t> rows;    // by expert, then by row
-  std::vector<int32_t> starts;  // [num_experts + 1]: each expert's first place in `rows`
-  std::vector<ExpertChunk> chunks;
-
-  void reserve(size_t num_rows, int per_token, int num_experts, size_t stride) {
-    logits.reserve(num_rows * stride);
-    for (auto* each : {&chosen, &places, &rows}) each->resize(num_rows * per_token);
-    shares.resize(num_rows * per_token);
-    starts.resize(num_experts + 1);
-    chunks.reserve(2 * num_rows * per_token);
-  }
-};
-
 struct Model {
   std::atomic_flag in_use = ATOMIC_FLAG_INIT;
   ModelWeights weights;
@@ -184,7 +161,7 @@ struct Model {
   std::vector<ThreadScratch> scratch;
   int thread_limit;
   Buffer residual, query, attended, hidden, logits;
-  Buffer mixed;  // what each expert gives for each of its rows
+  Buffer router, mixed;  // logits of experts; what each expert gives for each of its rows
   Routing routing;
 
   explicit Model(const ModelWeights& given)
@@ -192,7 +169,8 @@ struct Model {
         layers(given.layers, given.layers + given.num_layers),
         shape{given.head_dim, given.num_kv_heads, given.block_size},
         scratch(given.num_threads),
-        thread_limit(given.num_threads) {
+        thread_limit(given.num_threads),
+        routing(given.num_experts, given.experts_per_token, given.norm_topk_prob) {
     weights.layers = layers.data();
     for (ThreadScratch& s : scratch) prepare(s);
   }
@@ -215,8 +193,9 @@ struct Model {
     attended.reserve(rows * query_stride());
     hidden.reserve(rows * weights.experts_per_token * hidden_stride());
     if (weights.num_experts == 0) return;
+    router.reserve(rows * router_stride());
     mixed.reserve(rows * weights.experts_per_token * residual_stride());
-    routing.reserve(rows, weights.experts_per_token, weights.num_experts, router_stride());
+    routing.reserve(rows);
   }
 
  private:

@@ -29,17 +29,14 @@ struct Chunks {
   int row(int chunk, int i) const { return first(chunk) + i; }
 };
 
-// The same of the rows that experts have, as a `Routing` holds them; of the last ones some may be
-// empty. Their number follows from the batch alone, because a late thread must count as many.
+// The same of the rows that experts have. Their number follows from the batch alone, because a late
+// thread must count as many; some may be empty.
 struct ExpertChunks {
   const Routing& routing;
-  int most, count, total;
+  const int total, most, count;
 
-  ExpertChunks(const Model& model, int rows, int most)
-      : routing(model.routing), most(most), total(rows) {
-    const int places = rows * model.weights.experts_per_token;
-    count = std::min(model.weights.num_experts, places) + (rows > most ? places / most : 0);
-  }
+  ExpertChunks(const Routing& routing, int total, int most)
+      : routing(routing), total(total), most(most), count(routing.most_chunks(total, most)) {}
   int first(int chunk) const { return routing.chunks[chunk].first; }
   int size(int chunk) const { return routing.chunks[chunk].size; }
   int longest() const { return std::min(most, total); }
@@ -160,8 +157,8 @@ class Pass {
 
   // Panels of one task: enough tasks that no thread waits long for another's last one, but not so
   // few panels that few rows wait for their own sums, unless threads would have nothing to do.
-  template <class Chunks>
-  int group_for(const Chunks& chunks, const Matrix& matrix, int panels) const {
+  template <class Cut>
+  int group_for(const Cut& chunks, const Matrix& matrix, int panels) const {
     int group = kMaxPanels;
     const int at_once = panels_at_once(matrix.kind, chunks.longest());
     auto tasks = [&] { return chunks.count * ((panels + group - 1) / group); };
@@ -169,11 +166,11 @@ class Pass {
     return group;
   }
 
-  // Every (chunk of rows, group of panels) once, of N matrices side by side, which have `panels` for
-  // each expert. `input(chunk)` gives the chunk's first row, and is asked again only when a thread
-  // comes to another chunk.
-  template <size_t N, class Chunks, class Input, class Finish>
-  void project(const Chunks& chunks, const Matrix* const (&matrices)[N], int k_size, int panels,
+  // Every (chunk of rows, group of panels) once, of N matrices side by side, with `panels` for each
+  // expert. `input(chunk)` gives the chunk's first row, and is asked again only when a thread comes
+  // to another chunk.
+  template <size_t N, class Cut, class Input, class Finish>
+  void project(const Cut& chunks, const Matrix* const (&matrices)[N], int k_size, int panels,
                int group, size_t stride, Input&& input, Finish&& finish) {
     const int groups = (panels + group - 1) / group;
     int held = -1;
@@ -319,9 +316,9 @@ class Pass {
         });
   }
 
-  // hidden = silu(gate) * up
-  template <class Chunks>
-  void gate(const LayerWeights& layer, const Chunks& chunks) {
+  // hidden = silu(gate) * up, of all rows or of every expert's
+  template <class Cut>
+  void gate(const LayerWeights& layer, const Cut& chunks) {
     const int panels = round_up(weights_.intermediate_size, kPanel) / kPanel;
     const size_t stride = model_.hidden_stride();
     project(
@@ -346,8 +343,8 @@ class Pass {
     const int num_rows = plan_.num_rows(), per_token = weights_.experts_per_token;
     const int most = std::min(chunk_rows(layer.gate, weights_.hidden_size),
                               chunk_rows(layer.down, weights_.intermediate_size));
-    const ExpertChunks chunks(model_, num_rows, most);
-    route(layer, chunks);
+    const ExpertChunks chunks(model_.routing, num_rows, most);
+    route(layer, most);
     gate(layer, chunks);
     const int panels = round_up(weights_.hidden_size, kPanel) / kPanel;
     const size_t hidden_stride = model_.hidden_stride(), stride = model_.residual_stride();
@@ -373,10 +370,11 @@ class Pass {
     });
   }
 
-  // Which experts compute which rows.
-  void route(const LayerWeights& layer, const ExpertChunks& expert_chunks) {
+  // model.routing = each row's experts, and each expert's rows in chunks of at most `most`
+  void route(const LayerWeights& layer, int most) {
     const Chunks chunks = chunks_for(plan_.num_rows(), layer.router, weights_.hidden_size);
-    const int panels = (int)model_.router_stride() / kPanel;
+    const size_t stride = model_.router_stride();
+    const int panels = (int)stride / kPanel;
     project(
         chunks, {&layer.router}, weights_.hidden_size, panels,
         group_for(chunks, layer.router, panels), model_.residual_stride(),
@@ -386,61 +384,13 @@ class Pass {
         },
         [&](int row, int height, int panel, int width, const float* tile) {
           for (int r = 0; r < height; ++r)
-            std::memcpy(router_logits(row + r) + panel * kPanel, tile + r * kTileStride,
-                        width * kPanel * sizeof(float));
+            std::memcpy(model_.router.get() + (row + r) * stride + panel * kPanel,
+                        tile + r * kTileStride, width * kPanel * sizeof(float));
         });
-    worker_.for_each(plan_.num_rows(), [&](int64_t row) { choose_experts((int)row); });
-    worker_.for_each(1, [&](int64_t) { group_by_expert(expert_chunks); });
-  }
-
-  float* router_logits(int row) {
-    return model_.routing.logits.get() + row * model_.router_stride();
-  }
-
-  // The most probable experts of a row, the first ones among equals.
-  void choose_experts(int row) {
-    const int count = weights_.num_experts, most = weights_.experts_per_token;
-    float* logits = router_logits(row);
-    int32_t* chosen = model_.routing.chosen.data() + (size_t)row * most;
-    float* shares = model_.routing.shares.data() + (size_t)row * most;
-    for (int i = 0, found = 0; i < count; ++i) {
-      if (found == most && !(logits[i] > logits[chosen[most - 1]])) continue;
-      int at = found < most ? found++ : most - 1;
-      for (; at > 0 && logits[i] > logits[chosen[at - 1]]; --at) chosen[at] = chosen[at - 1];
-      chosen[at] = i;
-    }
-    const VecF highest = splat(logits[chosen[0]]);
-    std::sort(chosen, chosen + most);
-    for (int i = 0; i < count; i += kLanes)
-      store(logits + i, exp2_lanes((load(logits + i) - highest) * splat(kLog2E)));
-    float total = 0.0f;
-    for (int i = 0; i < (weights_.norm_topk_prob ? most : count); ++i)
-      total += logits[weights_.norm_topk_prob ? chosen[i] : i];
-    for (int i = 0; i < most; ++i) shares[i] = logits[chosen[i]] / total;
-  }
-
-  // Sort the places of all rows by expert, and cut them into chunks.
-  void group_by_expert(const ExpertChunks& expert_chunks) {
-    Routing& routing = model_.routing;
-    const int per_token = weights_.experts_per_token, places = plan_.num_rows() * per_token;
-    std::vector<int32_t>& starts = routing.starts;
-    std::fill(starts.begin(), starts.end(), 0);
-    for (int i = 0; i < places; ++i) ++starts[routing.chosen[i] + 1];
-    routing.chunks.clear();
-    for (int expert = 0; expert < weights_.num_experts; ++expert) {
-      const int first = starts[expert], size = starts[expert + 1];
-      starts[expert + 1] += first;
-      if (size == 0) continue;
-      const Chunks own(size, expert_chunks.most);
-      for (int i = 0; i < own.count; ++i)
-        routing.chunks.push_back({expert, first + own.first(i), own.size(i)});
-    }
-    routing.chunks.resize(expert_chunks.count);
-    for (int i = 0; i < places; ++i) {
-      const int place = starts[routing.chosen[i]]++;
-      routing.places[i] = place;
-      routing.rows[place] = i / per_token;
-    }
+    worker_.for_each(plan_.num_rows(), [&](int64_t row) {
+      model_.routing.choose((int)row, model_.router.get() + row * stride);
+    });
+    worker_.for_each(1, [&](int64_t) { model_.routing.group(plan_.num_rows(), most); });
   }
 
   void unembed() {
