@@ -1,17 +1,19 @@
 """How long does a forward pass take by rows: compiled kernels, eager torch, and the machine's
-floor; and what do more rows cost in each format of weights?
+floor; and what do more rows cost in each format of weights, and with experts?
 
-    python -m lab.bench.native_kernels [--threads N] [--seconds S] [--formats]
+    python -m lab.bench.native_kernels [--threads N] [--seconds S] [--formats | --experts LAYERS]
 
 A random decoder of 12 M parameters in bfloat16, in turns, best of many. The floor is the weights at
 the bandwidth of a torch sum, or the multiply-adds at the rate of a large matrix product, whichever
 takes longer. The formats' table has layers of a model of 1.5 B parameters: processor time of one
-thread, medians of interleaved rounds; `--formats` makes that table alone.
+thread, medians of interleaved rounds; `--formats` makes that table alone. `--experts` makes that of
+so many layers in the shape of Qwen3-30B-A3B with 8 of 64 experts, in Q4_K (17 layers: 3 GB).
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -25,6 +27,7 @@ from lab.common.rehearsal import decoder_shape
 from penstock.engine.eager import EagerRunner
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.quantized import GROUP_FORMATS, QuantizedMatrix, Stored, Weight
+from penstock.engine.models.variant import Experts, Variant
 from penstock.engine.models.weights import weight_specs
 from penstock.engine.native.runner import NativeRunner
 from penstock.engine.runner import RaggedBatch
@@ -40,6 +43,7 @@ ROUNDS = 15
 ROWS = (1, 2, 5, 8, 16, 40, 64, 160, 512)
 CONTEXT = 64
 BLOCK_SIZE, NUM_BLOCKS = 16, 256
+MATRICES = ("qkv", "o", "gate_up", "down")
 
 
 def decoder_config(*shape: int, vocab: int = 4096) -> DecoderConfig:
@@ -178,34 +182,85 @@ def random_matrix(kind: str, rows: int, columns: int) -> Stored:
     return QuantizedMatrix(kind, rows, columns, torch.from_numpy(data.reshape(rows, -1)))
 
 
+def weights_in(kind: str, config: DecoderConfig) -> dict[str, Weight]:
+    """The same matrices in each layer; embeddings so large that the layers change little."""
+    matrices: dict[str, Stored] = {}
+    weights: dict[str, Weight] = {}
+    for spec in weight_specs(config):
+        name = spec.name.rpartition(".")[2]
+        if name in MATRICES:
+            if name not in matrices:
+                matrices[name] = random_matrix(kind, math.prod(spec.shape[:-1]), spec.shape[-1])
+            weights[spec.name] = matrices[name]
+        elif name.endswith("norm"):
+            weights[spec.name] = torch.ones(spec.shape)
+        else:
+            weights[spec.name] = 1e4 * torch.randn(spec.shape)
+    return weights
+
+
+def num_bytes(weights: dict[str, Weight], *names: str) -> int:
+    """Of these matrices in all layers."""
+    return sum(
+        weight.data.nbytes
+        for name, weight in weights.items()
+        if name.endswith(names) and not isinstance(weight, tuple)
+    )
+
+
 def format_runner(kind: str) -> tuple[NativeRunner, int]:
     """A few layers of a 1.5 B model in one format, and the bytes that a row reads."""
     config = decoder_config(1536, 8960, 4, 12, 2, 128, vocab=64)
-    shapes = {
-        "qkv": (2048, 1536),
-        "o": (1536, 1536),
-        "gate_up": (17920, 1536),
-        "down": (1536, 8960),
-    }
-    matrices = {name: random_matrix(kind, *shape) for name, shape in shapes.items()}
-    weights: dict[str, Weight] = {"embed_tokens": torch.randn(64, 1536), "norm": torch.ones(1536)}
-    num_bytes = 0
-    for layer in range(config.num_layers):
-        for name, matrix in matrices.items():
-            weights[f"layers.{layer}.{name}"] = matrix
-            data = matrix.data if isinstance(matrix, QuantizedMatrix) else matrix
-            num_bytes += data.nbytes
-        for name in ("input_norm", "post_norm"):
-            weights[f"layers.{layer}.{name}"] = torch.ones(1536)
+    weights = weights_in(kind, config)
     kv_dtype = torch.bfloat16 if kind == "BF16" else torch.float32
-    return NativeRunner(config, weights, kv_dtype, 64, BLOCK_SIZE, 1), num_bytes
+    return NativeRunner(config, weights, kv_dtype, 64, BLOCK_SIZE, 1), num_bytes(weights, *MATRICES)
+
+
+def experts_table(layers: int, threads: int, seconds: float) -> None:
+    """Milliseconds of a step by rows, beside the bytes that its experts and all weights have."""
+    torch.manual_seed(0)
+    experts = Experts(count=64, per_token=8, norm_topk_prob=True)
+    config = replace(
+        decoder_config(2048, 768, layers, 32, 4, 128, vocab=64),
+        architecture="Qwen3MoeForCausalLM",
+        variant=Variant(qk_norm=True, experts=experts),
+    )
+    weights = weights_in("Q4_K", config)
+    runner = NativeRunner(config, weights, torch.float32, 64, BLOCK_SIZE, threads)
+    of_all = num_bytes(weights, "gate_up", "down")
+    of_others = num_bytes(weights, "qkv", ".o", "router")
+    embeddings = weights["embed_tokens"]
+    memory = torch.ones(1 << 26)
+    print(
+        f"{(of_all + of_others) / 1e9:.2f} GB, {layers} layers, 8 of 64 experts, {threads} threads"
+    )
+    print("rows   ms, best   experts, MB   all read, MB   GB/s   of torch's sum")
+    for rows in (1, 5, 8):
+        batch = one_sequence(rows)
+        took = best_times(
+            {"step": lambda batch=batch: runner.forward(batch), "sum": lambda: memory.sum()},
+            seconds,
+        )
+        chosen = [
+            (embeddings[:rows] @ router.t()).topk(experts.per_token).indices.unique().numel()
+            for name, router in weights.items()
+            if name.endswith("router")
+        ]
+        of_chosen = of_all * sum(chosen) / (layers * experts.count)
+        rate = (of_chosen + of_others) / took["step"]
+        print(
+            f"{rows:4d} {1e3 * took['step']:10.2f} {of_chosen / 1e6:13.1f} "
+            f"{(of_chosen + of_others) / 1e6:14.1f} {rate / 1e9:6.1f} "
+            f"{rate * took['sum'] / memory.nbytes:16.0%}",
+            flush=True,
+        )
 
 
 def format_table() -> None:
     print("\nlayers of a 1.5 B model; GB/s of weights with one row, and n rows over one")
     print("format     GB/s " + "".join(f"{rows:8d}" for rows in VERIFIED[1:]))
     for kind in FORMATS:
-        runner, num_bytes = format_runner(kind)
+        runner, read = format_runner(kind)
         times: dict[int, list[float]] = {rows: [] for rows in VERIFIED}
         for _ in range(ROUNDS):
             for rows in VERIFIED:
@@ -215,7 +270,7 @@ def format_table() -> None:
                 times[rows].append(time.thread_time() - start)
         took = {rows: statistics.median(values) for rows, values in times.items()}
         ratios = "".join(f"{took[rows] / took[1]:8.2f}" for rows in VERIFIED[1:])
-        print(f"{kind:9s} {num_bytes / took[1] / 1e9:6.1f} {ratios}", flush=True)
+        print(f"{kind:9s} {read / took[1] / 1e9:6.1f} {ratios}", flush=True)
 
 
 def main() -> None:
@@ -223,8 +278,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seconds", type=float, default=1.5, help="for each line")
     parser.add_argument("--formats", action="store_true", help="only the table of formats")
+    parser.add_argument("--experts", type=int, metavar="LAYERS", help="only the table of experts")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    if arguments.experts:
+        return experts_table(arguments.experts, arguments.threads, arguments.seconds)
     if not arguments.formats:
         forward_table(arguments.threads, arguments.seconds)
         draft_table(arguments.threads, min(arguments.seconds, 0.5))

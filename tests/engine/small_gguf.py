@@ -61,13 +61,13 @@ def encode(values: np.ndarray, kind: str) -> np.ndarray:
         return encoded
     block, size = gguf.GGML_QUANT_SIZES[known]
     rng = np.random.default_rng(values.size)
-    shape = (values.shape[0], values.shape[1] // block, size)
+    shape = (*values.shape[:-1], values.shape[-1] // block, size)
     blocks = rng.integers(0, 256, shape, dtype=np.uint8)
     largest, places = _RANDOM[kind]
     for place, share in places.items():
         scale = np.array([values.std() / largest * share], np.float16)
         blocks[..., range(place, place + 2)] = scale.view(np.uint8)
-    return blocks.reshape(values.shape[0], -1)
+    return blocks.reshape(*values.shape[:-1], -1)
 
 
 def write_gguf(

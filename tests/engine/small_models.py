@@ -139,9 +139,6 @@ CASES = {
     ),
 }
 
-BEYOND_KERNELS = ("qwen3-moe", "qwen3-moe-norm")
-"""What only the eager decoder computes."""
-
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:

@@ -223,7 +223,7 @@ def test_every_tensor_has_the_shape_that_is_said(checkpoint: Checkpoints, case: 
         name: spec.shape for name, spec in specs.items()
     }
     for name, weight in weights.items():
-        assert weight.dtype == (torch.float32 if specs[name].is_norm else torch.bfloat16)
+        assert weight.dtype == (torch.float32 if specs[name].stays_float32 else torch.bfloat16)
     sources = [source for spec in specs.values() for source, _ in spec.sources]
     assert sorted(sources) == sorted(load_file(saved.path / "model.safetensors"))
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from tests.engine.small_models import (
-    BEYOND_KERNELS,
     CASES,
     Checkpoint,
     Checkpoints,
@@ -28,9 +27,10 @@ from penstock.engine.native.runner import NativeRunner
 
 TOLERANCE = {"rtol": 0.0, "atol": 1e-4}
 NUM_BLOCKS = 100
+EXPERTS = ("router", "gate_up", "down")
 
 
-every_case = pytest.mark.parametrize("case", [c for c in CASES if c not in BEYOND_KERNELS])
+every_case = pytest.mark.parametrize("case", CASES)
 
 
 def load(
@@ -80,7 +80,7 @@ def test_sizes_that_fill_no_vector(changes: dict[str, int], tmp_path: Path) -> N
     torch.testing.assert_close(torch.cat(logits), saved.logits(ids), **TOLERANCE)
 
 
-@pytest.mark.parametrize("case", ["llama-tied", "qwen2", "qwen3"])
+@pytest.mark.parametrize("case", ["llama-tied", "qwen2", "qwen3", "qwen3-moe"])
 def test_bfloat16_checkpoint_in_float32_loses_nothing(case: str, tmp_path: Path) -> None:
     saved = write_checkpoint(tmp_path / "float32", CASES[case])
     path = tmp_path / "bfloat16"
@@ -118,6 +118,8 @@ def test_fewer_bits_stay_near_float32(checkpoint, case, dtype) -> None:
         ("mistral-window", torch.int8, 200),
         ("gemma3-scaled", torch.float32, 8),
         ("gemma3", torch.bfloat16, 16),
+        ("qwen3-moe", torch.float32, 8),
+        ("qwen3-moe-norm", torch.bfloat16, 16),
     ],
 )
 def test_logits_do_not_depend_on_the_batch(checkpoint, case, dtype, block_size) -> None:
@@ -179,6 +181,28 @@ def test_each_norm_counts(checkpoint: Checkpoints, field: str) -> None:
     runner = NativeRunner(config, weights, torch.float32, NUM_BLOCKS, 8, 1)
     logits = [r.forward(paging(r).batch(("a", ids, 0, 40))) for r in (runner, load(path))]
     assert not torch.allclose(*logits, atol=1e-2)
+def test_experts_that_are_as_probable(checkpoint: Checkpoints) -> None:
+    """The first ones count where a router's rows are zeros. A row of NaN changes no other."""
+    path, ids = checkpoint("qwen3-moe-norm").path, np.arange(9)
+    config = DecoderConfig.from_pretrained(path)
+    weights = load_weights(path, config)
+    weights |= {name: 0 * matrix for name, matrix in weights.items() if name.endswith("router")}
+    experts = dataclasses.replace(config.variant.experts, count=2)
+    first = dataclasses.replace(
+        config, variant=dataclasses.replace(config.variant, experts=experts)
+    )
+    of_first = {n: w[:2] if n.endswith(EXPERTS) else w for n, w in weights.items()}
+    batch = Paging(NUM_BLOCKS, 8).batch(*((str(i), ids[i:], 0, 1) for i in ids))
+
+    def logits(config: DecoderConfig, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+        return NativeRunner(config, weights, torch.float32, NUM_BLOCKS, 8, 2).forward(batch)
+
+    expected = logits(first, of_first)
+    assert torch.equal(logits(config, weights), expected)
+    weights["embed_tokens"][4] = torch.nan
+    poisoned = logits(config, weights)
+    assert poisoned[4].isnan().all()
+    assert torch.equal(poisoned[ids != 4], expected[ids != 4])
 
 
 def test_another_order_of_the_same_sums_would_be_seen(checkpoint: Checkpoints) -> None:
@@ -199,8 +223,9 @@ def test_another_order_of_the_same_sums_would_be_seen(checkpoint: Checkpoints) -
     assert not torch.equal(logits, expected)
 
 
-def test_threads_change_nothing(checkpoint: Checkpoints) -> None:
-    path, ids = checkpoint("qwen3").path, tokens(150)
+@pytest.mark.parametrize("case", ["qwen3", "qwen3-moe"])
+def test_threads_change_nothing(checkpoint: Checkpoints, case: str) -> None:
+    path, ids = checkpoint(case).path, tokens(150)
     results = []
     for threads in (1, 2, 3, 7):
         runner = load(path, threads=threads)

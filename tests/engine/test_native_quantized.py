@@ -13,6 +13,7 @@ from tests.products import first_fast
 from penstock.engine.eager import EagerRunner
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.quantized import QuantizedMatrix
+from penstock.engine.models.variant import Experts
 from penstock.engine.native.packing import Weight
 from penstock.engine.native.runner import NativeRunner
 
@@ -190,6 +191,51 @@ def test_logits_do_not_depend_on_the_batch(kind: str) -> None:
     for (name, text, *_), rows in zip(spans, logits.split([len(s[1]) for s in spans]), strict=True):
         single = native(weights).forward(paging().batch((name, text, 0, len(text))))
         assert torch.equal(rows, single)
+
+
+def of_experts(kinds: tuple[str, ...], count: int) -> tuple[dict[str, Weight], Experts]:
+    """A model of CONFIG with experts of its MLP's size. kinds: of gate, up and down."""
+    rng, c = np.random.default_rng(3), CONFIG
+    sizes = [(c.intermediate_size, c.hidden_size)] * 2 + [(c.hidden_size, c.intermediate_size)]
+    weights = model(of_kind("Q8_0"))
+    for i in range(c.num_layers):
+        gates, ups, downs = (
+            [random_matrix(kind, *size, rng, 3 * size[1] ** -0.5) for _ in range(count)]
+            for kind, size in zip(kinds, sizes, strict=True)
+        )
+        pairs = zip(gates, ups, strict=True)
+        weights[f"layers.{i}.gate_up"] = tuple(matrix for pair in pairs for matrix in pair)
+        weights[f"layers.{i}.down"] = tuple(downs)
+        weights[f"layers.{i}.router"] = torch.randn(count, c.hidden_size) * 0.1
+    return weights, Experts(count, 2, norm_topk_prob=True)
+
+
+@pytest.mark.parametrize("kinds", [("Q4_K", "Q4_K", "Q6_K"), ("Q4_K", "Q8_0", "MXFP4")])
+def test_experts(kinds: tuple[str, ...]) -> None:
+    """As the eager decoder's, and the same bits in any batch. An expert of 250 rows has chunks."""
+    weights, experts = of_experts(kinds, 3)
+    config = replace(CONFIG, variant=replace(CONFIG.variant, experts=experts))
+
+    def runner(threads: int = 1) -> NativeRunner:
+        return NativeRunner(config, weights, torch.float32, NUM_BLOCKS, BLOCK_SIZE, threads)
+
+    ids = {name: tokens(length, seed=length) for name, length in (("a", 250), ("b", 9), ("c", 1))}
+    alone = {
+        name: runner().forward(paging().batch((name, text, 0, len(text))))
+        for name, text in ids.items()
+    }
+    plain = {name: widened(weight) for name, weight in weights.items()}
+    for name, matrix in plain.items():
+        if name.endswith(("gate_up", "down")):
+            plain[name] = matrix.unflatten(0, (experts.count, -1))
+    eager = EagerRunner(config, plain, torch.device("cpu"), NUM_BLOCKS, BLOCK_SIZE)
+    expected = eager.forward(paging().batch(("a", ids["a"], 0, 250)))
+    error = (alone["a"] - expected).abs().mean() / expected.std()
+    assert error < 0.1
+    for seed in range(3):
+        pieces = in_pieces(runner(1 + seed), ids, seed)
+        for name in ids:
+            assert torch.equal(pieces[name], alone[name]), (seed, name)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -47,10 +47,12 @@ def test_codes_are_nearer_than_those_of_the_format_s_own_library(shape: str) -> 
 def test_what_is_rounded() -> None:
     torch.manual_seed(2)
     large, embedding = torch.randn(64, 64), torch.randn(128, 64).to(torch.bfloat16)
+    of_experts = torch.randn(4, 32, 64)
     weights = {
         "embed_tokens": embedding,
         "layers.0.qkv": (stored(large, "Q8_0"), stored(large, "Q5_0"), large),
         "layers.0.down": large,
+        "layers.0.gate_up": of_experts,
         "layers.0.router": torch.randn(4, 64),
         "layers.0.norm": torch.randn(64),
         "layers.0.o": torch.randn(64, 48),
@@ -66,7 +68,8 @@ def test_what_is_rounded() -> None:
         KIND,
     ]
     assert parts[1] is weights["layers.0.qkv"][1]
-    for name, before in (("layers.0.down", large), ("lm_head", embedding.float())):
+    rounded = {"layers.0.down": large, "layers.0.gate_up": of_experts.flatten(0, 1)}
+    for name, before in (rounded | {"lm_head": embedding.float()}).items():
         matrix = found[name]
         assert isinstance(matrix, QuantizedMatrix)
         error = (matrix.dequantize() - before).norm() / before.norm()

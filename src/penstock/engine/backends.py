@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -27,7 +27,6 @@ from penstock.engine.executor import LocalExecutor, RunnerExecutor
 from penstock.engine.kv_cache import kv_bytes_per_token
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.dtypes import resolve_dtype
-from penstock.engine.models.limits import beyond_kernels
 from penstock.engine.models.weights import weight_bytes
 from penstock.engine.native.library import native_library
 from penstock.engine.native.loading import NativeUnavailableError
@@ -75,48 +74,24 @@ def resolve_placement(config: EngineConfig) -> Placement:
     if backend == "native":
         # The kernels have their own threads; PyTorch's would spin on the same cores.
         torch.set_num_threads(1)
-    _check_kv_dtype(config, backend if config.vllm is None else "vllm")
+    _check_own_kernels(config, backend)
     kv_dtype = torch.int8 if config.kv_dtype == "int8" else dtype
     return Placement(device, dtype, kv_dtype, backend, num_threads)
 
 
-def fit_models(
-    config: EngineConfig,
-    place: Placement,
-    shapes: Mapping[str, DecoderConfig],
-) -> Placement:
-    """Return a placement that can compute all `shapes`, else eager. Raises: ConfigError."""
-    for name, shape in shapes.items():
-        why_not = beyond_kernels(shape)
-        if place.backend == "eager" or why_not is None:
-            continue
-        if config.backend == "native":
-            raise ConfigError(
-                f"backend native does not compute {why_not}, which the model "
-                f"{name} ({shape.architecture}) has; allowed: auto, eager"
-            )
-        _log.warning(
-            "the native kernels do not compute %s, which the model %s (%s) has: it runs eagerly",
-            why_not,
-            name,
-            shape.architecture,
-        )
-        torch.set_num_threads(place.num_threads)
-        place = replace(place, backend="eager")
-    if config.drafter_weights == "int4" and place.backend != "native":
-        raise ConfigError(
-            f"drafter_weights {config.drafter_weights} is for the CPU's own kernels; backend "
-            f"{place.backend} takes: auto, stored"
-        )
-    _check_kv_dtype(config, place.backend)
-    return place
+def _check_own_kernels(config: EngineConfig, backend: str) -> None:
+    """Refuse what only the native kernels have. Raises: ConfigError."""
+    target = backend if config.vllm is None else "vllm"
+    if config.drafter_weights == "int4" and backend != "native":
+        _refuse("drafter_weights int4", backend, "auto, stored")
+    if config.kv_dtype == "int8" and target != "native":
+        _refuse("kv_dtype int8", target, "auto")
 
 
-def _check_kv_dtype(config: EngineConfig, backend: str) -> None:
-    if config.kv_dtype == "int8" and backend != "native":
-        raise ConfigError(
-            f"kv_dtype int8 is for the CPU's own kernels; backend {backend} takes: auto"
-        )
+def _refuse(setting: str, backend: str, allowed: str) -> NoReturn:
+    raise ConfigError(
+        f"{setting} is for the CPU's own kernels; backend {backend} takes: {allowed}"
+    )
 
 
 def why_not_native() -> str | None:
@@ -311,7 +286,7 @@ def load_runner(path: Path, dtype_name: str, *, rounding: DrafterWeights = "stor
         [config], dtype, device, _BLOCK_SIZE, config.max_position_embeddings, weights=0
     )
     threads = torch.get_num_threads()
-    if dtype not in DTYPES or beyond_kernels(config) is not None or why_not_native() is not None:
+    if dtype not in DTYPES or why_not_native() is not None:
         if rounding == "int4":
             raise ConfigError(
                 "weights int4 are for the CPU's own kernels, which cannot be had here"

@@ -33,7 +33,6 @@ from penstock.engine.audit import Auditor
 from penstock.engine.backends import (
     Models,
     Placement,
-    fit_models,
     load_vllm,
     resolve_context,
     resolve_num_blocks,
@@ -159,7 +158,6 @@ def _models(config: EngineConfig, place: Placement) -> Models:
     shapes = _shapes(config)
     tokenizers = _tokenizers(config)
     max_model_len = resolve_context(config, shapes[TARGET])
-    place = fit_models(config, place, shapes)
     num_blocks = resolve_num_blocks(config, place, shapes.values(), max_model_len)
     return Models(config, place, shapes, num_blocks, max_model_len, tokenizers)
 
@@ -172,7 +170,6 @@ def _models_beside_vllm(config: EngineConfig, place: Placement) -> Models:
     torch.set_num_threads(place.num_threads)
     vllm = load_vllm(config)
     config = config.model_copy(update={"block_size": vllm.block_size})
-    place = fit_models(config, place, shapes)
     num_blocks = vllm.num_blocks
     if shapes and config.kv_tokens is None:
         fitting = resolve_num_blocks(config, place, shapes.values(), vllm.max_model_len)

@@ -30,7 +30,7 @@ class ExpertMlp:
 
     Results are added in ascending order of experts.
 
-    router:  [experts, hidden_size]
+    router:  [experts, hidden_size], float32
     gate_up: [experts, 2 * intermediate_size, hidden_size]
     down:    [experts, hidden_size, intermediate_size]"""
 
@@ -57,7 +57,7 @@ class ExpertMlp:
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each token's expert weights and numbers: [num_tokens, per_token]."""
-        probabilities = F.linear(x, self.router).softmax(dim=-1, dtype=torch.float32)
+        probabilities = F.linear(x.float(), self.router).softmax(dim=-1)
         shares, chosen = probabilities.topk(self.experts.per_token, dim=-1)
         if self.experts.norm_topk_prob:
             shares /= shares.sum(dim=-1, keepdim=True)

@@ -64,6 +64,8 @@ def _round(weight: Weight) -> Weight:
 def _round_one(weight: Stored) -> Stored:
     if not _is_rounded(weight):
         return weight
+    if isinstance(weight, torch.Tensor):
+        weight = weight.flatten(0, -2)  # of all experts
     rows, columns = _shape(weight)
     data = torch.empty(rows, columns // _SIZE * _BLOCK_BYTES, dtype=torch.uint8)
     at_once = max(1, _CHUNK // columns)
@@ -84,7 +86,7 @@ def _is_rounded(weight: Stored) -> bool:
 def _shape(weight: Stored) -> tuple[int, int]:
     if isinstance(weight, QuantizedMatrix):
         return weight.rows, weight.columns
-    return weight.shape[0], weight.shape[1]
+    return math.prod(weight.shape[:-1]), weight.shape[-1]
 
 
 def _bits(weight: Stored) -> float:

@@ -35,9 +35,9 @@ class WeightSpec:
     offset: float = 0.0
 
     @property
-    def is_norm(self) -> bool:
-        """True for norms, which stay float32 in any dtype."""
-        return self.name.endswith("norm")
+    def stays_float32(self) -> bool:
+        """True for norms and routers, which are float32 in any dtype."""
+        return self.name.endswith(("norm", "router"))
 
 
 def weight_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
@@ -82,10 +82,10 @@ def load_weights(
 ) -> dict[str, torch.Tensor]:
     """Read a checkpoint's tensors on the CPU.
 
-    Returns the contiguous tensors of `weight_specs`, in `dtype` (default: config.dtype), norms in
-    float32. Query and key rows of partly rotated heads lie as in `Rope.spread_pairs`. With tied
-    embeddings there is no "lm_head", except where the checkpoint has a different head, as in
-    transformers. Raises CheckpointError where a file is missing or truncated, or a tensor is
+    Returns the contiguous tensors of `weight_specs`, in `dtype` (default: config.dtype), norms and
+    routers in float32. Query and key rows of partly rotated heads lie as in `Rope.spread_pairs`.
+    With tied embeddings there is no "lm_head", except where the checkpoint has a different head, as
+    in transformers. Raises CheckpointError where a file is missing or truncated, or a tensor is
     missing, misshapen or of an unsupported type."""
     with open_checkpoint(path).tensors() as tensors:
         return {
@@ -208,7 +208,7 @@ def _mlp_specs(config: DecoderConfig, ours: str, theirs: str) -> Iterator[Weight
 
 
 def _assemble(tensors: Tensors, spec: WeightSpec, dtype: torch.dtype) -> torch.Tensor:
-    out = torch.empty(spec.shape, dtype=torch.float32 if spec.is_norm else dtype)
+    out = torch.empty(spec.shape, dtype=torch.float32 if spec.stays_float32 else dtype)
     rows = out.view(-1, *spec.sources[0][1][1:])
     start = 0
     for name, shape in spec.sources:
@@ -228,7 +228,7 @@ def _stored(
     """widened: receives the block formats that are not among `kinds`."""
     # Rows of several sources are reordered once they are concatenated.
     is_ordered = len(spec.sources) == 1 or config.rope.partial_rotary_factor == 1
-    plain = len(spec.shape) == 2 and is_ordered
+    plain = len(spec.shape) > 1 and is_ordered and not spec.stays_float32
     parts = [tensors.quantized(*source) for source in spec.sources] if plain else []
     widened.update(part.kind for part in parts if part is not None and part.kind not in kinds)
     if not any(part is not None and part.kind in kinds for part in parts):

@@ -57,6 +57,7 @@ class LayerWeights(Structure):
         *((name, c_void_p) for name in (*LAYER_VECTORS, "keys", "values")),
         ("window", c_int32),
         *((name, c_void_p) for name in ("rope_cos", "rope_sin")),
+        ("router", Matrix),
     ]
 
 
@@ -77,6 +78,7 @@ class ModelWeights(Structure):
         ("layers", POINTER(LayerWeights)),
         ("embedding_scale", c_float),
         ("gelu_tanh", c_int32),
+        *((name, c_int32) for name in ("num_experts", "experts_per_token", "norm_topk_prob")),
     ]
 
 

@@ -6,6 +6,7 @@
 
 #include "attention.h"
 #include "pool.h"
+#include "routing.h"
 #include "sampling.h"
 
 extern "C" {
@@ -22,6 +23,9 @@ struct LayerWeights {
   void *keys, *values;
   int32_t window;  // positions that a row sees, at most max_positions
   const float *rope_cos, *rope_sin;  // [max_positions, round_up(head_dim / 2, kLanes)]
+  // [num_experts, hidden_size], float32. With it gate, up and down are those of all experts, each
+  // expert's columns padded to whole panels. Null: a dense MLP.
+  penstock::Matrix router;
 };
 
 struct ModelWeights {
@@ -36,6 +40,8 @@ struct ModelWeights {
   const LayerWeights* layers;
   float embedding_scale;
   int32_t gelu_tanh;  // the gate's activation; 0: silu
+  // Without experts 0, 1, and 0. intermediate_size is one expert's.
+  int32_t num_experts, experts_per_token, norm_topk_prob;
 };
 
 // RaggedBatch of batch.py. `values` holds its arrays one after the other, in the order below.
@@ -166,13 +172,16 @@ struct Model {
   std::vector<ThreadScratch> scratch;
   int thread_limit;
   Buffer residual, query, attended, hidden, logits, splits, projected;
+  Buffer router, mixed;  // logits of experts; what each expert gives for each of its rows
+  Routing routing;
 
   explicit Model(const ModelWeights& given)
       : weights(given),
         layers(given.layers, given.layers + given.num_layers),
         shape{given.head_dim, given.num_kv_heads, given.block_size, given.kv_kind},
         scratch(given.num_threads),
-        thread_limit(given.num_threads) {
+        thread_limit(given.num_threads),
+        routing(given.num_experts, given.experts_per_token, given.norm_topk_prob) {
     weights.layers = layers.data();
     for (ThreadScratch& s : scratch) prepare(s);
     splits.reserve(split_floats());
@@ -191,6 +200,7 @@ struct Model {
   // One panel more than needed: rows a power of two apart would share few cache sets.
   size_t residual_stride() const { return round_up(weights.hidden_size, kPanel) + kPanel; }
   size_t hidden_stride() const { return round_up(weights.intermediate_size, kPanel) + kPanel; }
+  size_t router_stride() const { return round_up(weights.num_experts, kPanel); }
   size_t query_stride() const {
     return round_up(weights.num_heads * weights.head_dim, kPanel) + kPanel;
   }
@@ -199,8 +209,12 @@ struct Model {
     residual.reserve(rows * residual_stride());
     query.reserve(rows * query_stride());
     attended.reserve(rows * query_stride());
-    hidden.reserve(rows * hidden_stride());
+    hidden.reserve(rows * weights.experts_per_token * hidden_stride());
     if (has_post_norms()) projected.reserve(rows * residual_stride());
+    if (weights.num_experts == 0) return;
+    router.reserve(rows * router_stride());
+    mixed.reserve(rows * weights.experts_per_token * residual_stride());
+    routing.reserve(rows);
   }
 
  private:

@@ -71,14 +71,11 @@ class Layout:
     def head_width(self) -> int:
         return round_up(self.config.head_dim, self.panel)
 
-    def columns(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Pad row addresses to whole panels; 0 is a column of zeros."""
-        return np.pad(rows, (0, -rows.size % self.panel))
+    def columns(self, rows: npt.NDArray[np.int64], size: int) -> npt.NDArray[np.int64]:
+        """Pad row addresses so that every `size` rows (a head, an expert) begin a panel.
 
-    def heads(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Pad row addresses so that every head begins a panel."""
-        by_head = rows.reshape(-1, self.config.head_dim)
-        return np.pad(by_head, ((0, 0), (0, self.head_width - self.config.head_dim))).reshape(-1)
+        0 is a column of zeros."""
+        return np.pad(rows.reshape(-1, size), ((0, 0), (0, -size % self.panel))).reshape(-1)
 
     def vector(self, values: torch.Tensor) -> torch.Tensor:
         return _pad(values.float(), 0, self.panel)
@@ -144,14 +141,14 @@ _KINDS = {torch.float32: Kind.F32, torch.bfloat16: Kind.BF16}
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of a matrix as stored in its file, in memory that `owner` keeps.
+    """Rows of a matrix as stored in its file, in memory that `owners` keep.
 
     addresses: [rows] int64; 0 stands for a row of zeros."""
 
     kind: Kind
     width: int
     addresses: npt.NDArray[np.int64]
-    owner: Stored
+    owners: tuple[Stored, ...]
 
     @classmethod
     def from_stored(cls, stored: Stored) -> Rows:
@@ -159,13 +156,10 @@ class Rows:
             stored = replace(stored, data=stored.data.contiguous())
             data, kind, width = stored.data, Kind[stored.kind], stored.columns
         else:
-            data = stored = stored.contiguous()
+            data = stored = stored.contiguous().view(-1, stored.shape[-1])
             kind, width = _KINDS[stored.dtype], stored.shape[1]
         starts = data.data_ptr() + np.arange(len(data)) * (data.stride(0) * data.itemsize)
-        return cls(kind, width, starts, stored)
-
-    def slice(self, start: int, stop: int) -> Rows:
-        return Rows(self.kind, self.width, self.addresses[start:stop], self.owner)
+        return cls(kind, width, starts, (stored,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,29 +171,31 @@ class PackedMatrix:
 
 
 def stacked_rows(weight: Weight, sizes: Sequence[int]) -> list[Rows]:
-    """Cut `weight` (matrices stacked along rows) into `sizes` rows each.
+    """Cut `weight` (matrices stacked along rows) into pieces of `sizes` rows, per expert.
 
-    A piece of several kinds is converted to float32."""
+    Returns the first pieces of all experts as one, then the second ones, and so on. Those of
+    several kinds are converted to float32."""
     parts = weight if isinstance(weight, tuple) else (weight,)
-    ends = np.cumsum([Rows.from_stored(part).addresses.size for part in parts])
-    starts = [0, *ends[:-1]]
+    stored = [Rows.from_stored(part) for part in parts]
+    part_of = np.repeat(np.arange(len(stored)), [rows.addresses.size for rows in stored])
+    piece_of = np.resize(np.repeat(np.arange(len(sizes)), sizes), part_of.size)
     pieces = []
-    for stop, size in zip(np.cumsum(sizes), sizes, strict=True):
-        first = stop - size
-        found = [
-            Rows.from_stored(part).slice(max(first - start, 0), stop - start)
-            for part, start, end in zip(parts, starts, ends, strict=True)
-            if start < stop and first < end
-        ]
-        if len(found) > 1:
-            widened = torch.cat([_widened(part) for part in parts])
-            found = [Rows.from_stored(widened[first:stop])]
-        pieces.extend(found)
+    for piece in range(len(sizes)):
+        is_own = piece_of == piece
+        found, of_all = [stored[part] for part in np.unique(part_of[is_own])], stored
+        if len({rows.kind for rows in found}) > 1:
+            found = of_all = [Rows.from_stored(_widened(weight))]
+        addresses = np.concatenate([rows.addresses for rows in of_all])[is_own]
+        owners = tuple(owner for rows in found for owner in rows.owners)
+        pieces.append(replace(found[0], addresses=addresses, owners=owners))
     return pieces
 
 
-def _widened(stored: Stored) -> torch.Tensor:
-    return stored.dequantize() if isinstance(stored, QuantizedMatrix) else stored.float()
+def _widened(weight: Weight) -> torch.Tensor:
+    """Return a matrix in float32, also of parts."""
+    if isinstance(weight, tuple):
+        return torch.cat([_widened(part) for part in weight])
+    return weight.dequantize() if isinstance(weight, QuantizedMatrix) else weight.float()
 
 
 class Packer:
@@ -239,7 +235,7 @@ class Packer:
         for name, vector in vectors.items():
             vectors[name] = arena.next_tensor(vector.shape, vector.dtype).copy_(vector)
         (embedding,) = stacked_rows(self._weights["embed_tokens"], [self._layout.config.vocab_size])
-        owner = embedding.owner
+        (owner,) = embedding.owners
         data = owner.data if isinstance(owner, QuantizedMatrix) else owner
         packed["embed_tokens"] = PackedMatrix(embedding.kind, data)
         return packed, vectors
@@ -250,17 +246,20 @@ class Packer:
         fields: tuple[str, ...]
         if last == "qkv":
             sizes = [config.q_size, config.kv_size, config.kv_size]
-            fields, place = ("query", "key", "value"), layout.heads
+            fields, width = ("query", "key", "value"), config.head_dim
         elif last == "gate_up":
-            sizes = [config.intermediate_size] * 2
-            fields, place = ("gate", "up"), layout.columns
+            width = config.intermediate_size
+            fields, sizes = ("gate", "up"), [width] * 2
         else:
-            size = config.vocab_size if last == "lm_head" else config.hidden_size
-            sizes, fields, place = [size], (last,), layout.columns
-        cut = stacked_rows(weight, sizes)
+            width = config.vocab_size if last == "lm_head" else config.hidden_size
+            if last == "router" and config.variant.experts is not None:
+                width = config.variant.experts.count
+            fields, sizes = (last,), [width]
         return {
-            f"{prefix}.{field}" if prefix else field: replace(rows, addresses=place(rows.addresses))
-            for field, rows in zip(fields, cut, strict=True)
+            f"{prefix}.{field}" if prefix else field: replace(
+                rows, addresses=layout.columns(rows.addresses, width)
+            )
+            for field, rows in zip(fields, stacked_rows(weight, sizes), strict=True)
         }
 
     def _vector(self, name: str, values: torch.Tensor) -> torch.Tensor:
@@ -277,9 +276,10 @@ class Packer:
         self._library.penstock_pack(
             packed.kind, address(addresses), addresses.size, rows.width, packed.data.data_ptr()
         )
-        if isinstance(rows.owner, QuantizedMatrix):
-            # Otherwise the whole file would be in memory beside the packed matrices.
-            rows.owner.drop_pages()
+        for owner in rows.owners:
+            if isinstance(owner, QuantizedMatrix):
+                # Otherwise the whole file would be in memory beside the packed matrices.
+                owner.drop_pages()
 
 
 def _pad(values: torch.Tensor, dim: int, multiple: int) -> torch.Tensor:

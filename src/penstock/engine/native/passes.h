@@ -5,22 +5,43 @@
 
 namespace penstock {
 
-// Rows of a phase, cut so that a piece of the activations stays in the second-level cache.
+// Rows that stay in the second-level cache, in the arithmetic in which `matrix` multiplies them.
+inline int chunk_rows(const Matrix& matrix, int k_size) {
+  const Arithmetic arithmetic = arithmetic_of(matrix.kind);
+  const int bytes = arithmetic == Arithmetic::kFloat ? kChunkBytes : kPreparedChunkBytes;
+  const int fitting = (int)(bytes / prepared_bytes(arithmetic, k_size));
+  return std::clamp(fitting, kMaxRows, kMostChunkRows) / kMaxRows * kMaxRows;
+}
+
+// Rows of a phase, cut into chunks of at most `most`.
 struct Chunks {
   int total, rows, count;
 
-  // In the arithmetic in which the rows are multiplied.
-  Chunks(int total, Arithmetic arithmetic, int k_size) : total(total) {
-    const int bytes = arithmetic == Arithmetic::kFloat ? kChunkBytes : kPreparedChunkBytes;
-    const int fitting = (int)(bytes / prepared_bytes(arithmetic, k_size));
-    int most = std::clamp(fitting, kMaxRows, kMostChunkRows);
-    most = most / kMaxRows * kMaxRows;
+  Chunks(int total, int most) : total(total) {
     count = std::max(1, (total + most - 1) / most);
     rows = std::max(1, round_up((total + count - 1) / count, kMaxRows));
     count = (total + rows - 1) / rows;
   }
   int first(int chunk) const { return chunk * rows; }
   int size(int chunk) const { return std::min(rows, total - chunk * rows); }
+  int longest() const { return size(0); }
+  int expert(int) const { return 0; }
+  int row(int chunk, int i) const { return first(chunk) + i; }
+};
+
+// The same of the rows that experts have. Their number follows from the batch alone, because a late
+// thread must count as many; some may be empty.
+struct ExpertChunks {
+  const Routing& routing;
+  const int total, most, count;
+
+  ExpertChunks(const Routing& routing, int total, int most)
+      : routing(routing), total(total), most(most), count(routing.most_chunks(total, most)) {}
+  int first(int chunk) const { return routing.chunks[chunk].first; }
+  int size(int chunk) const { return routing.chunks[chunk].size; }
+  int longest() const { return std::min(most, total); }
+  int expert(int chunk) const { return routing.chunks[chunk].expert; }
+  int row(int chunk, int i) const { return routing.rows[first(chunk) + i]; }
 };
 
 // One thread's rows of one chunk, in every arithmetic that a matrix asks for.
@@ -78,7 +99,8 @@ class Pass {
         upcoming_(model, plan, worker.id, worker.size) {}
 
   static int num_phases(const Model& model) {
-    return 3 + (model.has_post_norms() ? 8 : 6) * model.weights.num_layers;
+    const int by_layer = model.weights.num_experts ? 10 : model.has_post_norms() ? 8 : 6;
+    return 3 + by_layer * model.weights.num_layers;
   }
 
   void run() {
@@ -92,7 +114,11 @@ class Pass {
       add_projection(model_.attended, model_.query_stride(),
                      weights_.num_heads * weights_.head_dim, layer.o, layer.o_bias,
                      layer.o_norm);
-      gate(layer);
+      if (layer.router.data) {
+        mix_experts(layer);
+        continue;
+      }
+      gate(layer, chunks_for(plan_.num_rows(), layer.gate, weights_.hidden_size));
       add_projection(model_.hidden, model_.hidden_stride(), weights_.intermediate_size,
                      layer.down, nullptr, layer.down_norm);
     }
@@ -133,23 +159,25 @@ class Pass {
   }
 
   Chunks chunks_for(int rows, const Matrix& matrix, int k_size) const {
-    return {rows, arithmetic_of(matrix.kind), k_size};
+    return {rows, chunk_rows(matrix, k_size)};
   }
 
   // Panels of one task: enough tasks that no thread waits long for another's last one, but not so
   // few panels that few rows wait for their own sums, unless threads would have nothing to do.
-  int group_for(const Chunks& chunks, const Matrix& matrix, int panels) const {
+  template <class Cut>
+  int group_for(const Cut& chunks, const Matrix& matrix, int panels) const {
     int group = kMaxPanels;
-    const int at_once = panels_at_once(matrix.kind, chunks.size(0));
+    const int at_once = panels_at_once(matrix.kind, chunks.longest());
     auto tasks = [&] { return chunks.count * ((panels + group - 1) / group); };
     while (group > 1 && tasks() < worker_.size * (group > at_once ? 8 : 1)) group /= 2;
     return group;
   }
 
-  // Every (chunk of rows, group of panels) once, of N matrices side by side. `input(chunk)` gives
-  // the chunk's first row, and is asked again only when a thread comes to another chunk.
-  template <size_t N, class Input, class Finish>
-  void project(const Chunks& chunks, const Matrix* const (&matrices)[N], int k_size, int panels,
+  // Every (chunk of rows, group of panels) once, of N matrices side by side, with `panels` for each
+  // expert. `input(chunk)` gives the chunk's first row, and is asked again only when a thread comes
+  // to another chunk.
+  template <size_t N, class Cut, class Input, class Finish>
+  void project(const Cut& chunks, const Matrix* const (&matrices)[N], int k_size, int panels,
                int group, size_t stride, Input&& input, Finish&& finish) {
     const int groups = (panels + group - 1) / group;
     int held = -1;
@@ -160,9 +188,11 @@ class Pass {
         inputs_.hold(input(held = chunk), stride, chunks.size(chunk), k_size);
         for (size_t i = 0; i < N; ++i) products[i] = inputs_.times(*matrices[i]);
       }
-      multiply(products, chunks.size(chunk), k_size, first, std::min(first + group, panels),
-               upcoming_, [&](int row, int height, int panel, int width, const float* tile) {
-                 finish(chunks.first(chunk) + row, height, panel, width, tile);
+      const int before = chunks.expert(chunk) * panels;
+      multiply(products, chunks.size(chunk), k_size, before + first,
+               before + std::min(first + group, panels), upcoming_,
+               [&](int row, int height, int panel, int width, const float* tile) {
+                 finish(chunks.first(chunk) + row, height, panel - before, width, tile);
                });
     });
   }
@@ -365,9 +395,9 @@ class Pass {
 
   VecF activated(VecF x) const { return weights_.gelu_tanh ? gelu_tanh(x) : silu(x); }
 
-  // hidden = activated(gate) * up
-  void gate(const LayerWeights& layer) {
-    const Chunks chunks = chunks_for(plan_.num_rows(), layer.gate, weights_.hidden_size);
+  // hidden = activated(gate) * up, of all rows or of every expert's
+  template <class Cut>
+  void gate(const LayerWeights& layer, const Cut& chunks) {
     const int panels = round_up(weights_.intermediate_size, kPanel) / kPanel;
     const size_t stride = model_.hidden_stride();
     project(
@@ -375,7 +405,7 @@ class Pass {
         group_for(chunks, layer.gate, panels), model_.residual_stride(),
         [&](int chunk) {
           return normed(chunks.size(chunk), layer.post_norm,
-                        [&](int i) { return chunks.first(chunk) + i; });
+                        [&](int i) { return chunks.row(chunk, i); });
         },
         [&](int row, int height, int panel, int width, const float* tile) {
           for (int r = 0; r < height; ++r) {
@@ -385,6 +415,61 @@ class Pass {
               store(target + i, activated(load(gate + i)) * load(up + i));
           }
         });
+  }
+
+  // residual += the sum of what a row's experts give, each times its share, in ascending order
+  void mix_experts(const LayerWeights& layer) {
+    const int num_rows = plan_.num_rows(), per_token = weights_.experts_per_token;
+    const int most = std::min(chunk_rows(layer.gate, weights_.hidden_size),
+                              chunk_rows(layer.down, weights_.intermediate_size));
+    const ExpertChunks chunks(model_.routing, num_rows, most);
+    route(layer, most);
+    gate(layer, chunks);
+    const int panels = round_up(weights_.hidden_size, kPanel) / kPanel;
+    const size_t hidden_stride = model_.hidden_stride(), stride = model_.residual_stride();
+    project(
+        chunks, {&layer.down}, weights_.intermediate_size, panels,
+        group_for(chunks, layer.down, panels), hidden_stride,
+        [&](int chunk) { return model_.hidden.get() + chunks.first(chunk) * hidden_stride; },
+        [&](int row, int height, int panel, int width, const float* tile) {
+          for (int r = 0; r < height; ++r)
+            std::memcpy(model_.mixed.get() + (row + r) * stride + panel * kPanel,
+                        tile + r * kTileStride, width * kPanel * sizeof(float));
+        });
+    worker_.for_each(num_rows, [&](int64_t row) {
+      float* target = residual((int)row);
+      const int32_t* places = model_.routing.places.data() + row * per_token;
+      const float* shares = model_.routing.shares.data() + row * per_token;
+      for (int i = 0; i < panels * kPanel; i += kLanes) {
+        VecF sum = {};
+        for (int j = 0; j < per_token; ++j)
+          sum = fused(splat(shares[j]), load(model_.mixed.get() + places[j] * stride + i), sum);
+        store(target + i, load(target + i) + sum);
+      }
+    });
+  }
+
+  // model.routing = each row's experts, and each expert's rows in chunks of at most `most`
+  void route(const LayerWeights& layer, int most) {
+    const Chunks chunks = chunks_for(plan_.num_rows(), layer.router, weights_.hidden_size);
+    const size_t stride = model_.router_stride();
+    const int panels = (int)stride / kPanel;
+    project(
+        chunks, {&layer.router}, weights_.hidden_size, panels,
+        group_for(chunks, layer.router, panels), model_.residual_stride(),
+        [&](int chunk) {
+          return normed(chunks.size(chunk), layer.post_norm,
+                        [&](int i) { return chunks.row(chunk, i); });
+        },
+        [&](int row, int height, int panel, int width, const float* tile) {
+          for (int r = 0; r < height; ++r)
+            std::memcpy(model_.router.get() + (row + r) * stride + panel * kPanel,
+                        tile + r * kTileStride, width * kPanel * sizeof(float));
+        });
+    worker_.for_each(plan_.num_rows(), [&](int64_t row) {
+      model_.routing.choose((int)row, model_.router.get() + row * stride);
+    });
+    worker_.for_each(1, [&](int64_t) { model_.routing.group(plan_.num_rows(), most); });
   }
 
   void unembed() {

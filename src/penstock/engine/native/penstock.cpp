@@ -231,7 +231,7 @@ int threads_for(const Model& model, const Plan& plan) {
   const ModelWeights& w = model.weights;
   const double layer = (double)w.hidden_size *
                        ((2.0 * w.num_heads + 2.0 * w.num_kv_heads) * w.head_dim +
-                        3.0 * w.intermediate_size);
+                        3.0 * w.intermediate_size * w.experts_per_token + w.num_experts);
   const double work = plan.num_rows() * layer * w.num_layers +
                       (double)plan.logits_rows.size() * w.vocab_size * w.hidden_size;
   return work < kWorkForThreads ? 1 : model.thread_limit;

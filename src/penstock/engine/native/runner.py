@@ -286,7 +286,8 @@ class NativeRunner(ModelRunner):
         return Drafts([Draft(t, p, confidences=c) for t, p, c in parts], probs)
 
     def _create(self, num_threads: int, positions: int) -> int:
-        config, vectors, window = self.config, self._vectors, self.config.variant.window
+        config, vectors = self.config, self._vectors
+        window, experts = config.variant.window, config.variant.experts
         matrices = {
             name: c.Matrix(matrix.data.data_ptr(), matrix.kind)
             for name, matrix in self._matrices.items()
@@ -295,6 +296,7 @@ class NativeRunner(ModelRunner):
         for index, (layer, (keys, values)) in enumerate(zip(layers, self._cache, strict=True)):
             for name in c.LAYER_MATRICES:
                 setattr(layer, name, matrices[f"layers.{index}.{name}"])
+            layer.router = matrices.get(f"layers.{index}.router", c.Matrix())
             for name in c.LAYER_VECTORS:
                 tensor = vectors.get(f"layers.{index}.{name}")
                 setattr(layer, name, None if tensor is None else tensor.data_ptr())
@@ -317,6 +319,9 @@ class NativeRunner(ModelRunner):
             layers=layers,
             embedding_scale=config.variant.embedding_scale,
             gelu_tanh=config.variant.activation == "gelu_tanh",
+            num_experts=0 if experts is None else experts.count,
+            experts_per_token=1 if experts is None else experts.per_token,
+            norm_topk_prob=experts is not None and experts.norm_topk_prob,
         )
         model = self._library.penstock_create(ctypes.byref(described))
         if not model:

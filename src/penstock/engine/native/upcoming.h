@@ -28,7 +28,9 @@ class Upcoming {
     if (spare == 0 || plan.num_rows() > kMostChunkRows || bytes > kUpcomingBytes) return;
     const double heads = (double)w.num_heads * w.head_dim +
                          (w.num_heads + 2.0 * w.num_kv_heads) * model.head_width();
-    const double columns = w.hidden_size * (heads + 3.0 * w.intermediate_size);
+    // Experts have too few rows each for spare blocks.
+    const double inner = w.num_experts ? 0.0 : 3.0 * w.intermediate_size;
+    const double columns = w.hidden_size * (heads + inner);
     step_ = std::min(64, (int)std::ceil(bytes * kPanel / (spare * columns)));
   }
 

@@ -63,6 +63,7 @@ _END_TEXTS = frozenset(
 
 _EMBEDDINGS = "token_embd.weight"
 _BIAS = "blk.0.attn_output.bias"
+_ROUTER = ".ffn_gate_inp.weight"
 
 
 class Metadata:
@@ -264,8 +265,14 @@ def _rope_factors(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
 
 
 def _dtype(file: GgufFile) -> str:
-    """Return the type of all matrices if they share one and it holds all biases, else float32."""
-    kinds = {entry.kind for entry in file.tensors.values() if len(entry.shape) > 1}
+    """Return the type of all matrices if they share one and it holds all biases, else float32.
+
+    Routers are float32 in any file."""
+    kinds = {
+        entry.kind
+        for entry in file.tensors.values()
+        if len(entry.shape) > 1 and not entry.name.endswith(_ROUTER)
+    }
     dtype = FLOATS.get(kinds.pop(), torch.float32) if len(kinds) == 1 else torch.float32
     biases = [entry for entry in file.tensors.values() if entry.name.endswith(".bias")]
     if not all(_holds(dtype, file, entry) for entry in biases):
