@@ -3,8 +3,8 @@
     python -m lab.bench.start [--repeats 5] [--state FOLDER] [--json] [-- TARGET.gguf --drafter ...]
 
 `penstock serve` with what is behind `--`, one start after the other: seconds from the command to
-the line with its address, and to the first token of a stream that is asked for then. Medians. CPU seconds are of all its
-processes, until the line.
+the line with its address, and to the first token of a stream that is asked for then. Medians. CPU
+seconds are of all its processes, until the line.
 """
 
 from __future__ import annotations
