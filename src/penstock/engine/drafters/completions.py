@@ -97,6 +97,8 @@ class CompletionsClient:
             await self._closed.wait()
 
     async def _post(self, asked: dict[str, object], seconds: float) -> bytes:
+        if self._closed.is_set():
+            raise ServerError("the client is closed")
         body, streamed = b"", self._http.stream("POST", self._url, json=asked, timeout=None)
         async with asyncio.timeout(seconds), streamed as answer:
             if answer.status_code != httpx.codes.OK:
