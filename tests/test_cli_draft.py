@@ -151,6 +151,9 @@ async def test_users_are_served(family: dict[str, Path], oracle: Oracle) -> None
             unknown = await http.post("/v1/completions", json={**body, "model": "near"})
             assert unknown.status_code == 404
             assert "this server has 'big'" in unknown.json()["error"]["message"]
+            expected = {"type": "content", "content": "Once"}
+            refused = await http.post("/v1/completions", json={**body, "prediction": expected})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prediction")
             verifier.delay_s = 0.05
             async with http.stream(
                 "POST", "/v1/completions", json={**body, "stream": True, "max_tokens": 150}

@@ -336,3 +336,30 @@ def test_lines_show_that_a_silent_server_lives() -> None:
     ahead(desk, 5)
     desk.scheduler.table.counters.version += 1
     assert [o.request_id for o in desk.send("s1").drafts] == ["r1"]
+
+
+def test_a_server_that_reads_a_text_is_not_waited_for_and_teaches_nothing() -> None:
+    desk = prefilled("off")
+    order = desk.send("s1").drafts[0]
+    desk.answer(desk.send("s2"))
+    known = desk.scheduler.learn.acceptance.mean("r1", "s1")
+    reading = DraftReady(order.request_id, order.epoch, order.round, "s1", 0, is_reading=True)
+    desk.scheduler.apply(reading, desk.now)
+    plan, _ = desk.verify()
+    assert {i.request_id: i.num_draft_tokens for i in plan.items} == {"r1": 0, "r2": 4}
+    assert desk.scheduler.learn.acceptance.mean("r1", "s1") == known
+    links = desk.scheduler.learn.links
+    assert links.patience("s1", 4) > 1 > links.patience("s2", 4), "no draft of it was timed"
+    assert [o.request_id for o in desk.send("s1").drafts] == ["r1"], "it gets the next order"
+
+
+def test_a_link_has_an_estimate_before_its_first_draft() -> None:
+    desk = prefilled("off")
+    desk.scheduler.apply(DrafterUp("s1", 8, round_trip_s=0.3), desk.now)
+    desk.answer(desk.send("s2"))
+    links = desk.scheduler.learn.links
+    other = links.seconds("s2", 4) - links.seconds("s2", 0)
+    assert links.seconds("s1", 4) == pytest.approx(0.3 + other)
+    assert links.patience("s1", 4) > 1, "it has to read the text first"
+    desk.answer(desk.send("s1"), after=0.1)
+    assert links.seconds("s1", 4) < 0.3, "a draft says more"

@@ -144,3 +144,11 @@ def test_a_wrong_prediction_is_soon_not_drafted() -> None:
         learn.times.target.add_measurement(rows, 1.0 + 0.1 * (rows - 1))
     drafted = run(1.0, learn)[1]
     assert sum(o.num_proposed for o in drafted) < 4 * 10
+
+
+def test_a_wrong_prediction_is_soon_given_up() -> None:
+    learn = Estimators()
+    for rows in (1, 64):
+        learn.times.target.add_measurement(rows, 1.0 + 0.05 * (rows - 1))
+    drafted = run(1.0, learn)[1]
+    assert sum(o.num_proposed for o in drafted) < 0.03 * 4 * 150

@@ -224,6 +224,27 @@ def test_a_wrong_checksum(hub: Hub, ggufs: Callable[..., None]) -> None:
     assert get(f"{NAME}:Q8_0")[0].read_bytes() == b"name-Q8_0.gguf"
 
 
+def test_a_file_that_was_not_verified_is_verified_by_the_next_call(
+    hub: Hub, ggufs: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ggufs("name-Q8_0.gguf")
+    hub.wrong.add("name-Q8_0.gguf")
+    with monkeypatch.context() as killed:
+        killed.setattr("penstock.engine.models.hub._verify", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            get(f"{NAME}:Q8_0")
+    assert cached(parsed(f"{NAME}:Q8_0")) is None
+    assert cached_models() == []
+    assert "arrived damaged" in refusal(f"{NAME}:Q8_0")
+    hub.wrong.clear()
+    path, _ = get(f"{NAME}:Q8_0")
+    assert cached(parsed(f"{NAME}:Q8_0")) == path
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_without_the_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.add(NAME, TINY)
     path, _ = get(NAME)

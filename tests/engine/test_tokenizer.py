@@ -214,11 +214,11 @@ def test_chat_template(tmp_path: Path) -> None:
         ({"default": CHAT, "tool_use": "{% if"}, "tool_use: line 1: "),
     ],
 )
-def test_a_broken_chat_template_is_told_of_when_it_is_loaded(
+def test_a_broken_chat_template_is_told_of_at_the_start(
     tmp_path: Path, template: Any, fault: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken = load_tokenizer(save(tmp_path / "broken", byte_level(), template))
-    broken.prepare()
+    broken.prepare_chats()
     (message,) = caplog.messages
     assert message.startswith(f"the model's chat template cannot be used: {fault}")
     assert "\n" not in message

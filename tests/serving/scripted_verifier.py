@@ -221,7 +221,7 @@ class ScriptedVerifier:
                     self.open_request(up.open)
                 case "draft":
                     self._draft(up.draft)
-                case "ahead":
+                case "ahead" if up.ahead.lines:
                     self.ahead.append(up.ahead)
                 case "close":
                     self.closes.append(up.close.request_id)

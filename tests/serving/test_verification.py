@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 from tests.serving.fakes import TOKENIZER
 from tests.serving.harness import running_server, serve_config
+from tests.serving.links import Delay
 from tests.serving.scripted import free_port, greedy, scripted_server, seeded
+from tests.serving.test_draft_server import Silent
 from tests.serving.verified import (
     NUM_TOKENS,
     PROMPT,
@@ -18,6 +20,9 @@ from tests.serving.verified import (
 )
 
 from penstock.engine.tokenizer import load_tokenizer
+from penstock.serving.draft_streams import DraftStream
+from penstock.serving.link import Endpoint, VerifierLink
+from penstock.transport.checks import PROTOCOL_VERSION
 from penstock.transport.v1 import drafting_pb2 as pb
 
 
@@ -62,6 +67,33 @@ async def test_central_output_is_the_targets_own(world: World, fields: dict[str,
     (text,) = draft_server.texts.values()
     assert text.token_ids == (PROMPT + expected)[: len(text.token_ids)]
     assert len(text.token_ids) > len(PROMPT) + NUM_TOKENS / 2
+
+
+async def test_the_round_trip_is_known_before_the_first_order(world: World, monkeypatch) -> None:
+    """Of a real draft server's link, on which every byte takes 0.1 s each way."""
+    told: list[float | None] = []
+    post_up = DraftStream._post_up
+
+    def note(stream: DraftStream, round_trip_s: float | None = None) -> None:
+        told.append(round_trip_s)
+        post_up(stream, round_trip_s)
+
+    monkeypatch.setattr(DraftStream, "_post_up", note)
+    fields = {"protocol_version": PROTOCOL_VERSION, "tokenizer_digest": world.digest}
+    hello = pb.Hello(model_name="far", max_draft_tokens=8, takes_assignments=True, **fields)
+    port = int(world.address.rpartition(":")[2])
+    async with Delay(port, seconds=0.1).running() as link:
+        far = VerifierLink(Endpoint(f"127.0.0.1:{link.port}"), hello, Silent())
+        running = asyncio.create_task(far.run())
+        async with asyncio.timeout(30):
+            while len(told) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    first, then = told
+    assert first is None
+    assert then is not None
+    assert 0.2 <= then < 5
 
 
 async def test_logprobs_go_only_to_requests_that_ask(world: World) -> None:

@@ -180,7 +180,7 @@ class PredictedContent(Body):
     content: str | list[TextPart]
 
 
-class _PredictedBody(GenerationBody):
+class PredictedBody(GenerationBody):
     """Fields of completions and chats, which may have a prediction."""
 
     prediction: PredictedContent | None = None
@@ -190,7 +190,7 @@ class _PredictedBody(GenerationBody):
         return "" if self.prediction is None else _text_of(self.prediction.content)
 
 
-class CompletionBody(_PredictedBody):
+class CompletionBody(PredictedBody):
     """Body of `POST /v1/completions`.
 
     suffix: text behind the output, which fills in the middle. logprobs: alternatives per token.
@@ -377,7 +377,7 @@ RESERVED_NAMES = frozenset({
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
-class ChatBody(_PredictedBody):
+class ChatBody(PredictedBody):
     """Body of `POST /v1/chat/completions`.
 
     top_logprobs: alternatives per token. parallel_tool_calls: false ends a choice after its first

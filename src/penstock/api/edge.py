@@ -46,6 +46,7 @@ async def serve_drafts(settings: DraftSettings, announce: Callable[[str], None])
         drafter = await asyncio.to_thread(load_drafter, settings.drafter)
         if sock is not None:
             await asyncio.to_thread(drafter.tokenizer.prepare)
+            await asyncio.to_thread(drafter.tokenizer.prepare_chats)
         server = DraftService(settings.endpoint, drafter.hello, drafter.sessions)
         running = asyncio.create_task(server.run())
         stopping = asyncio.create_task(stopped.wait())

@@ -12,7 +12,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
-from penstock.api.bodies import ChatBody, ChatMessage, CompletionBody, GenerationBody, Tool
+from penstock.api.bodies import (
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    GenerationBody,
+    PredictedBody,
+    Tool,
+)
 from penstock.api.body import Structure
 from penstock.api.choices import ResponseChoice, TextStream
 from penstock.api.errors import ApiError
@@ -131,7 +138,7 @@ class RequestBuilder:
         fill = self._fill_tokens() if body.suffix else None
         suffix = await self._text_ids(body.suffix, "suffix")
         ends = fill.ends if fill is not None and not body.ignore_eos else frozenset[int]()
-        prediction = await self._text_ids(body.predicted_text, "prediction")
+        prediction = await self._prediction(body)
         size = sum(_COST_PER_TEXT + len(prompt) for prompt in given if isinstance(prompt, str))
 
         def encode(prompt: str | list[int]) -> list[int]:
@@ -206,7 +213,7 @@ class RequestBuilder:
 
         token_ids, text = await self._tokenise(chat.size, encode, chat)
         prompt = tuple(token_ids)
-        prediction = await self._text_ids(body.predicted_text, "prediction")
+        prediction = await self._prediction(body)
         before = None
         if thinks is not None:
             # Grammars that were made for tools have the text's head themselves.
@@ -351,6 +358,13 @@ class RequestBuilder:
             message = "suffix: this model has no fill-in-the-middle tokens"
             raise ApiError(400, message, param="suffix", code="unsupported_value")
         return found
+
+    async def _prediction(self, body: PredictedBody) -> tuple[int, ...]:
+        """Raises: ApiError, also at a draft server, whose link carries none."""
+        if body.prediction is not None and self.engine.draft_model is not None:
+            message = "prediction: a draft server takes none; its verification server does"
+            raise ApiError(400, message, param="prediction", code="unsupported_value")
+        return await self._text_ids(body.predicted_text, "prediction")
 
     async def _text_ids(self, text: str, param: str) -> tuple[int, ...]:
         """Return the tokens of a text within another. Raises: ApiError."""

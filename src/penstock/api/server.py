@@ -84,6 +84,7 @@ async def serve(
                     tell(line)
                 announce(address)
                 tell(_trial(app.state.metrics.model_name, address, config, tokenizer))
+                threading.Thread(target=tokenizer.prepare_chats, daemon=True).start()
 
             server = HttpServer(app, client, config, on_started, reload)
             # Loaded objects stay: the garbage collector need not visit them again.

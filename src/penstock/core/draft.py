@@ -279,6 +279,8 @@ def up(ctx: Context, event: DrafterUp) -> None:
         drafter.max_draft_tokens, drafter.tenant = event.max_draft_tokens, event.tenant
         drafter.takes_assignments = event.takes_assignments
     drafter.up, drafter.silent = True, False
+    if event.round_trip_s is not None:
+        ctx.learn.links.add_round_trip(event.drafter, event.round_trip_s)
 
 
 def down(ctx: Context, name: str) -> None:

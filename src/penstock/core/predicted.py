@@ -28,7 +28,7 @@ _MOST_TRIED = 16
 """Limit of the places with the same token that are compared."""
 _FIRST_RATES = (0.5, 0.5, 0.7, 0.8, 0.9, 0.95, 0.97)
 """Expected share of right tokens behind matches of 0, 1, 2, 4, 8, 16 and 32 tokens."""
-_FIRST_STRENGTH = 4.0  # tokens that this counts for
+_FIRST_STRENGTH = 1.0  # tokens that this counts for: most predictions are right, or none of it
 _KEEP = 0.97  # memory of a token
 
 

@@ -52,7 +52,8 @@ def calibrate(
 ) -> None:
     """Fill the step times from a profile, or from a few steps of each model without known times.
 
-    A model that the profile lacks is measured on scratch blocks for about `budget_s` seconds.
+    A target that the profile lacks is measured on scratch blocks for about `budget_s` seconds, and
+    so are its drafters together.
     together: drafters to measure beside the target, too, if lanes could gain; in a second at most.
     No request may be running."""
     known: set[str] = set()
@@ -68,7 +69,8 @@ def calibrate(
         if name in known:
             continue
         if times.curve_of(name).is_empty:
-            _measure_drafter(drafter, estimators, clock, budget_s, executor.max_model_len)
+            share_s = budget_s / len(executor.drafters)
+            _measure_drafter(drafter, estimators, clock, share_s, executor.max_model_len)
         is_measured = any(d.name == name for d in times.profile.drafters)
         expected_s = slowdowns_seconds(times, name, _TOGETHER_S)
         if name not in together or is_measured or expected_s > left_s:

@@ -121,6 +121,9 @@ class Tokenizer:
     def prepare(self) -> None:
         """Compute what the first request would wait for."""
         _ = self._longest_token, self._verbatim
+
+    def prepare_chats(self) -> None:
+        """Compute what the first chat would wait for: imports that take a second."""
         if self.template_fault is not None:
             _log.warning("%s; chats are refused", self.template_fault)
 

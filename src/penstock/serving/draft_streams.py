@@ -14,6 +14,7 @@ import grpc
 
 from penstock.core.types import (
     DraftAhead,
+    DrafterUp,
     DraftOrder,
     FinishReason,
     LatencyTarget,
@@ -126,7 +127,7 @@ class Hub(Protocol):
     """Shared by all streams: the engine and its description.
 
     target, tokenizer_digest: the target's name for users, and its tokenizer. join: registers a
-    stream with the scheduler and returns its name there. Raises: Refusal."""
+    stream and returns its name for the scheduler. Raises: Refusal."""
 
     client: EngineClient
     target: str
@@ -134,7 +135,7 @@ class Hub(Protocol):
     audits: Audits
     new_meter: Callable[[Request], Meter]
 
-    def join(self, stream: DraftStream, max_draft_tokens: int) -> str: ...
+    def join(self, stream: DraftStream) -> str: ...
     def new_engine_id(self, drafter: str) -> str: ...
 
 
@@ -155,6 +156,9 @@ class DraftStream:
         self._assigned: dict[str, DraftedRequest] = {}
         self._num_assigned = 0
         self._num_late = 0
+        self._longest = 0
+        self._welcomed_at: float | None = None
+        """Time of a `Welcome` that was not answered."""
         now = time.perf_counter()
         self._messages = TokenBucket(limits.max_messages_per_s, now)
         self._bytes = TokenBucket(limits.max_bytes_per_s, now)
@@ -189,8 +193,9 @@ class DraftStream:
         check_hello(hello, self._hub.tokenizer_digest)
         self.takes_assignments = hello.takes_assignments
         self.model_name = hello.model_name
-        longest = min(hello.max_draft_tokens, self.limits.max_draft_tokens)
-        self.drafter = self._hub.join(self, longest)
+        self._longest = min(hello.max_draft_tokens, self.limits.max_draft_tokens)
+        self.drafter = self._hub.join(self)
+        self._post_up()
         welcome = self.limits.welcome(
             self.drafter,
             self._hub.target,
@@ -198,6 +203,12 @@ class DraftStream:
             trusted=self.identity.trusted,
         )
         self.send(pb.Down(welcome=welcome))
+        self._welcomed_at = time.perf_counter()
+
+    def _post_up(self, round_trip_s: float | None = None) -> None:
+        assert self.drafter is not None
+        tenant, takes = self.identity.tenant, self.takes_assignments
+        self._hub.client.post(DrafterUp(self.drafter, self._longest, tenant, takes, round_trip_s))
 
     def _open(self, message: pb.Open) -> None:
         check_open(message, self.limits, self._edge)
@@ -280,6 +291,9 @@ class DraftStream:
         """Pass on drafts ahead; drafts for unknown requests are dropped without penalty."""
         assert self.drafter is not None
         is_of_use = False
+        if not ahead.lines and self._welcomed_at is not None:
+            self._post_up(time.perf_counter() - self._welcomed_at)
+            self._welcomed_at, is_of_use = None, True
         for lines in ahead.lines:
             request = self._edge.get(lines.request_id) or self._assigned.get(lines.request_id)
             if request is None:

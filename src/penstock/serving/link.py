@@ -142,6 +142,7 @@ class VerifierLink:
             if self.num_losses:
                 _log.warning("connected to %s again", self._endpoint.address)
             self._outbox, self.problem = outbox, None
+            self.send(pb.Up(ahead=pb.DraftAhead()))
             self._welcome_at = time.monotonic()
             self._user.connected(welcome)
             async for message in messages:

@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 
 from penstock.config import ConfigError, DraftersConfig, TenantConfig
-from penstock.core.types import DrafterDown, DrafterUp, DraftOrder, Output, Request
+from penstock.core.types import DrafterDown, DraftOrder, Output, Request
 from penstock.serving.client import EngineClient
 from penstock.serving.draft_access import Audits, ConnectionLimits, Identities, Identity, peer_of
 from penstock.serving.draft_streams import (
@@ -97,16 +97,15 @@ class DraftHub:
         """The scheduler's names of connected draft servers."""
         return tuple(self._streams)
 
-    def join(self, stream: DraftStream, max_draft_tokens: int) -> str:
-        """Register a stream with the scheduler; returns its name there. Raises: Refusal."""
-        base, tenant, _ = stream.identity
+    def join(self, stream: DraftStream) -> str:
+        """Register a stream; returns its name for the scheduler. Raises: Refusal."""
+        base = stream.identity.name
         names = (base, *(f"{base}#{n}" for n in range(2, _MAX_STREAMS_EACH + 1)))
         taken = {*self._streams, *self.client.info.drafters}
         name = next((n for n in names if n not in taken), None)
         if name is None:
             raise Refusal(f"{base} has {_MAX_STREAMS_EACH} streams open; no more are allowed")
         self._streams[name] = stream
-        self.client.post(DrafterUp(name, max_draft_tokens, tenant, stream.takes_assignments))
         return name
 
     def leave(self, stream: DraftStream) -> None:

@@ -352,6 +352,7 @@ def run_engine(
         # Otherwise every full collection traverses the loaded objects in the middle of a step.
         gc.collect()
         gc.freeze()
+        gc.enable()
         try:
             server.serve()
         finally:

@@ -55,18 +55,28 @@ class LinkTimes:
 
     def __init__(self) -> None:
         self._lines: defaultdict[str, _Line] = defaultdict(_Line)
+        self._round_trips: dict[str, float] = {}
 
     def add_transfer(self, drafter: str, num_tokens: int, seconds: float) -> None:
         """Take in a draft that came `seconds` after its order."""
         self._lines[drafter].add_transfer(num_tokens, seconds, _LINK_KEEP)
 
+    def add_round_trip(self, drafter: str, seconds: float) -> None:
+        """Take in a round trip without a draft, which counts until the first draft."""
+        self._round_trips[drafter] = seconds
+
     def seconds(self, drafter: str, num_tokens: int) -> float:
-        """Return the expected seconds of a draft; while not measured, the other servers' mean."""
+        """Return the expected seconds of a draft.
+
+        While no draft was measured: the round trip, if that was, and the other servers' mean."""
         own = self._lines.get(drafter)
         lines = list(self._lines.values()) if own is None else [own]
         num = max(1, len(lines))
         each = sum(line.slope for line in lines) / num
-        return sum(line.intercept for line in lines) / num + each * num_tokens
+        round_trip = sum(line.intercept for line in lines) / num
+        if own is None:
+            round_trip = self._round_trips.get(drafter, round_trip)
+        return round_trip + each * num_tokens
 
     def patience(self, drafter: str, num_tokens: int) -> float:
         """Return the seconds after which a draft is given up, well beyond the usual ones."""
@@ -77,3 +87,4 @@ class LinkTimes:
 
     def drop_drafter(self, drafter: str) -> None:
         self._lines.pop(drafter, None)
+        self._round_trips.pop(drafter, None)

@@ -174,7 +174,10 @@ class ServerDrafter:
                 said = ""
                 self._num_failed = _MOST_FAILURES - 1  # one more failure is enough
                 self._broken.clear()
-                self._post(DrafterUp(self.name, tenant=self._tenant))
+                began = self._clock.now()  # of another call: the server may have loaded its model
+                self._call("a", 1, _LONGEST_S)
+                took = self._clock.now() - began
+                self._post(DrafterUp(self.name, tenant=self._tenant, round_trip_s=took))
                 self._broken.wait()
                 self._post(DrafterDown(self.name))
             if self._error != said and not self._closed.is_set():

@@ -39,6 +39,8 @@ _DEFAULT_QUANT, _DEFAULT_BITS = "Q4_K_M", 4
 _NO_MODEL = ("mmproj", "imatrix")
 """In names of GGUF files that are no language models."""
 _MAIN = "main"
+_MARK = ".penstock-unverified"
+"""File beside a repository's snapshots, with the name of a file until that is verified."""
 _OFFLINE = "OfflineModeIsEnabled"
 """The library's error under HF_HUB_OFFLINE."""
 
@@ -140,6 +142,7 @@ def _snapshots() -> Iterator[tuple[str, set[str], Path, dict[str, int]]]:
             folder = each.snapshot_path
             files = {f.file_path.relative_to(folder).as_posix(): f for f in each.files}
             sizes = {name: file.size_on_disk for name, file in files.items()}
+            sizes.pop(_unverified(repo.repo_path / _MARK), None)
             yield repo.repo_id, {*each.refs, each.commit_hash}, folder, sizes
 
 
@@ -240,21 +243,34 @@ def _distance(file: str) -> tuple[bool, int, bool, bool, bool, str]:
 
 def _downloaded(name: HubName, choice: _Choice, files: Mapping[str, Any], commit: str) -> Path:
     """Download missing files one by one, each verified before the next; return their folder."""
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.file_download import repo_folder_name
 
-    paths = [try_to_load_from_cache(name.repo, file, revision=commit) for file in choice.names]
-    missing = [f for f, p in zip(choice.names, paths, strict=True) if not isinstance(p, str)]
+    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name.repo, repo_type="model")
+    mark, paths = folder / _MARK, {}
+    for file in choice.names:
+        paths[file] = try_to_load_from_cache(name.repo, file, revision=commit)
+    paths.pop(_unverified(mark), None)
+    missing = [file for file in choice.names if not isinstance(paths.get(file), str)]
     _require_space(name, sum(files[file].size or 0 for file in missing))
     for file in missing:
         try:
+            folder.mkdir(parents=True, exist_ok=True)
+            mark.write_text(file)
             path = hf_hub_download(name.repo, file, revision=name.revision)
         except Exception as error:  # as in `fetch`
             raise ConfigError(_advice(name, error)) from error
         _verify(name, Path(path), files[file])
+        mark.unlink(missing_ok=True)
     main = try_to_load_from_cache(name.repo, choice.main, revision=commit)
     if not isinstance(main, str):
         raise ConfigError(f"{name.text} was changed on the hub during the download; run it again")
     return Path(main).parents[choice.main.count("/")]
+
+
+def _unverified(mark: Path) -> str:
+    """Return the file whose download or verification did not end; empty without one."""
+    return mark.read_text() if mark.exists() else ""
 
 
 def _require_space(name: HubName, num_bytes: int) -> None:

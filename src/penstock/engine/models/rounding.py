@@ -26,8 +26,8 @@ _MOST_BITS = 6.0
 """Bits per weight up to which a matrix is kept: rounding would gain little."""
 _CACHED_BYTES = 64 << 20
 """Bytes of matrices that a processor's cache might hold: reading those takes little."""
-_CHUNK = 1 << 21
-"""Values rounded at once, which bounds the scratch memory."""
+_CHUNK = 1 << 18
+"""Values rounded at once, so that intermediate results stay in the cache."""
 
 
 def is_large(weights: Mapping[str, Weight]) -> bool:
@@ -109,31 +109,37 @@ def encode(values: torch.Tensor) -> torch.Tensor:
 
     Each block has the codes with the least squared error among those tried, d and m by least
     squares."""
-    blocks = values.unflatten(1, (-1, _SIZE))
-    low, high = blocks.amin(-1, keepdim=True), blocks.amax(-1, keepdim=True)
-    centre, half = (low + high) / 2, (high - low) / 2
-    mean = blocks.mean(-1, keepdim=True)
-    least = torch.full_like(centre, torch.inf)
-    best = [torch.zeros_like(centre), torch.zeros_like(centre), torch.zeros_like(blocks)]
+    # A column a block: sums over a block and factors of it then take whole vectors.
+    blocks = values.view(-1, _SIZE).t().contiguous()
+    low, high, mean = blocks.amin(0), blocks.amax(0), blocks.mean(0)
+    blocks -= mean
+    centre, half = (low + high) / 2 - mean, ((high - low) / 2).clamp_(min=1e-12)
+    codes, products = torch.empty_like(blocks), torch.empty_like(blocks)
+    least, best = torch.full_like(mean, torch.inf), mean.new_zeros(4, len(mean))
     for share in _SHARES:
-        step = half * (2 * share / _MOST_CODE)
-        codes = ((blocks - (centre - share * half)) / step.clamp(min=1e-12)).round_()
-        codes.clamp_(0, _MOST_CODE)
-        own_mean = codes.mean(-1, keepdim=True)
-        off = codes - own_mean
-        spread = off.square().sum(-1, keepdim=True)
-        slope = (off * (blocks - mean)).sum(-1, keepdim=True) / spread.clamp(min=1e-12)
+        start, scale = centre - share * half, _MOST_CODE / (2 * share) / half
+        _put_codes(blocks, start, scale, codes)
+        total, squares = codes.sum(0), torch.mul(codes, codes, out=products).sum(0)
+        product = torch.mul(codes, blocks, out=products).sum(0)
+        slope = product / (squares - total * total / _SIZE).clamp_(min=1e-12)
         # Rounded as they are stored, before the error is computed.
         d = slope.half().float()
-        m = (mean - d * own_mean).half().float()
-        error = (d * codes + m - blocks).square_().sum(-1, keepdim=True)
+        m = (mean - d * total / _SIZE).half().float()
+        off = m - mean
+        # Without the sum of squares, which is the same for all.
+        error = d * (d * squares + 2 * off * total - 2 * product) + _SIZE * off * off
         is_better = error < least
         least = torch.where(is_better, error, least)
-        best = [
-            torch.where(is_better, new, old) for new, old in zip((d, m, codes), best, strict=True)
-        ]
-    d, m, codes = best
-    heads = torch.cat([d, m], dim=-1).half().view(torch.uint8)
-    nibbles = codes.to(torch.uint8)
-    packed = nibbles[..., : _SIZE // 2] | nibbles[..., _SIZE // 2 :] << 4
-    return torch.cat([heads, packed], dim=-1).flatten(1)
+        best = torch.where(is_better, torch.stack((d, m, start, scale)), best)
+    _put_codes(blocks, best[2], best[3], codes)
+    data = torch.empty(len(mean), _BLOCK_BYTES, dtype=torch.uint8)
+    data[:, :4] = best[:2].t().half().contiguous().view(torch.uint8)
+    data[:, 4:] = (codes[: _SIZE // 2] + 16 * codes[_SIZE // 2 :]).to(torch.uint8).t()
+    return data.view(len(values), -1)
+
+
+def _put_codes(
+    blocks: torch.Tensor, start: torch.Tensor, scale: torch.Tensor, codes: torch.Tensor
+) -> None:
+    """Fill `codes` [32, blocks], of which `start` is 0 and a code more is 1 / scale more."""
+    torch.mul(blocks, scale, out=codes).sub_(start * scale).round_().clamp_(0, _MOST_CODE)
