@@ -37,7 +37,7 @@ def test_a_second_server_drafts(tmp_path: Path, monkeypatch, fault: signal.Signa
     small = [SMALL, "--no-speculation", "--api-key", KEY]
     with program(tmp_path / "small.log", *small) as remote:
         # By its prices it would not draft for so small a target.
-        given = ["--drafter", f"edge={remote.url}/v1", "--allocation", "fixed"]
+        given = ["--drafter", f"edge={remote.url}/v1", "--set", "allocation=fixed"]
         with program(tmp_path / "serve.log", *given) as running:
             eventually(lambda: "drafter edge answers" in running.log.read_text(), timeout=LONG)
             alone = texts(running, "none")
