@@ -6,7 +6,6 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.products import first_fast
 from tests.serving.harness import eventually
 from tests.serving.program import LONG, Program, program
 
@@ -31,7 +30,8 @@ def metric(running: Program, name: str) -> float:
     return sum(float(li.split()[-1]) for li in lines if li.startswith(name) and "edge" in li)
 
 
-@pytest.mark.parametrize("fault", first_fast([signal.SIGKILL, signal.SIGSTOP]))
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_second_server_drafts(tmp_path: Path, monkeypatch, fault: signal.Signals) -> None:
     monkeypatch.setenv("PENSTOCK_DRAFTER_KEY_EDGE", KEY)
     small = [SMALL, "--no-speculation", "--api-key", KEY]
