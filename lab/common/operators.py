@@ -18,10 +18,8 @@ def linear_profile(path: Path, num_layers: int, granularity: int = 8) -> StepPro
     table = read_table(path)
     alone = numbers(table, "num_tensor_parallel_workers") == 1
     each = [numbers(table, f"time_stats.{name}.median") for name in (*PROJECTIONS, *OTHERS)]
-    tokens, seconds = (
-        numbers(table, "num_tokens")[alone],
-        np.sum(each, axis=0)[alone] * num_layers / 1000,
-    )
+    tokens = numbers(table, "num_tokens")[alone]
+    seconds = np.sum(each, axis=0)[alone] * num_layers / 1000
     measured = np.unique(tokens)
     means = [seconds[tokens == count].mean() for count in measured]
     counts = np.unique(np.ceil(measured / granularity) * granularity)
