@@ -424,10 +424,10 @@ def started(cli: Cli, family: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[
         (("--drafters-listen", "127.0.0.1:0"), "priced", "auto"),
         (("--drafters-listen", "127.0.0.1:0", "--pipeline", "off"), "priced", "off"),
         (("--drafters-listen", "127.0.0.1:0", "--pipeline", "2"), "priced", "2"),
-        (("--drafters-listen", "127.0.0.1:0", "--allocation", "random"), "random", "auto"),
+        (("--drafters-listen", "127.0.0.1:0", "--set", "allocation=random"), "random", "auto"),
         (("--drafters-listen", "127.0.0.1:0", "--policy", "goodspeed"), "goodspeed", "off"),
         (("--policy", "spin", "--set", "allocation.k=2"), "fixed", "auto"),
-        (("--set", "policy=spin", "--allocation", "priced", "--pipeline", "2"), "priced", "2"),
+        (("--set", "policy=spin", "--set", "allocation=priced", "--pipeline", "2"), "priced", "2"),
     ],
 )
 def test_the_defaults_with_draft_servers(started, options, allocation, pipeline) -> None:

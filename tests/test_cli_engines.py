@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from tests.conftest import Cli
 
-from penstock.cli.old_names import OLD_NAMES, with_new_names
 from penstock.cli.settings import engine_with, put_options
 from penstock.config import ConfigError, Settings
 
@@ -132,53 +131,6 @@ def test_commands_that_take_an_engine(cli: Cli, command: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("--selection lbss a", "--set selection=lbss a"),
-        ("--selection=lbss a", "--set selection=lbss a"),
-        ("--fairness --no-fairness a", "--set fairness=false a"),
-        ("--engine-arg a-b=c=1 --engine-arg d=2", "--set vllm.args.a_b=c=1 --set vllm.args.d=2"),
-        ("--cors-origin https://a --port 1", "--set cors_origins=[https://a] --port 1"),
-        ("--verification ratio --verification coupled", "--set verification=coupled"),
-        ("a -- --selection", "a -- --selection"),
-    ],
-)
-def test_old_names_become_settings(old: str, new: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert with_new_names(old.split(), set(OLD_NAMES)) == new.split()
-    warnings = capsys.readouterr().err.splitlines()
-    assert len(warnings) == sum(
-        arg.partition("=")[0] in OLD_NAMES for arg in old.split(" -- ")[0].split()
-    )
-    assert all("is an old name and goes with the next release; use --set" in w for w in warnings)
-
-
-def test_an_old_option_that_is_repeated_is_one_list() -> None:
-    old = ["--cors-origin", "a", "--cors-origin", "b"]
-    assert with_new_names(old, set(OLD_NAMES)) == ["--set", "cors_origins=[a, b]"]
-
-
-@pytest.mark.parametrize("name", sorted(OLD_NAMES))
-def test_every_old_name_is_a_setting(name: str) -> None:
-    key, _, value = OLD_NAMES[name].partition("=")
-    key = key.removesuffix("[]") + ("a" if key.endswith(".") else "")
-    assert put({}, f"{key}={value}")
-
-
-def test_old_names_work_and_warn(cli: Cli) -> None:
-    code, out, err = cli("config", "show", "--json", "--log-format", "json", "--no-fairness")
-    assert code == 0
-    assert '"setting": "log_format", "value": "json", "from": "--set log_format"' in out
-    assert err == (
-        "penstock: --log-format is an old name and goes with the next release; use "
-        "--set log_format=json\n"
-        "penstock: --no-fairness is an old name and goes with the next release; use "
-        "--set fairness=false\n"
-    )
-    code, _, err = cli("serve", "--log-format")
-    assert (code, err) == (2, "penstock: Invalid value: --log-format takes a value\n")
-
-
-@pytest.mark.parametrize(
     ("command", "most_options"),
     [
         ("serve", 16),
@@ -198,4 +150,3 @@ def test_help_fits_on_a_screen_and_a_half(cli, monkeypatch, command, most_option
     assert max(map(len, lines)) <= 80
     options = [line for line in lines if line.startswith("  --") and "--help" not in line]
     assert 1 < len(options) <= most_options
-    assert not any(line.split()[0] in OLD_NAMES for line in options if command == "serve")

@@ -226,18 +226,6 @@ def test_capacities_are_of_known_drafters() -> None:
         parse_config(engine(drafters=drafters, drafter_max_num_seqs={"a": 0}))
 
 
-def test_old_names_are_taken_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    listen = {"listen": "127.0.0.1:0"}
-    config = parse_config({**engine(), "drafters": {**listen, "max_strangers_per_s": 3}})
-    assert config.drafters is not None
-    assert config.drafters.max_unauthenticated_connections_per_s == 3
-    (record,) = caplog.records
-    assert "max_strangers_per_s is now called max_unauthenticated" in record.getMessage()
-    both = {"max_strangers_per_s": 3, "max_unauthenticated_connections_per_s": 4}
-    with pytest.raises(ConfigError, match="unknown setting 'max_strangers_per_s'"):
-        parse_config({**engine(), "drafters": {**listen, **both}})
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -39,17 +39,6 @@ def expected_goodput(
     return np.asarray((1 - rate ** (np.asarray(lengths) + 1)) / (1 - rate))
 
 
-def fair_utility(
-    goodput: Sequence[float] | FloatArray,
-    weights: Sequence[float] | FloatArray | None = None,
-    fairness: float = 1.0,
-) -> float:
-    """Return Σ v_i U(x_i) of the α-fair family: log x for exponent 1, else x^(1−a) / (1−a)."""
-    x = np.asarray(goodput, dtype=np.float64)
-    utility = np.log(x) if fairness == 1 else x ** (1 - fairness) / (1 - fairness)
-    return float(utility.sum() if weights is None else utility @ np.asarray(weights))
-
-
 def fair_optimum(
     rates: Sequence[float] | FloatArray,
     budget: float,

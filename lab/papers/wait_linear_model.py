@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from lab.common.claims import ClaimVerdict, Measurement, check
 from lab.common.experiment import Experiment, Skipped, Trial
+from lab.common.operators import linear_profile
 from lab.common.report import Plot, draw, write_table
 from penstock.fluid.step_profile import PAPER_LINEAR
-from penstock.sim.profiles import fit_profile
 from penstock.sim.traces import TraceTable, numbers, read_table
 
 Array = NDArray[np.float64]
@@ -27,7 +27,6 @@ NAME = "wait_linear_model"
 _OPERATORS = "vidur_a100_llama2_7b_mlp.csv.gz"
 _ATTENTION = "attention_a100_llama2_7b_tp1_sample.csv"
 _LAYERS = 32
-_GRANULARITY = 8
 _PAPER = (PAPER_LINEAR.token_seconds[0], PAPER_LINEAR.per_kv_token)
 _USELESS = 0.5
 _PUBLISHED = 0.894
@@ -56,16 +55,8 @@ def _folder(data: Path | None) -> Path:
 
 def _batches(folder: Path) -> tuple[Array, Array]:
     """Decode and mixed batches: prefill tokens, KV tokens that are read, seconds; (N, 3) each."""
-    attention = folder / _ATTENTION
-    profile = fit_profile(
-        folder / _OPERATORS,
-        name="a100",
-        kv_tokens=PAPER_LINEAR.kv_tokens,
-        attention=attention,
-        num_layers=_LAYERS,
-        granularity=_GRANULARITY,
-    ).profile
-    table = read_table(attention)
+    profile = linear_profile(folder / _OPERATORS, _LAYERS)
+    table = read_table(folder / _ATTENTION)
     kinds = np.array(table.column("kind"))
     batch, chunk, kv, seconds = _columns(table)
     decodes = np.flatnonzero(kinds == "decode")

@@ -39,7 +39,7 @@ from penstock.sim.planner import load_bound
 from penstock.sim.profiles import load_profile
 from penstock.sim.run import Setup
 from penstock.sim.run import run as simulate
-from penstock.sim.workloads import Workload, concatenate, make_workload
+from penstock.sim.workloads import Workload, make_workload
 
 NAME = "whole_loop"
 
@@ -94,12 +94,12 @@ class Machine:
         bound = load_bound(self.profile, self.lengths(500, 0), self.profile.kv_tokens)
         lengths, calm = self.lengths(num, seed), round(_SHARES[0] * num)
         phases = (lengths.select(slice(calm)), lengths.select(slice(calm, None)))
-        return concatenate(
-            *(
-                make_workload(phase, rate=share * bound, seed=2 * seed + i)
-                for i, (phase, share) in enumerate(zip(phases, (_CALM, _RUSH), strict=True))
-            )
-        )
+        times: list[Any] = [
+            make_workload(phase, rate=share * bound, seed=2 * seed + i).arrival_time
+            for i, (phase, share) in enumerate(zip(phases, (_CALM, _RUSH), strict=True))
+        ]
+        times[1] += times[0][-1] * calm / max(calm - 1, 1)  # one mean gap of the first behind it
+        return replace(lengths, arrival_time=np.concatenate(times))
 
 
 def machine(name: str) -> Machine:

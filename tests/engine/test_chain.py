@@ -3,7 +3,8 @@
 import dataclasses
 import itertools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,20 +40,27 @@ CHAINS = {"perfect": "ngram+{same}", "near": "suffix+{near}", "far": "ngram+{far
 KV_TOKENS = 32 * 256
 
 
-@pytest.fixture(scope="module", params=["native", *slow(["eager"])])
-def engine(request: pytest.FixtureRequest, family: dict[str, Path]) -> Engine:
+@pytest.fixture(scope="module")
+def engines(family: dict[str, Path]) -> Callable[[str], Engine]:
     chains = {name: path.format_map(family) for name, path in CHAINS.items()}
-    return load_engine(
-        EngineConfig(
+
+    def loaded(backend: str) -> Engine:
+        config = EngineConfig(
             target=family["target"],
             drafters={**chains, "suffix": "suffix"},
             dtype="float32",
-            backend=request.param,
+            backend=backend,
             kv_tokens=KV_TOKENS,
             num_threads=1,
-        ),
-        calibrated=False,
-    )
+        )
+        return load_engine(config, calibrated=False)
+
+    return cache(loaded)
+
+
+@pytest.fixture(params=["native", *slow(["eager"])])
+def engine(request: pytest.FixtureRequest, engines: Callable[[str], Engine]) -> Engine:
+    return engines(request.param)
 
 
 class Switching:
@@ -108,8 +116,13 @@ def repeating_requests(sampling: SamplingParams, num: int, drafter: str) -> list
 
 
 @pytest.fixture(scope="module")
-def alone(engine: Engine) -> Alone:
-    return Alone(engine, repeating_requests, 16)
+def alones(engines: Callable[[str], Engine]) -> Callable[[str], Alone]:
+    return cache(lambda backend: Alone(engines(backend), repeating_requests, 16))
+
+
+@pytest.fixture
+def alone(engine: Engine, alones: Callable[[str], Alone]) -> Alone:
+    return alones(engine.backend)
 
 
 @pytest.mark.parametrize(

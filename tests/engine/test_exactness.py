@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,15 @@ SAMPLINGS = {
 }
 
 
-@pytest.fixture(scope="module", params=["native", *slow(["eager"])])
-def engine(request: pytest.FixtureRequest, family: dict[str, Path]) -> Engine:
-    return load(family, request.param)
+@pytest.fixture(scope="module")
+def engines(family: dict[str, Path]) -> Callable[[str], Engine]:
+    """Loaded once: pytest sets a parametrised fixture up again whenever its parameter changes."""
+    return cache(partial(load, family))
+
+
+@pytest.fixture(params=["native", *slow(["eager"])])
+def engine(request: pytest.FixtureRequest, engines: Callable[[str], Engine]) -> Engine:
+    return engines(request.param)
 
 
 def load(paths: dict[str, Path], backend: str, dtype: str = "float32", **settings: Any) -> Engine:
@@ -165,9 +172,9 @@ class Alone(dict[str, list[tuple[int, ...]]]):
 
 
 @pytest.fixture(scope="module")
-def alone(family: dict[str, Path]) -> Alone:
+def alone(engines: Callable[[str], Engine]) -> Alone:
     """From the plainest backend."""
-    return Alone(load(family, "eager"))
+    return Alone(engines("eager"))
 
 
 @pytest.mark.parametrize(

@@ -28,12 +28,13 @@ def settings(family: dict[str, Path]) -> dict[str, Any]:
     }
 
 
-def load(settings: dict[str, Any], **more: Any) -> Engine:
-    return load_engine(parse_config({"engine": {**settings, **more}}).engine)
+def load(settings: dict[str, Any], *, calibrated: bool = True, **more: Any) -> Engine:
+    config = parse_config({"engine": {**settings, **more}}).engine
+    return load_engine(config, calibrated=calibrated)
 
 
 def test_every_model_is_measured(settings: dict[str, Any]) -> None:
-    engine = load(settings)
+    engine = load(settings, calibrated=False)
     calls = []
     measured = measure(engine, GRID, lambda: calls.append(1))
     assert len(calls) == num_measurements(engine, GRID)
@@ -50,7 +51,7 @@ def test_every_model_is_measured(settings: dict[str, Any]) -> None:
 
 
 def test_a_grid_stays_within_memory_and_context(settings: dict[str, Any]) -> None:
-    engine = load(settings, kv_tokens=512, max_model_len=96)
+    engine = load(settings, calibrated=False, kv_tokens=512, max_model_len=96)
     measured = measure(engine, replace(GRID, batches=(1, 4, 8)))
     works = [work for work, _ in measured.steps]
     assert {w.num_decodes for w in works if w.num_kv_tokens == 64 * w.num_decodes} == {0, 1, 4}

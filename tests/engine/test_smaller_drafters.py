@@ -3,7 +3,8 @@ inside a step: a request is then decoded without, and nobody notices."""
 
 import dataclasses
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,25 +43,43 @@ def write_drafters(near: Path, root: Path) -> dict[str, Path]:
     return paths
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Engine]:
     root = tmp_path_factory.mktemp("family")
     family = write_family(root)
     drafters = {n: str(p) for n, p in write_drafters(family["near"], root).items()}
-    config = EngineConfig(
-        target=family["target"],
-        drafters=drafters,
-        dtype="float32",
-        backend=request.param,
-        kv_tokens=32 * 256,
-        num_threads=1,
-    )
-    return load_engine(config, calibrated=False)
+
+    def loaded(backend: str) -> Engine:
+        config = EngineConfig(
+            target=family["target"],
+            drafters=drafters,
+            dtype="float32",
+            backend=backend,
+            kv_tokens=32 * 256,
+            num_threads=1,
+        )
+        return load_engine(config, calibrated=False)
+
+    return cache(loaded)
+
+
+@pytest.fixture(params=BACKENDS)
+def engine(request: pytest.FixtureRequest, engines: Callable[[str], Engine]) -> Engine:
+    return engines(request.param)
 
 
 @pytest.fixture(scope="module")
-def alone(engine: Engine) -> Alone:
-    return Alone(engine, lambda sampling, _, drafter: some_requests(sampling, drafter))
+def alones(engines: Callable[[str], Engine]) -> Callable[[str], Alone]:
+    return cache(
+        lambda backend: Alone(
+            engines(backend), lambda sampling, _, drafter: some_requests(sampling, drafter)
+        )
+    )
+
+
+@pytest.fixture
+def alone(engine: Engine, alones: Callable[[str], Alone]) -> Alone:
+    return alones(engine.backend)
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,8 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,16 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-@pytest.fixture(scope="module", params=["native", *slow(["eager"])])
-def engine(request: pytest.FixtureRequest, paths: dict[str, Path]) -> Iterator[Engine]:
+@pytest.fixture(scope="module")
+def engines(paths: dict[str, Path]) -> Iterator[Callable[[str], Engine]]:
     before = torch.get_num_threads()
-    yield load(paths, request.param)
+    yield cache(partial(load, paths))
     torch.set_num_threads(before)
+
+
+@pytest.fixture(params=["native", *slow(["eager"])])
+def engine(request: pytest.FixtureRequest, engines: Callable[[str], Engine]) -> Engine:
+    return engines(request.param)
 
 
 def load(paths: dict[str, Path], backend: str) -> Engine:
@@ -99,8 +105,13 @@ def make_requests(sampling: SamplingParams, num: int, drafter: str) -> list[Requ
 
 
 @pytest.fixture(scope="module")
-def alone(engine: Engine) -> Alone:
-    return Alone(engine, make_requests, NUM)
+def alones(engines: Callable[[str], Engine]) -> Callable[[str], Alone]:
+    return cache(lambda backend: Alone(engines(backend), make_requests, NUM))
+
+
+@pytest.fixture
+def alone(engine: Engine, alones: Callable[[str], Alone]) -> Alone:
+    return alones(engine.backend)
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,19 @@ import numpy as np
 import pytest
 from scipy.optimize import minimize
 
-from lab.common.fair_path import expected_goodput, fair_optimum, fair_utility, fluid_path
+from lab.common.fair_path import expected_goodput, fair_optimum, fluid_path
 
 
 def mixtures(rates: list[float], budget: int) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
     """Expected goodput of every decision that uses the whole budget, shape [decisions, clients]."""
     every = itertools.product(range(budget + 1), repeat=len(rates))
     return np.array([expected_goodput(rates, np.array(s)) for s in every if sum(s) == budget])
+
+
+def fair_utility(goodput: np.ndarray, weights: list[float], fairness: float) -> float:
+    """Σ v_i U(x_i) of the α-fair family: log x for exponent 1, else x^(1−a) / (1−a)."""
+    utility = np.log(goodput) if fairness == 1 else goodput ** (1 - fairness) / (1 - fairness)
+    return float(utility @ np.asarray(weights))
 
 
 @pytest.mark.parametrize("fairness", [0.5, 1.0, 2.0])

@@ -6,7 +6,6 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.products import first_fast
 from tests.serving.harness import eventually
 from tests.serving.program import LONG, Program, program
 
@@ -31,13 +30,14 @@ def metric(running: Program, name: str) -> float:
     return sum(float(li.split()[-1]) for li in lines if li.startswith(name) and "edge" in li)
 
 
-@pytest.mark.parametrize("fault", first_fast([signal.SIGKILL, signal.SIGSTOP]))
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_second_server_drafts(tmp_path: Path, monkeypatch, fault: signal.Signals) -> None:
     monkeypatch.setenv("PENSTOCK_DRAFTER_KEY_EDGE", KEY)
     small = [SMALL, "--no-speculation", "--api-key", KEY]
     with program(tmp_path / "small.log", *small) as remote:
         # By its prices it would not draft for so small a target.
-        given = ["--drafter", f"edge={remote.url}/v1", "--allocation", "fixed"]
+        given = ["--drafter", f"edge={remote.url}/v1", "--set", "allocation=fixed"]
         with program(tmp_path / "serve.log", *given) as running:
             eventually(lambda: "drafter edge answers" in running.log.read_text(), timeout=LONG)
             alone = texts(running, "none")

@@ -17,7 +17,6 @@ from penstock.sim.traces import WorkloadError, read_arrivals, read_trace
 from penstock.sim.workloads import (
     MIXES,
     Workload,
-    concatenate,
     load_workload,
     make_workload,
     synthetic,
@@ -322,9 +321,6 @@ def test_arrivals_need_a_column_of_times(tmp_path: Path) -> None:
         read_arrivals(write(tmp_path, LENGTHS))
 
 
-# Two workloads in turn
-
-
 def test_what_requests_ask_for_is_in_the_trace(tmp_path: Path) -> None:
     text = (
         "arrived_at,num_prefill_tokens,num_decode_tokens,tpot_ms,deadline_ms\n"
@@ -336,7 +332,6 @@ def test_what_requests_ask_for_is_in_the_trace(tmp_path: Path) -> None:
     assert made.tpot[0] == 0.025
     assert made.deadline is not None
     assert made.deadline[1] == 1.5
-    assert len(concatenate(made, made).tpot) == 6
     lines = '{"timestamp": 0, "input_length": 9, "output_length": 2, "tpot_ms": null}\n'
     assert np.isnan(load_workload(write(tmp_path, lines, "t.jsonl")).tpot).all()
 

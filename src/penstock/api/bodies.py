@@ -17,7 +17,6 @@ from penstock.core.types import (
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
     LatencyTarget,
-    latency_target,
 )
 
 # OpenAI's limits of choices and tools; the limit of prompts bounds memory.
@@ -70,7 +69,7 @@ class LatencyOptions(Body):
 
     @property
     def target(self) -> LatencyTarget:
-        return latency_target(self.tpot_ms, self.deadline_ms)
+        return LatencyTarget.from_ms(self.tpot_ms, self.deadline_ms)
 
 
 class SamplingBody(Body):

@@ -36,11 +36,9 @@ from penstock.serving.messages import Ready
 if TYPE_CHECKING:
     from penstock.engine.tokenizer import Tokenizer
 _T = TypeVar("_T")
-
 _U = TypeVar("_U")
 
 _DEFAULT_COMPLETION_TOKENS = 16
-
 _GREEDY_BELOW = 1e-5
 
 _LONG_TEXT = 8192
@@ -48,7 +46,6 @@ _LONG_TEXT = 8192
 
 _COST_PER_TEXT = 100
 """Overhead of tokenising any text, in characters."""
-
 
 _EFFORTS = ("reasoning_effort", "enable_thinking")
 """Variables of chat templates that say how much the model thinks."""
@@ -92,6 +89,22 @@ class _Chat:
         given = [*self.tools, *calls, *self.variables.items()]
         written = len(json.dumps(given)) if given else 0
         return written + sum(_COST_PER_TEXT + len(m["content"]) for m in self.messages)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A prompt, and what its choices share.
+
+    max_tokens: of the output. last: token that the text continues, or None. shown: special tokens
+    that are part of the text. scored: its own log-probabilities are asked for"""
+
+    token_ids: tuple[int, ...]
+    prediction: tuple[int, ...]
+    max_tokens: int
+    last: int | None
+    grammar: str | None
+    shown: frozenset[int] = frozenset()
+    scored: bool = False
 
 
 @dataclass(slots=True)
@@ -157,22 +170,17 @@ class RequestBuilder:
         choices: list[ResponseChoice] = []
         for prompt in prompts:
             last = self.tokenizer.last_of_text(prompt) if body.stops or not body.echo else None
-            stop = StopStrings(body.stops, last) if body.stops else None
-            max_tokens = self._max_tokens(
+            limit = self._max_tokens(
                 body, body.max_tokens, _DEFAULT_COMPLETION_TOKENS, len(prompt), caller.tenant, clips
             )
+            shared = _Prompt(prompt, prediction, limit, last, grammar, scored=scores_prompt)
             for n in range(body.n):
                 index = len(choices)
-                sampling = self._sampling(body, n, grammar, scores_prompt=scores_prompt)
-                request = self._request(
-                    body, f"{job_id}-{index}", prompt, max_tokens, sampling, stop, caller.tenant
-                )
-                stops = request.stop_token_ids | ends
-                request = replace(request, prediction=prediction, stop_token_ids=stops)
+                request = self._request(body, f"{job_id}-{index}", n, shared, caller.tenant)
                 choices.append(
                     ResponseChoice(
                         index,
-                        request,
+                        replace(request, stop_token_ids=request.stop_token_ids | ends),
                         # With its prompt a text begins; without it one goes on.
                         TextStream(self.tokenizer, body.stops, None if body.echo else last),
                         opens_prompt=n == 0,
@@ -220,35 +228,24 @@ class RequestBuilder:
             heads = all(s.kind != "lark" for s in structures)
             before = thinks.rules(special, text, chat.continued, heads=heads)
         grammar = await _compiled(structures, body.ignore_eos, self._grammars, before)
-        wanted = body.max_completion_tokens
-        max_tokens = self._max_tokens(
-            body,
-            body.max_tokens if wanted is None else wanted,
-            self.engine.max_request_tokens,
-            len(prompt),
-            caller.tenant,
-            clips,
+        wanted = body.max_completion_tokens or body.max_tokens
+        limit = self._max_tokens(
+            body, wanted, self.engine.max_request_tokens, len(prompt), caller.tenant, clips
         )
         last = self.tokenizer.last_of_text(prompt) if chat.continues else None
-        stop = StopStrings(body.stops, last, shown) if body.stops else None
-        choices = []
-        for n in range(body.n):
-            sampling = self._sampling(body, n, grammar)
-            request = self._request(
-                body, f"{job_id}-{n}", prompt, max_tokens, sampling, stop, caller.tenant
+        shared = _Prompt(prompt, prediction, limit, last, grammar, shown)
+        return [
+            ResponseChoice(
+                n,
+                self._request(body, f"{job_id}-{n}", n, shared, caller.tenant),
+                TextStream(self.tokenizer, body.stops, last, shown),
+                opens_prompt=n == 0,
+                tells_origins=body.speculation.origins,
+                reasoning=None if thinks is None else thinks.parser(text, chat.continued),
+                calls=None if tools is None else tools.parser(),
             )
-            choices.append(
-                ResponseChoice(
-                    n,
-                    replace(request, prediction=prediction),
-                    TextStream(self.tokenizer, body.stops, last, shown),
-                    opens_prompt=n == 0,
-                    tells_origins=body.speculation.origins,
-                    reasoning=None if thinks is None else thinks.parser(text, chat.continued),
-                    calls=None if tools is None else tools.parser(),
-                )
-            )
-        return choices
+            for n in range(body.n)
+        ]
 
     async def token_ids(self, body: TokenizeBody) -> list[int]:
         """Return the tokens of a text or a conversation within the context. Raises: ApiError."""
@@ -282,12 +279,8 @@ class RequestBuilder:
     def check_model(self, name: str) -> None:
         """Raises: ApiError for any model but this server's."""
         if name != self.model_name:
-            raise ApiError(
-                404,
-                f"model {name!r} does not exist; this server has {self.model_name!r}",
-                param="model",
-                code="model_not_found",
-            )
+            message = f"model {name!r} does not exist; this server has {self.model_name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
 
     def _check(self, body: GenerationBody, caller: Caller, num_prompts: int) -> None:
         """Check what does not depend on the prompt's tokens. Raises: ApiError."""
@@ -393,11 +386,8 @@ class RequestBuilder:
     def _check_ids(self, token_ids: Sequence[int], param: str) -> None:
         highest = self.engine.vocab_size - 1
         if max(token_ids, default=0) > highest:
-            raise ApiError(
-                400,
-                f"{param}: token ids go from 0 to {highest}, not to {max(token_ids)}",
-                param=param,
-            )
+            message = f"{param}: token ids go from 0 to {highest}, not to {max(token_ids)}"
+            raise ApiError(400, message, param=param)
 
     def _max_tokens(
         self,
@@ -420,57 +410,42 @@ class RequestBuilder:
         unasked = min(default, room, room if most is None else most)
         num_tokens = unasked if wanted is None else wanted
         if body.min_tokens > num_tokens:
-            raise ApiError(
-                400,
-                f"min_tokens: may be at most max_tokens, {num_tokens}, not {body.min_tokens}",
-                param="min_tokens",
-            )
+            most_told = f"may be at most max_tokens, {num_tokens}, not {body.min_tokens}"
+            raise ApiError(400, f"min_tokens: {most_told}", param="min_tokens")
         return max(1, num_tokens)
 
     def _request(
         self,
-        body: GenerationBody,
+        body: CompletionBody | ChatBody,
         request_id: str,
-        prompt: tuple[int, ...],
-        max_tokens: int,
-        sampling: SamplingParams,
-        stop: StopStrings | None,
+        n: int,
+        prompt: _Prompt,
         tenant: str,
     ) -> Request:
+        """Return the engine's request for choice `n` of a prompt."""
         eos = frozenset() if body.ignore_eos else self.engine.eos_token_ids
         expected = body.expected_output_tokens
         return Request(
             id=request_id,
-            prompt_len=len(prompt),
-            max_tokens=max_tokens,
+            prompt_len=len(prompt.token_ids),
+            max_tokens=prompt.max_tokens,
             tenant=tenant,
-            prompt_token_ids=prompt,
+            prompt_token_ids=prompt.token_ids,
             stop_token_ids=eos | frozenset(body.stop_token_ids),
-            sampling=sampling,
+            sampling=self._sampling(body, n, prompt),
             drafter=body.speculation.drafter,
             max_draft_tokens=body.speculation.max_draft_tokens,
-            expected_output_tokens=None if expected is None else min(expected, max_tokens),
+            expected_output_tokens=None if expected is None else min(expected, prompt.max_tokens),
             latency=body.latency.target,
-            stop=stop,
+            stop=StopStrings(body.stops, prompt.last, prompt.shown) if body.stops else None,
+            prediction=prompt.prediction,
         )
 
     def _too_long(self, what: str, param: str) -> ApiError:
-        limit = self.engine.max_request_tokens
-        return ApiError(
-            400,
-            f"{what} in the context of {limit} tokens",
-            param=param,
-            code="context_length_exceeded",
-        )
+        message = f"{what} in the context of {self.engine.max_request_tokens} tokens"
+        return ApiError(400, message, param=param, code="context_length_exceeded")
 
-    def _sampling(
-        self,
-        body: CompletionBody | ChatBody,
-        n: int,
-        grammar: str | None,
-        *,
-        scores_prompt: bool = False,
-    ) -> SamplingParams:
+    def _sampling(self, body: CompletionBody | ChatBody, n: int, prompt: _Prompt) -> SamplingParams:
         seed = secrets.randbits(64) if body.seed is None else derived_seed(body.seed % 2**64, n)
         by_seed: Literal["coupled", "ratio"] = "ratio" if body.seed is None else "coupled"
         return SamplingParams(
@@ -480,13 +455,13 @@ class RequestBuilder:
             seed=seed,
             verification=self.verification or by_seed,
             num_logprobs=body.num_logprobs,
-            num_prompt_logprobs=body.num_logprobs if scores_prompt else None,
+            num_prompt_logprobs=body.num_logprobs if prompt.scored else None,
             presence_penalty=body.presence_penalty,
             frequency_penalty=body.frequency_penalty,
             repetition_penalty=body.repetition_penalty,
             min_p=body.min_p,
             min_tokens=body.min_tokens,
-            grammar=grammar,
+            grammar=prompt.grammar,
             logit_bias=tuple(sorted((int(k), v) for k, v in body.logit_bias.items())),
         )
 

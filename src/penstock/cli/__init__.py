@@ -15,7 +15,6 @@ from penstock.cli.chat import chat
 from penstock.cli.doctor import doctor
 from penstock.cli.draft import draft
 from penstock.cli.generate import generate
-from penstock.cli.old_names import SettingsCommand
 from penstock.cli.plan import plan
 from penstock.cli.pull import list_models, pull
 from penstock.cli.quantize import quantize
@@ -28,9 +27,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command(cls=SettingsCommand)(serve)
+app.command()(serve)
 app.command()(draft)
-app.command(cls=SettingsCommand)(generate)
+app.command()(generate)
 app.command()(chat)
 app.command()(pull)
 app.command("models")(list_models)
@@ -38,7 +37,7 @@ app.command()(simulate)
 app.command()(capacity)
 app.command()(plan)
 app.command()(quantize)
-app.command(cls=SettingsCommand)(doctor)
+app.command()(doctor)
 app.add_typer(bench.app, name="bench")
 app.add_typer(config.app, name="config")
 app.add_typer(key.app, name="key")

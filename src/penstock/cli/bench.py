@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli import options as cli
-from penstock.cli.old_names import SettingsCommand
 from penstock.cli.terminal import one_line, print_table, progress, whole_numbers
 from penstock.json_text import dumps
 
@@ -27,7 +26,7 @@ def _group() -> None:
     """Measure the engine."""
 
 
-@app.command("engine", cls=SettingsCommand)
+@app.command("engine")
 def bench(
     target: cli.TargetArgument = None,
     drafter: cli.DrafterOption = None,

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.old_names import SettingsCommand
 from penstock.cli.options import JsonOption, with_options_of
 from penstock.cli.serve import serve
 from penstock.cli.terminal import one_line
@@ -103,4 +102,4 @@ def _shown(where: Where, value: Any) -> Any:
 
 
 show.__signature__ = with_options_of(serve, as_json=JsonOption)  # type: ignore[attr-defined]
-app.command(cls=SettingsCommand)(show)
+app.command()(show)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.cli import options as cli
-from penstock.cli.old_names import SettingsCommand
 from penstock.cli.terminal import one_line, print_table, progress, whole_numbers
 from penstock.json_text import dumps
 
@@ -61,7 +60,7 @@ def fit(
     print(f"{out}: {len(fitted.profile.token_counts)} points")
 
 
-@app.command(cls=SettingsCommand)
+@app.command()
 def measure(
     out: Annotated[Path, typer.Option(help="The profile's file; its stem is the name.")],
     target: cli.TargetArgument = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -56,10 +56,6 @@ class DraftersConfig(Model):
         that are answered with the reason; bursts of eight times as many
     audit_share: share of drafts recomputed here, for models that are also local drafters; a
         trusted server that fails loses its trust"""
-
-    renamed: ClassVar[dict[str, str]] = {
-        "max_strangers_per_s": "max_unauthenticated_connections_per_s"
-    }
 
     listen: str
     servers: dict[str, DraftServerConfig] = Field(default_factory=dict)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -17,8 +16,6 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 _Parsed = TypeVar("_Parsed", bound=BaseModel)
 _Value = TypeVar("_Value")
-
-_log = logging.getLogger(__name__)
 
 _UNKNOWN = "unknown_setting"
 
@@ -52,17 +49,10 @@ class Model(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    renamed: ClassVar[dict[str, str]] = {}
-    """Old names of settings, accepted for one release, and their new names."""
-
     @model_validator(mode="wrap")
     @classmethod
     def _known(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         """Name the allowed settings for an unknown one, and report the other mistakes too."""
-        for old, new in cls.renamed.items():
-            if isinstance(data, dict) and old in data and new not in data:
-                _log.warning("the setting %s is now called %s; use that name", old, new)
-                data = {new if name == old else name: value for name, value in data.items()}
         unknown = set(data if isinstance(data, dict) else ()) - set(cls.model_fields)
         if not unknown:
             return handler(data)

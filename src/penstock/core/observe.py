@@ -119,22 +119,12 @@ def _advance(
     ctx.learn.acceptance.on_verdict(verdict)
     if item.num_draft_tokens and item.drafter is not None and not verdict.num_proposed:
         ctx.learn.acceptance.observe_empty(state.request.id, item.drafter)
-    new_tokens = verdict.token_ids
     first = not state.num_output_tokens
     if first:
         state.first_token_at = now
-    num_new = len(new_tokens)
     if is_decode:
-        ctx.learn.lengths.stepped(num_new)
-    if isinstance(state, CountedState):
-        num_new = state.append_counted(num_new)
-    else:
-        state.append(new_tokens)
-        memory.commit(state)
-        if verdict.forced_token_ids:
-            state.hold(verdict.forced_token_ids)
-        else:
-            draft.predict(ctx, state)
+        ctx.learn.lengths.stepped(len(verdict.token_ids))
+    num_new = _append(ctx, state, verdict)
     reason = verdict.finish_reason
     if reason is None and state.num_remaining_tokens <= 0:
         reason = FinishReason.LENGTH
@@ -143,7 +133,7 @@ def _advance(
         _forget(ctx, state)
     return Output(
         state.request.id,
-        new_tokens,
+        verdict.token_ids,
         num_new,
         reason,
         None,
@@ -157,6 +147,19 @@ def _advance(
         state.num_preemptions if reason is not None else 0,
         verdict.num_stop_chars,
     )
+
+
+def _append(ctx: Context, state: RequestState, verdict: Verdict) -> int:
+    """Append a verdict's tokens and hold what comes next, if known; return the number to report."""
+    if isinstance(state, CountedState):
+        return state.append_counted(len(verdict.token_ids))
+    state.append(verdict.token_ids)
+    ctx.table.memory.commit(state)
+    if verdict.forced_token_ids:
+        state.hold(verdict.forced_token_ids)
+    else:
+        draft.predict(ctx, state)
+    return len(verdict.token_ids)
 
 
 def _advance_groups(ctx: Context, run: DecodeRun, result: StepResult) -> list[Output]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, Self
 
 from penstock.core.ahead import LinePiece
 from penstock.fluid.step_profile import StepWork
@@ -43,11 +43,8 @@ class FinishReason(StrEnum):
 
 MAX_LOGPROBS = 20
 """Limit of alternatives reported per token."""
-
-
 MAX_STOP_STRINGS = 16
 """Limit of stop strings per request."""
-
 MAX_STOP_CHARS = 1024
 """Limit of their characters together: the engine compares as many for each token."""
 
@@ -112,14 +109,12 @@ class LatencyTarget(NamedTuple):
         asked = ((self.tpot, tpot), (self.deadline, latency))
         return all(most is None or taken <= most for most, taken in asked)
 
+    @classmethod
+    def from_ms(cls, tpot: float | None, deadline: float | None) -> Self:
+        return cls(*[None if ms is None else ms / 1000 for ms in (tpot, deadline)])
+
 
 NO_TARGET: Final = LatencyTarget()
-
-
-def latency_target(tpot_ms: float | None, deadline_ms: float | None) -> LatencyTarget:
-    """Convert from milliseconds."""
-    given = (tpot_ms, deadline_ms)
-    return LatencyTarget(*[None if ms is None else ms / 1000 for ms in given])
 
 
 class StopStrings(NamedTuple):
@@ -361,9 +356,7 @@ class StepPlan(NamedTuple):
     def num_rows(self) -> int:
         """Largest number of positions that the target computes in this step."""
         rows = 0 if self.decodes is None else self.decodes.num_requests
-        for item in self.items:
-            rows += item.num_scheduled_tokens + item.num_draft_tokens
-        return rows
+        return rows + sum(i.num_scheduled_tokens + i.num_draft_tokens for i in self.items)
 
 
 # --- results ------------------------------------------------------------------------------------

@@ -76,26 +76,8 @@ def request_work(
     )
 
 
-@dataclass(frozen=True)
-class StepKind:
-    """One kind of step in the best mixture. `num_kv_tokens` is the most its decodes hold."""
-
-    steps_per_s: float
-    num_prefill_tokens: float
-    num_decodes: float
-    num_kv_tokens: float
-
-
-@dataclass(frozen=True)
-class CapacityBound:
-    """Bound `requests_per_s`, and the `mixture` of steps that would reach it."""
-
-    requests_per_s: float
-    mixture: tuple[StepKind, ...]
-
-
-def capacity_bound(profile: StepProfile, work: RequestWork, kv_tokens: int) -> CapacityBound:
-    """Return the largest stable load on `profile` with `kv_tokens` of KV memory.
+def capacity_bound(profile: StepProfile, work: RequestWork, kv_tokens: int) -> float:
+    """Return the largest stable load in requests/s on `profile` with `kv_tokens` of KV memory.
 
     Raises ValueError where memory cannot hold the longest request."""
     rows = 1 + work.speculation.num_draft_tokens
@@ -123,10 +105,7 @@ def capacity_bound(profile: StepProfile, work: RequestWork, kv_tokens: int) -> C
     found = linprog(objective, A_ub=matrix, b_ub=limits, method="highs")
     if found.x is None:
         raise ValueError(f"no schedule serves these lengths within {kv_tokens} KV tokens")
-    used = np.flatnonzero(found.x[:-1] > 1e-12)
-    rates = found.x[:-1] / sizes / unit
-    mixture = tuple(StepKind(float(rates[i]), *map(float, columns[i, :3])) for i in used)
-    return CapacityBound(requests_per_s=float(found.x[-1] / unit), mixture=mixture)
+    return float(found.x[-1] / unit)
 
 
 def _per_request(work: RequestWork) -> FloatArray:

@@ -1,4 +1,4 @@
-"""The fluid equilibrium (WAIT, eqs. 3–6), for any step-time profile."""
+"""The fluid equilibrium (WAIT, eqs. 3–5), for any step-time profile."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from penstock.fluid.stages import attention_seconds, held_tokens, stages_of
 from penstock.fluid.step_profile import StepProfile
-from penstock.fluid.traffic import NO_SPECULATION, Speculation, Traffic, offered_throughput
+from penstock.fluid.traffic import Traffic
 
 
 @dataclass(frozen=True)
@@ -15,39 +15,29 @@ class Equilibrium:
     """Steady state of the fluid.
 
     iteration_s: seconds of an iteration, d0 + d1 M* for the paper's profile.
-    in_system:   n_j* of eq. 4: prompts of each type over all stages together.
-    per_stage:   n_j* / (l'_j + 1), the quantity that thresholds are compared with.
-    kv_tokens:   M* of eq. 5.
-    tokens_per_s: Throughput* of eq. 6."""
+    per_stage:   n_j* / (l'_j + 1), with n_j* of eq. 4: prompts of each type at each stage.
+    kv_tokens:   M* of eq. 5."""
 
     iteration_s: float
-    in_system: tuple[float, ...]
     per_stage: tuple[float, ...]
     kv_tokens: float
-    tokens_per_s: float
 
 
-def equilibrium(
-    profile: StepProfile, traffic: Traffic, speculation: Speculation = NO_SPECULATION
-) -> Equilibrium:
+def equilibrium(profile: StepProfile, traffic: Traffic) -> Equilibrium:
     """Return the equilibrium with the shortest iteration.
 
     Raises ValueError where the load exceeds what the profile can serve with any memory."""
-    ranges = [stages_of(t, speculation) for t in traffic]
-    rated = [(t.rate, r.work()) for t, r in zip(traffic, ranges, strict=True)]
+    rated = [(t.rate, stages_of(t).work()) for t in traffic]
     seconds = least_iteration_seconds(
         profile,
         token_rate=sum(rate * work.num_positions for rate, work in rated),
         attention=sum(rate * attention_seconds(profile, work) for rate, work in rated),
         decodes=any(work.num_decodes for _, work in rated),
     )
-    per_stage = tuple(t.rate * seconds for t in traffic)
     return Equilibrium(
         iteration_s=seconds,
-        in_system=tuple(n * r.num_stages for n, r in zip(per_stage, ranges, strict=True)),
-        per_stage=per_stage,
+        per_stage=tuple(t.rate * seconds for t in traffic),
         kv_tokens=seconds * sum(rate * held_tokens(work) for rate, work in rated),
-        tokens_per_s=offered_throughput(traffic),
     )
 
 

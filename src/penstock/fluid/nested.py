@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from penstock.fluid.queues import queue_limit
 from penstock.fluid.stages import StageRange, iteration_seconds, peak_kv_tokens
 from penstock.fluid.step_profile import StepProfile
-from penstock.fluid.traffic import NO_SPECULATION, Speculation, Traffic
+from penstock.fluid.traffic import Traffic
 
 _MARGIN_SCALES = (0.0, 0.3, 1.0)
 """Shares of `_margins` that are tried: none, a part, all."""
@@ -32,7 +32,6 @@ class Segments:
     survival: tuple[float, ...]
     rate: float
     wave: int = 1
-    speculation: Speculation = NO_SPECULATION
 
     def __post_init__(self) -> None:
         count = len(self.ends)
@@ -49,7 +48,7 @@ class Segments:
         """Return the stages of each segment."""
         firsts = [0, *(end + 1 for end in self.ends[:-1])]
         return [
-            StageRange(prompt, first, last, self.speculation, self.wave)
+            StageRange(prompt, first, last, self.wave)
             for prompt, first, last in zip(self.prompt_lens, firsts, self.ends, strict=True)
         ]
 
@@ -57,24 +56,16 @@ class Segments:
         """Return the KV tokens of a prompt that waits before a segment (0-based): l + l'_{i−1}.
 
         Prompts before segment 0 hold none."""
-        if segment == 0:
-            return 0
-        gain = self.speculation.tokens_per_step
-        return self.prompt_lens[segment] + math.ceil(self.ends[segment - 1] * gain)
+        return self.prompt_lens[segment] + self.ends[segment - 1] if segment else 0
 
 
-def segments_of(
-    traffic: Traffic,
-    num_segments: int,
-    wave: int = 1,
-    speculation: Speculation = NO_SPECULATION,
-) -> Segments:
+def segments_of(traffic: Traffic, num_segments: int, wave: int = 1) -> Segments:
     """Cut the request types, ordered by decode steps, into segments of equally many types.
 
     (WAIT, appendix B.2.) Types that end at the same step boundary count as one. A segment's prompt
     length is the mean over all types that reach it, weighted by arrival rate."""
-    last_step = max(speculation.num_steps(t.decode_len) for t in traffic)
-    steps = {t: _stage_end(speculation.num_steps(t.decode_len), wave, last_step) for t in traffic}
+    last_step = max(t.decode_len for t in traffic)
+    steps = {t: _stage_end(t.decode_len, wave, last_step) for t in traffic}
     lengths = sorted(set(steps.values()))
     if not 1 <= num_segments <= len(lengths):
         raise ValueError(f"{len(lengths)} lengths make 1 to {len(lengths)} segments")
@@ -90,7 +81,6 @@ def segments_of(
         survival=tuple(b / a for a, b in itertools.pairwise(rates)),
         rate=rates[0],
         wave=wave,
-        speculation=speculation,
     )
 
 

@@ -1,20 +1,19 @@
 """Cost of one prompt at every stage, the building block of all thresholds.
 
-A request takes steps 0 (its prefill), 1, 2, …; at decode step k ≥ 1 it holds prompt + k tokens
-(with speculation: prompt + 1 + (k − 1) × tokens_per_step, plus its draft tokens). In the paper a
-stage is one step. Whole thresholds are then coarse: one prompt at each of 500 stages fills an A100.
-A *wave* of r makes a stage of r steps: the algorithm decides every r steps, n prompts start
-together, and n / r per step is any fraction. An iteration is then r steps, at phases 0 to r − 1."""
+A request takes steps 0 (its prefill), 1, 2, …; at decode step k ≥ 1 it holds prompt + k tokens. In
+the paper a stage is one step. Whole thresholds are then coarse: one prompt at each of 500 stages
+fills an A100. A *wave* of r makes a stage of r steps: the algorithm decides every r steps, n
+prompts start together, and n / r per step is any fraction. An iteration is then r steps, at phases
+0 to r − 1."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from penstock.fluid.step_profile import StepProfile, StepWork
-from penstock.fluid.traffic import NO_SPECULATION, Speculation, TrafficType
+from penstock.fluid.traffic import TrafficType
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,6 @@ class StageRange:
     prompt_len: int
     first: int
     last: int
-    speculation: Speculation = NO_SPECULATION
     wave: int = 1
 
     @property
@@ -41,7 +39,6 @@ class StageRange:
             prefill_context=count * unit.prefill_context,
             num_decodes=count * unit.num_decodes,
             num_kv_tokens=count * unit.num_kv_tokens,
-            num_draft_tokens=count * unit.num_draft_tokens,
         )
 
     def kv_tokens(self) -> int:
@@ -58,27 +55,23 @@ class StageRange:
         start = step if step > 0 else self.wave
         decodes = max((self.last - start) // self.wave + 1, 0)
         # The contexts of decode steps start, start + wave, … are an arithmetic series.
-        mean_step = start + (decodes - 1) * self.wave / 2
-        context = self.prompt_len + 1 + (mean_step - 1) * self.speculation.tokens_per_step
+        contexts = decodes * (2 * (self.prompt_len + start) + (decodes - 1) * self.wave) // 2
         return StepWork(
             num_prefill_tokens=prefill,
             prefill_context=prefill**2 / 2,
             num_decodes=decodes,
-            num_kv_tokens=math.ceil(decodes * context - 1e-6),
-            num_draft_tokens=decodes * self.speculation.num_draft_tokens,
+            num_kv_tokens=contexts,
         )
 
 
 def held_tokens(work: StepWork) -> int:
     """Return the KV tokens that the requests of a step hold."""
-    return work.num_prefill_tokens + work.num_kv_tokens + work.num_draft_tokens
+    return work.num_prefill_tokens + work.num_kv_tokens
 
 
-def stages_of(
-    kind: TrafficType, speculation: Speculation = NO_SPECULATION, wave: int = 1
-) -> StageRange:
+def stages_of(kind: TrafficType, wave: int = 1) -> StageRange:
     """Return all stages of a type, prefill included: l'_j + 1 of them in the paper."""
-    return StageRange(kind.prompt_len, 0, speculation.num_steps(kind.decode_len), speculation, wave)
+    return StageRange(kind.prompt_len, 0, kind.decode_len, wave)
 
 
 def total_work(ranges: Sequence[StageRange], counts: Sequence[int], phase: int = 0) -> StepWork:

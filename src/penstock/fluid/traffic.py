@@ -29,10 +29,6 @@ class Speculation:
                 f"{self.num_draft_tokens + 1} tokens, not {self.tokens_per_step}"
             )
 
-    def num_steps(self, decode_len: int) -> int:
-        """Return the decode steps of a request with `decode_len` decode tokens."""
-        return math.ceil(decode_len / self.tokens_per_step - 1e-9)
-
 
 NO_SPECULATION = Speculation()
 

@@ -10,13 +10,7 @@ from penstock.fluid.equilibrium import equilibrium
 from penstock.fluid.queues import mean_excess
 from penstock.fluid.stages import iteration_seconds, peak_kv_tokens, stages_of
 from penstock.fluid.step_profile import StepProfile
-from penstock.fluid.traffic import (
-    NO_SPECULATION,
-    Speculation,
-    Traffic,
-    offered_throughput,
-    scaled,
-)
+from penstock.fluid.traffic import Traffic, offered_throughput, scaled
 
 
 @dataclass(frozen=True)
@@ -35,7 +29,6 @@ class WaitThresholds:
     iteration_s: float
     kv_tokens: float
     wave: int = 1
-    speculation: Speculation = NO_SPECULATION
 
     def queue_bounds(self, iterations: float = math.inf) -> tuple[float, ...]:
         """Bound the expected number of prompts of each type that wait for their prefill.
@@ -52,7 +45,7 @@ class WaitThresholds:
 
         A type pauses until its threshold is met, so a stage takes n_j / λ_j and not ΔT."""
         queues = self.queue_bounds()
-        stages = [stages_of(t, self.speculation, self.wave).num_stages for t in self.traffic]
+        stages = [stages_of(t, self.wave).num_stages for t in self.traffic]
         return tuple(
             (q + n * k) / t.rate
             for q, n, k, t in zip(queues, self.thresholds, stages, self.traffic, strict=True)
@@ -64,62 +57,47 @@ class WaitThresholds:
         The missing tokens are those of waiting prompts, which the paper counts as prompts, and
         those still to come from prompts at each stage, which it leaves out."""
         owed = 0.0
-        gain = self.speculation.tokens_per_step
         queues = self.queue_bounds(horizon_s / self.iteration_s)
         for queue, n, kind in zip(queues, self.thresholds, self.traffic, strict=True):
-            steps = self.speculation.num_steps(kind.decode_len)
-            decoding = range(self.wave, steps + 1, self.wave)
+            decoding = range(self.wave, kind.decode_len + 1, self.wave)
             owed += (queue + n) * kind.output_len
-            owed += n * sum(kind.decode_len - (k - 1) * gain for k in decoding)
+            owed += n * sum(kind.decode_len - (k - 1) for k in decoding)
         return min(owed / horizon_s, offered_throughput(self.traffic))
 
 
 def wait_thresholds(
-    profile: StepProfile,
-    traffic: Traffic,
-    kv_tokens: int,
-    wave: int = 1,
-    headroom: float = 0.0,
-    speculation: Speculation = NO_SPECULATION,
+    profile: StepProfile, traffic: Traffic, kv_tokens: int, wave: int = 1
 ) -> WaitThresholds:
     """Return the smallest whole thresholds with ΔT(n) < n_j / λ_j for every type (eq. 7).
 
     Both sides grow with n, so repeating n_j ← ⌊λ_j ΔT(n)⌋ + 1 from 1 ends at the smallest solution,
-    the same for all types. `headroom` solves for rates that much higher (0.1: 10%), for shorter
-    queues and wrong rates. Raises ValueError where no thresholds fit into `kv_tokens`."""
-    _check(traffic, headroom)
-    planned = scaled(traffic, 1 + headroom)
-    equilibrium(profile, planned, speculation)
-    ranges = [stages_of(t, speculation, wave) for t in traffic]
+    the same for all types. Raises ValueError where no thresholds fit into `kv_tokens`."""
+    _check(traffic)
+    equilibrium(profile, traffic)
+    ranges = [stages_of(t, wave) for t in traffic]
     counts = [1] * len(traffic)
     while True:
         kv = peak_kv_tokens(ranges, counts)
         _refuse_beyond(kv_tokens, kv)
         seconds = iteration_seconds(profile, ranges, counts)
         needed = [
-            max(n, math.floor(t.rate * seconds) + 1) for n, t in zip(counts, planned, strict=True)
+            max(n, math.floor(t.rate * seconds) + 1) for n, t in zip(counts, traffic, strict=True)
         ]
         if needed == counts:
-            return WaitThresholds(traffic, tuple(counts), seconds, kv, wave, speculation)
+            return WaitThresholds(traffic, tuple(counts), seconds, kv, wave)
         counts = needed
 
 
-def best_wait_thresholds(
-    profile: StepProfile,
-    traffic: Traffic,
-    kv_tokens: int,
-    headroom: float = 0.0,
-    speculation: Speculation = NO_SPECULATION,
-) -> WaitThresholds:
+def best_wait_thresholds(profile: StepProfile, traffic: Traffic, kv_tokens: int) -> WaitThresholds:
     """Return the thresholds whose wave (a power of 2) has the smallest mean latency bound.
 
     A long wave is best at light load: with a wave of 1 every token of a request would wait for
     another arrival. Raises ValueError where no wave's thresholds fit."""
-    _check(traffic, headroom)
+    _check(traffic)
     found, refusal = [], None
-    for wave in wave_lengths(max(stages_of(t, speculation).num_stages for t in traffic)):
+    for wave in wave_lengths(max(stages_of(t).num_stages for t in traffic)):
         try:
-            found.append(wait_thresholds(profile, traffic, kv_tokens, wave, headroom, speculation))
+            found.append(wait_thresholds(profile, traffic, kv_tokens, wave))
         except ValueError as error:
             refusal = error
     if not found:
@@ -134,29 +112,22 @@ def wave_lengths(num_steps: int) -> list[int]:
 
 
 def fractional_wait_thresholds(
-    profile: StepProfile,
-    traffic: Traffic,
-    kv_tokens: int,
-    headroom: float = 0.0,
-    speculation: Speculation = NO_SPECULATION,
+    profile: StepProfile, traffic: Traffic, kv_tokens: int, headroom: float = 0.0
 ) -> WaitThresholds:
     """Return n_j = λ_j (1 + headroom) ΔT: the fluid's thresholds, fractions of a prompt.
 
+    headroom: share by which rates may be higher, for shorter queues and wrong rates.
     With no headroom eq. 7 holds with equality: the paper's π = [n_j* / (l'_j + 1)], whose queues
     grow like √iterations. Raises ValueError where they do not fit into `kv_tokens`."""
-    _check(traffic, headroom)
-    fluid = equilibrium(profile, scaled(traffic, 1 + headroom), speculation)
+    _check(traffic)
+    fluid = equilibrium(profile, scaled(traffic, 1 + headroom))
     _refuse_beyond(kv_tokens, fluid.kv_tokens)
-    return WaitThresholds(
-        traffic, fluid.per_stage, fluid.iteration_s, fluid.kv_tokens, 1, speculation
-    )
+    return WaitThresholds(traffic, fluid.per_stage, fluid.iteration_s, fluid.kv_tokens)
 
 
-def _check(traffic: Traffic, headroom: float) -> None:
+def _check(traffic: Traffic) -> None:
     if not traffic:
         raise ValueError("thresholds need at least one type of request")
-    if headroom < 0:
-        raise ValueError(f"headroom is a share of 0 or more, not {headroom}")
 
 
 def _refuse_beyond(kv_tokens: int, needed: float) -> None:

@@ -141,7 +141,7 @@ class EngineStats:
     """A snapshot. Counters run from the start of the process.
 
     kv_usage: share of each model's KV blocks in use, `target` among them
-    busy_s, uptime_s: seconds inside the loop's turns, and since the engine was ready
+    busy_s: seconds inside the loop's turns
     num_target_steps, phases: target steps, and their seconds by phase
     drafter_seconds: of drafting and reading, by local drafter
     num_ahead, num_ahead_used: tokens that draft servers have sent ahead, and those that were part
@@ -160,7 +160,6 @@ class EngineStats:
     kv_usage: dict[str, float]
     num_steps: int
     busy_s: float
-    uptime_s: float
     num_target_steps: int
     phases: PhaseTimes
     drafter_seconds: dict[str, float]

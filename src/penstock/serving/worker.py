@@ -137,7 +137,6 @@ class EngineServer:
         self._engine = engine
         self._channel = channel
         self._pulse = pulse
-        self._started_at = engine.clock.now()
         self._num_steps = 0
         self._busy_s = 0.0
         self._pace = TokenPace()
@@ -281,7 +280,6 @@ class EngineServer:
             kv_usage={n: p.num_used_blocks / p.num_blocks for n, p in pools.items()},
             num_steps=self._num_steps,
             busy_s=self._busy_s,
-            uptime_s=self._engine.clock.now() - self._started_at,
             num_target_steps=self._engine.executor.totals.num_target_steps,
             phases=self._engine.executor.totals.phases,
             drafter_seconds=self._engine.executor.totals.drafter_seconds,

@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -80,27 +81,36 @@ class GeometricAcceptance:
         return 1.0 + sum(self.rates[drafter] ** s for s in range(1, num_draft_tokens + 1))
 
 
+class _Delegating(ABC):
+    """A model that has another one for each drafter, request and round."""
+
+    @abstractmethod
+    def _model(self, drafter: str, request_id: str, round_: int) -> AcceptanceModel: ...
+
+    def num_accepted(self, item: VerifyItem, position: int) -> int:
+        if not item.num_draft_tokens or item.drafter is None:
+            return 0
+        model = self._model(item.drafter, item.request_id, item.round)
+        return model.num_accepted(item, position)
+
+    def num_right_behind(self, item: VerifyItem, position: int, num_accepted: int) -> int:
+        if item.drafter is None:
+            return 0
+        model = self._model(item.drafter, item.request_id, item.round)
+        return model.num_right_behind(item, position, num_accepted)
+
+    def num_matched(self, order: DraftOrder, positions: range) -> int:
+        model = self._model(order.drafter, order.request_id, order.round)
+        return model.num_matched(order, positions)
+
+
 @dataclass(frozen=True, slots=True)
-class DriftingAcceptance:
+class DriftingAcceptance(_Delegating):
     """`GeometricAcceptance` whose rates change every `dwell` rounds of a request, in a cycle."""
 
     rates: Mapping[str, Sequence[float]]
     dwell: int
     seed: int = 0
-
-    def num_accepted(self, item: VerifyItem, position: int) -> int:
-        if not item.num_draft_tokens or item.drafter is None:
-            return 0
-        return self._now(item.drafter, item.round).num_accepted(item, position)
-
-    def num_right_behind(self, item: VerifyItem, position: int, num_accepted: int) -> int:
-        if item.drafter is None:
-            return 0
-        now = self._now(item.drafter, item.round)
-        return now.num_right_behind(item, position, num_accepted)
-
-    def num_matched(self, order: DraftOrder, positions: range) -> int:
-        return self._now(order.drafter, order.round).num_matched(order, positions)
 
     def tokens_per_step(self, drafter: str, num_draft_tokens: int) -> float:
         """Return the mean over its probabilities."""
@@ -108,7 +118,7 @@ class DriftingAcceptance:
         steps = range(1, num_draft_tokens + 1)
         return 1.0 + sum(rate**s for rate in rates for s in steps) / len(rates)
 
-    def _now(self, drafter: str, round_: int) -> GeometricAcceptance:
+    def _model(self, drafter: str, request_id: str, round_: int) -> AcceptanceModel:
         rates = self.rates[drafter]
         return GeometricAcceptance({drafter: rates[round_ // self.dwell % len(rates)]}, self.seed)
 
@@ -197,7 +207,7 @@ class RecordedAcceptance:
 
 
 @dataclass(frozen=True)
-class DomainAcceptance:
+class DomainAcceptance(_Delegating):
     """Geometric acceptance with probabilities drawn for each request from its domain.
 
     The draw is joint over all drafters. fit: of the domains; `load_acceptance()` is the bundled
@@ -208,19 +218,8 @@ class DomainAcceptance:
     seed: int = 0
     tenants: Sequence[str] = ()
 
-    def num_accepted(self, item: VerifyItem, position: int) -> int:
-        if not item.num_draft_tokens or item.drafter is None:
-            return 0
-        rates = self.rates(item.request_id)
-        return GeometricAcceptance(rates, self.seed).num_accepted(item, position)
-
-    def num_right_behind(self, item: VerifyItem, position: int, num_accepted: int) -> int:
-        model = GeometricAcceptance(self.rates(item.request_id), self.seed)
-        return model.num_right_behind(item, position, num_accepted)
-
-    def num_matched(self, order: DraftOrder, positions: range) -> int:
-        rates = self.rates(order.request_id)
-        return GeometricAcceptance(rates, self.seed).num_matched(order, positions)
+    def _model(self, drafter: str, request_id: str, round_: int) -> AcceptanceModel:
+        return GeometricAcceptance(self.rates(request_id), self.seed)
 
     def tokens_per_step(self, drafter: str, num_draft_tokens: int) -> float:
         """Return the mean over the requests of all domains."""
@@ -282,23 +281,13 @@ def of_tenants(model: AcceptanceModel, tenants: Sequence[str]) -> AcceptanceMode
 
 
 @dataclass(frozen=True, slots=True)
-class AcceptanceByDrafter:
+class AcceptanceByDrafter(_Delegating):
     """Drafters with a model each."""
 
     models: Mapping[str, AcceptanceModel]
 
-    def num_accepted(self, item: VerifyItem, position: int) -> int:
-        if not item.num_draft_tokens or item.drafter is None:
-            return 0
-        return self.models[item.drafter].num_accepted(item, position)
-
-    def num_right_behind(self, item: VerifyItem, position: int, num_accepted: int) -> int:
-        if item.drafter is None:
-            return 0
-        return self.models[item.drafter].num_right_behind(item, position, num_accepted)
-
-    def num_matched(self, order: DraftOrder, positions: range) -> int:
-        return self.models[order.drafter].num_matched(order, positions)
+    def _model(self, drafter: str, request_id: str, round_: int) -> AcceptanceModel:
+        return self.models[drafter]
 
     def tokens_per_step(self, drafter: str, num_draft_tokens: int) -> float:
         return self.models[drafter].tokens_per_step(drafter, num_draft_tokens)

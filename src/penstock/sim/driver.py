@@ -46,6 +46,14 @@ class _Recorder:
     records: dict[str, RequestRecord] = field(default_factory=dict)
     num_steps: int = 0
 
+    def expect(self, events: Iterable[Event]) -> None:
+        """Begin the records of requests that arrive."""
+        for event in events:
+            if isinstance(event, Arrive):
+                if event.request.id in self.records:
+                    raise ValueError(f"request id {event.request.id!r} is used twice in one trace")
+                self.records[event.request.id] = RequestRecord(event.request)
+
     def on_plan(self, plan: StepPlan) -> None:
         """Ignore plans; results have all that is recorded."""
 
@@ -82,17 +90,10 @@ def simulate(
     recorder = _Recorder(clock)
     loop = Loop(scheduler, executor, clock, (recorder, *instruments))
     timeline = _Timeline(requests, events, executor)
-    remote = executor.remote
     stalled, is_busy = None, False
     while (now := clock.now()) <= until:
-        due: list[Event] = []
-        if remote.sends_ahead or remote.next_time <= now:
-            due += remote.pop_due(now)
-        if timeline.next_time <= now:
-            due += timeline.pop_due(now)
-            for event in due:
-                if isinstance(event, Arrive):
-                    _expect(recorder.records, event.request)
+        due = timeline.pop_due(now)
+        recorder.expect(due)
         # A turn cannot start anything while every lane is busy.
         turn = None
         if not is_busy:
@@ -103,16 +104,13 @@ def simulate(
             is_busy = executor.num_busy == len(scheduler.lanes)
         if turn is not None and (turn.collected or (turn.submitted and not is_busy)):
             continue
-        coming, completion = min(timeline.next_time, remote.next_time), executor.next_completion
-        if completion is not None and completion < coming:
-            coming = completion
-        wanted = coming
+        wanted = timeline.next_time
         if turn is not None:
-            if coming == math.inf and (scheduler.num_unfinished == 0 or turn.stalled):
+            if wanted == math.inf and (scheduler.num_unfinished == 0 or turn.stalled):
                 stalled = turn.stalled
                 break
             if turn.wake_at is not None:
-                wanted = min(coming, turn.wake_at)
+                wanted = min(wanted, turn.wake_at)
         if not now < wanted < math.inf:
             raise RuntimeError(
                 f"the scheduler idles at {now} s with {scheduler.num_unfinished} "
@@ -129,14 +127,8 @@ def simulate(
     )
 
 
-def _expect(records: dict[str, RequestRecord], request: Request) -> None:
-    if request.id in records:
-        raise ValueError(f"request id {request.id!r} is used twice in one trace")
-    records[request.id] = RequestRecord(request)
-
-
 class _Timeline:
-    """Arrivals and other events by time, arrivals first; tells the executor when the next come."""
+    """Events by time: of draft servers, arrivals, others; the executor is told of the last two."""
 
     def __init__(
         self,
@@ -155,11 +147,22 @@ class _Timeline:
         arrival = math.inf if self._request is None else self._request.arrival_time
         event = math.inf if self._event is None else self._event[0]
         self._executor.next_arrival, self._executor.next_event = arrival, event
-        self.next_time = min(arrival, event)
+        self._next_given = min(arrival, event)
+
+    @property
+    def next_time(self) -> float:
+        """Time of the next event or completion of a plan; infinite if there is none."""
+        executor = self._executor
+        done = executor.next_completion
+        coming = min(self._next_given, executor.remote.next_time)
+        return coming if done is None else min(coming, done)
 
     def pop_due(self, now: float) -> list[Event]:
         due: list[Event] = []
-        while self.next_time <= now:
+        remote = self._executor.remote
+        if remote.sends_ahead or remote.next_time <= now:
+            due += remote.pop_due(now)
+        while self._next_given <= now:
             request, event = self._request, self._event
             if event is None or (request is not None and request.arrival_time <= event[0]):
                 assert request is not None

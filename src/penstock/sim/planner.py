@@ -104,7 +104,7 @@ def load_bound(
         work = output_work(served.prompt_len, served.output_len, way)
         # Drafts that do not fit beside the longest request are not made.
         if work.max_context + way.num_draft_tokens <= kv_tokens:
-            best = max(best, capacity_bound(profile, work, kv_tokens).requests_per_s)
+            best = max(best, capacity_bound(profile, work, kv_tokens))
     return best * len(workload) / len(served)
 
 

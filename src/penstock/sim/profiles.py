@@ -83,30 +83,7 @@ def _check_steps_take_time(profile: StepProfile) -> None:
 
 # Fitting
 
-LINEAR_OPERATORS = (
-    "attn_pre_proj",
-    "attn_post_proj",
-    "mlp_up_proj",
-    "mlp_down_proj",
-    "mlp_act",
-    "input_layernorm",
-    "post_attention_layernorm",
-    "attn_rope",
-    "add",
-)
-_OPERATOR_COLUMNS = (
-    *(f"time_stats.{operator}.median" for operator in LINEAR_OPERATORS),
-    "num_tokens",
-    "num_tensor_parallel_workers",
-)
 _STEP_COLUMNS = (*StepWork._fields, "seconds")
-_ATTENTION_COLUMNS = (
-    "kind",
-    "batch_size",
-    "prefill_chunk_size",
-    "kv_cache_size",
-    "median_ms_per_layer",
-)
 _TERMS = (
     "decode_fixed",
     "per_decode",
@@ -142,66 +119,27 @@ class Fit:
     quality: tuple[FitQuality, ...]
 
 
-def fit_profile(
-    measurements: Path,
-    *,
-    name: str,
-    kv_tokens: int,
-    attention: Path | StepProfile | None = None,
-    num_layers: int | None = None,
-    tensor_parallel: int = 1,
-    granularity: int = 1,
-) -> Fit:
+def fit_profile(measurements: Path, *, name: str, kv_tokens: int) -> Fit:
     """Fit a profile to measured times, by least squares of relative errors. Raises: ProfileError.
 
-    measurements: CSV (or CSV.gz), one of two kinds, told apart by its columns:
-        - whole steps: the fields of `StepWork` and `seconds`;
-        - linear operators as Vidur measures them: `time_stats.OP.median` in ms per layer for every
-          operator of `LINEAR_OPERATORS`, `num_tokens`, `num_tensor_parallel_workers`.
-    attention, num_layers: for operators: a CSV with `kind` (decode or prefill), `batch_size`,
-    `prefill_chunk_size`, `kv_cache_size` (of each request), `median_ms_per_layer`; or a profile
-    that lends its attention terms. Communication between devices is left out. granularity: token
-    counts are rounded up to a multiple of it.
+    measurements: CSV (or CSV.gz) of whole steps: the fields of `StepWork` and `seconds`.
 
-    The table of operators interpolates the measurements. That of whole steps, which are noisier,
-    rises, and bends only where the mean is off a line by three standard errors. For whole steps all
-    of it is one non-negative least-squares problem, with errors relative to the time expected of
-    such a step. Terms that the steps cannot separate (decodes from positions, in steps without
-    prefill) go to the table; the profile is good for such steps only."""
-    if min(kv_tokens, granularity, tensor_parallel) < 1:
-        raise ProfileError("KV tokens, granularity and tensor-parallel workers are 1 or more")
+    The table rises, and bends only where the mean is off a line by three standard errors. All of it
+    is one non-negative least-squares problem, with errors relative to the time expected of such a
+    step. Terms that the steps cannot separate (decodes from positions, in steps without prefill) go
+    to the table; the profile is good for such steps only."""
     try:
         table = read_table(measurements)
-        if all(c in table.header for c in _STEP_COLUMNS):
-            if attention is not None or num_layers is not None:
-                raise ProfileError("whole steps contain attention and all layers: give neither")
-            return _fit_steps(table, name, kv_tokens, granularity)
-        if not all(c in table.header for c in _OPERATOR_COLUMNS):
+        if not all(c in table.header for c in _STEP_COLUMNS):
             raise ProfileError(
-                f"{measurements} has neither the columns {', '.join(_STEP_COLUMNS)} nor those of "
-                f"operators: {', '.join(_OPERATOR_COLUMNS)}"
+                f"{measurements} does not have the columns {', '.join(_STEP_COLUMNS)}"
             )
-        if attention is None or num_layers is None or num_layers < 1:
-            raise ProfileError("operator times need an attention file or profile, and the layers")
-        operators = _read_operators(table, num_layers, tensor_parallel)
-        terms = (
-            _lend_attention(attention)
-            if isinstance(attention, StepProfile)
-            else _fit_attention(attention, num_layers)
-        )
-        return _fit_operators(table, operators, terms, name, kv_tokens, granularity)
+        return _fit_steps(table, name, kv_tokens)
     except WorkloadError as error:
         raise ProfileError(str(error)) from error
 
 
-@dataclass(frozen=True, slots=True)
-class _Attention:
-    coefficients: dict[str, Any]
-    quality: tuple[FitQuality, ...]
-    origin: str
-
-
-def _fit_steps(table: TraceTable, name: str, kv_tokens: int, granularity: int) -> Fit:
+def _fit_steps(table: TraceTable, name: str, kv_tokens: int) -> Fit:
     table.demand_rows()
     prefill, decodes, kv, drafts = (
         _whole(table, f"num_{what}")
@@ -215,7 +153,7 @@ def _fit_steps(table: TraceTable, name: str, kv_tokens: int, granularity: int) -
             raise table.error(int(np.argmax(column == 0)), what, complaint)
     origin = f"fitted to {len(seconds)} steps of {table.path.name}"
     works = np.stack([prefill, context, decodes, kv, drafts], axis=1)
-    return _fit_works(works, seconds, name, kv_tokens, granularity, origin)
+    return _fit_works(works, seconds, name, kv_tokens, origin)
 
 
 def fit_steps(
@@ -224,7 +162,7 @@ def fit_steps(
     """Fit a profile to measured steps as `fit_profile` does to a file. Raises: ProfileError."""
     works = np.array([work for work, _ in steps], dtype=np.float64)
     seconds = np.array([s for _, s in steps])
-    return _fit_works(works, seconds, name, kv_tokens, 1, origin, least=seconds.min() / 2)
+    return _fit_works(works, seconds, name, kv_tokens, origin, least=seconds.min() / 2)
 
 
 def _fit_works(
@@ -232,41 +170,31 @@ def _fit_works(
     seconds: Array,
     name: str,
     kv_tokens: int,
-    granularity: int,
     origin: str,
     least: float = 0.0,
 ) -> Fit:
     """Fit a profile. works: [steps, fields of StepWork]. least: seconds of any step."""
     prefill, context, decodes, kv, drafts = works.T
     tokens = prefill + decodes + drafts
-    rounded = np.ceil(tokens / granularity) * granularity
     terms = np.stack([decodes > 0, decodes, kv, prefill, context], axis=1).astype(float)
-    line = np.unique(rounded)[[0, -1]] if rounded.min() < rounded.max() else rounded[:1]
-    matrix, solution = _fit_table(rounded, line, terms, seconds, least)
-    knots = _knots(rounded, seconds / (matrix @ solution + least) - 1)
+    line = np.unique(tokens)[[0, -1]] if tokens.min() < tokens.max() else tokens[:1]
+    matrix, solution = _fit_table(tokens, line, terms, seconds, least)
+    knots = _knots(tokens, seconds / (matrix @ solution + least) - 1)
     if len(knots) > len(line):
-        matrix, solution = _fit_table(rounded, knots, terms, seconds, least)
+        matrix, solution = _fit_table(tokens, knots, terms, seconds, least)
     counts, times = _compact(knots, least + np.cumsum(solution[: len(knots)]))
     coefficients: dict[str, Any] = dict(zip(_TERMS, _rounded(solution[len(knots) :]), strict=True))
-    profile = StepProfile(
-        name,
-        kv_tokens,
-        counts,
-        times,
-        granularity,
-        **coefficients,
-        origin=origin,
-    )
+    profile = StepProfile(name, kv_tokens, counts, times, **coefficients, origin=origin)
     _check_steps_take_time(profile)
     predicted = np.array([profile.seconds(_work(row)) for row in works.tolist()])
     return Fit(profile, (_quality("steps", predicted, seconds),))
 
 
 def _fit_table(
-    rounded: Array, knots: Array, terms: Array, seconds: Array, least: float
+    tokens: Array, knots: Array, terms: Array, seconds: Array, least: float
 ) -> tuple[Array, Array]:
     """Return a matrix and the coefficients of the table and the terms, seconds beyond `least`."""
-    matrix = np.hstack([_rising_basis(rounded, knots), terms])
+    matrix = np.hstack([_rising_basis(tokens, knots), terms])
     shared = [len(knots) + _TERMS.index(term) for term in _SHARED_TERMS]
     solution = _relative_nnls(matrix, seconds - least, seconds, shared)
     # Relative to the expected time: relative to the measured one, fast steps would weigh more.
@@ -274,9 +202,9 @@ def _fit_table(
     return matrix, solution
 
 
-def _knots(rounded: Array, off: Array) -> Array:
+def _knots(tokens: Array, off: Array) -> Array:
     """Return token counts where the table may bend. off: of steps from a line, relative."""
-    counts, at = np.unique(rounded, return_inverse=True)
+    counts, at = np.unique(tokens, return_inverse=True)
     cells, of_count = np.unique([cell_of(int(n)) for n in counts], return_inverse=True)
     nums = np.bincount(of_count[at], minlength=len(cells)).astype(float)
     means, squares = (
@@ -295,96 +223,6 @@ def _work(row: list[float]) -> StepWork:
     return StepWork(int(prefill), context, int(decodes), int(kv), int(drafts))
 
 
-def _read_operators(
-    table: TraceTable, num_layers: int, tensor_parallel: int
-) -> tuple[Array, Array]:
-    table.demand_rows()
-    workers = numbers(table, "num_tensor_parallel_workers")
-    chosen = workers == tensor_parallel
-    if not chosen.any():
-        known = ", ".join(f"{w:g}" for w in np.unique(workers))
-        raise ProfileError(
-            f"{table.path} has no measurements for {tensor_parallel} tensor-parallel workers; "
-            f"choose from {known}"
-        )
-    columns = (_not_negative(table, c) for c in _OPERATOR_COLUMNS if c.startswith("time_stats"))
-    milliseconds = np.sum(list(columns), axis=0)[chosen]
-    tokens = _whole(table, "num_tokens")[chosen]
-    if min(tokens.min(), milliseconds.min()) <= 0:
-        raise ProfileError(f"{table.path} has measurements of no tokens or no time")
-    return tokens, milliseconds * num_layers / 1000
-
-
-def _fit_operators(
-    table: TraceTable,
-    operators: tuple[Array, Array],
-    attention: _Attention,
-    name: str,
-    kv_tokens: int,
-    granularity: int,
-) -> Fit:
-    tokens, seconds = operators
-    measured = np.unique(tokens)
-    means = [seconds[tokens == count].mean() for count in measured]
-    knots = np.unique(np.ceil(measured / granularity) * granularity)
-    counts, times = _compact(knots, np.interp(knots, measured, means))
-    profile = StepProfile(
-        name,
-        kv_tokens,
-        counts,
-        times,
-        granularity,
-        **attention.coefficients,
-        origin=f"linear operators fitted to {table.path.name}; {attention.origin}",
-    )
-    predicted = np.array([profile.linear(int(t)) for t in tokens])
-    return Fit(profile, (_quality("linear operators", predicted, seconds), *attention.quality))
-
-
-def _lend_attention(lender: StepProfile) -> _Attention:
-    coefficients = {term: getattr(lender, term) for term in _TERMS}
-    return _Attention(coefficients, (), f"attention terms of {lender.name}")
-
-
-def _fit_attention(path: Path, num_layers: int) -> _Attention:
-    table = read_table(path)
-    missing = [c for c in _ATTENTION_COLUMNS if c not in table.header]
-    if missing:
-        raise ProfileError(
-            f"{path} has no column {missing[0]}; attention times have the columns "
-            f"{', '.join(_ATTENTION_COLUMNS)}"
-        )
-    table.demand_rows()
-    kinds = np.array(table.column("kind"))
-    odd = ~np.isin(kinds, ["decode", "prefill"])
-    if odd.any():
-        raise table.error(int(np.argmax(odd)), "kind", "is neither decode nor prefill")
-    batch, chunk, kv, ms = (_not_negative(table, c) for c in _ATTENTION_COLUMNS[1:])
-    if (ms == 0).any():
-        raise table.error(int(np.argmax(ms == 0)), "median_ms_per_layer", "is 0")
-    seconds = ms * num_layers / 1000
-    matrices = {
-        "decode": (
-            _TERMS[:3],
-            np.stack([np.ones_like(batch), batch, batch * kv], axis=1),
-        ),
-        "prefill": (
-            _TERMS[3:],
-            np.stack([batch * chunk, batch * chunk * (kv + chunk / 2)], axis=1),
-        ),
-    }
-    coefficients: dict[str, float] = {}
-    quality = []
-    for kind, (names, matrix) in matrices.items():
-        rows = kinds == kind
-        if not rows.any():
-            raise ProfileError(f"{path} has no measurements of kind {kind}")
-        solution = _rounded(_relative_nnls(matrix[rows], seconds[rows], seconds[rows]))
-        coefficients |= dict(zip(names, solution, strict=True))
-        quality.append(_quality(f"{kind} attention", matrix[rows] @ solution, seconds[rows]))
-    return _Attention(coefficients, tuple(quality), f"attention fitted to {path.name}")
-
-
 def _not_negative(table: TraceTable, name: str) -> Array:
     values = numbers(table, name)
     if (values < 0).any():
@@ -399,15 +237,15 @@ def _whole(table: TraceTable, name: str) -> Array:
     return values
 
 
-def _rising_basis(rounded: Array, knots: Array) -> Array:
+def _rising_basis(tokens: Array, knots: Array) -> Array:
     """Return a basis [N, K]; the sum of the first k coefficients is the table's value at knot k."""
-    first = np.ones((len(rounded), 1))
-    climbs = np.clip((rounded[:, None] - knots[:-1]) / np.diff(knots), 0, 1)
+    first = np.ones((len(tokens), 1))
+    climbs = np.clip((tokens[:, None] - knots[:-1]) / np.diff(knots), 0, 1)
     return np.hstack([first, climbs])
 
 
 def _relative_nnls(
-    matrix: Array, measured: Array, expected: Array, penalised: Sequence[int] = ()
+    matrix: Array, measured: Array, expected: Array, penalised: Sequence[int]
 ) -> Array:
     """Return x >= 0 with least squares of (matrix x − measured) / expected, `penalised` small."""
     relative = matrix / expected[:, None]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +16,6 @@ __all__ = [
     "Mix",
     "Workload",
     "WorkloadError",
-    "concatenate",
     "load_workload",
     "make_workload",
     "synthetic",
@@ -116,29 +114,6 @@ def synthetic(name: str, num_requests: int, seed: int) -> Workload:
 def load_workload(path: str | Path) -> Workload:
     """Load a trace file (`traces.read_trace`) as a workload. Raises: WorkloadError."""
     return Workload(Path(path).name, **read_trace(Path(path))._asdict())
-
-
-def concatenate(first: Workload, second: Workload) -> Workload:
-    """Return the requests of `first`, then those of `second`. Raises: WorkloadError.
-
-    Both have the same columns; with arrivals `second` starts one mean gap of `first` after its
-    end."""
-    for column in _COLUMNS:
-        if (getattr(first, column) is None) != (getattr(second, column) is None):
-            raise WorkloadError(
-                f"one of {first.name!r} and {second.name!r} has {column}, the other has not"
-            )
-    added: dict[str, Any] = {name: getattr(second, name) for name in _COLUMNS}
-    if first.arrival_time is not None and second.arrival_time is not None:
-        end = first.arrival_time[-1]
-        start = end + end / max(len(first) - 1, 1)
-        added["arrival_time"] = start + second.arrival_time
-    columns: dict[str, Any] = {
-        name: np.concatenate([getattr(first, name), column])
-        for name, column in added.items()
-        if column is not None
-    }
-    return Workload(f"{first.name}+{second.name}", **columns)
 
 
 def make_workload(

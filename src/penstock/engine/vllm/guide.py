@@ -29,6 +29,7 @@ from penstock.core.types import (
     TARGET,
     Arrive,
     Cancel,
+    LatencyTarget,
     PhaseTimes,
     Request,
     Status,
@@ -36,7 +37,6 @@ from penstock.core.types import (
     StepResult,
     Tenant,
     Verdict,
-    latency_target,
 )
 from penstock.engine.vllm.pool import MirroredPool
 from penstock.fluid.step_profile import StepProfile
@@ -163,7 +163,7 @@ class Guide:
             block_hashes=hashes,
             max_draft_tokens=options.max_draft_tokens,
             expected_output_tokens=options.expected_output_tokens,
-            latency=latency_target(options.tpot_ms, options.deadline_ms),
+            latency=LatencyTarget.from_ms(options.tpot_ms, options.deadline_ms),
         )
         # A request that is refused, as it exceeds the memory, is left to vLLM.
         self._scheduler.apply(Arrive(arrival), now)
