@@ -1,21 +1,28 @@
 """How long does a forward pass take by rows: compiled kernels, eager torch, and the machine's
-floor; and what do more rows cost in each format of weights?
+floor; what do more rows cost in each format of weights, and what would more cores bring?
 
-    python -m lab.bench.native_kernels [--threads N] [--seconds S] [--formats]
+    python -m lab.bench.native_kernels [--threads N] [--seconds S] [--formats | --scale]
 
 A random decoder of 12 M parameters in bfloat16, in turns, best of many. The floor is the weights at
 the bandwidth of a torch sum, or the multiply-adds at the rate of a large matrix product, whichever
 takes longer. The formats' table has layers of a model of 1.5 B parameters: processor time of one
 thread, medians of interleaved rounds; `--formats` makes that table alone.
+
+`--scale`: what a phase costs by the number of threads, and a step of such a model on more cores,
+simulated from one thread's time of each part. Left out: the memory's bandwidth (GB/s are told).
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +33,9 @@ from penstock.engine.eager import EagerRunner
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.quantized import GROUP_FORMATS, QuantizedMatrix, Stored, Weight
 from penstock.engine.models.weights import weight_specs
+from penstock.engine.native.library import native_library
 from penstock.engine.native.runner import NativeRunner
+from penstock.engine.native.sampler import sample_unfiltered
 from penstock.engine.runner import RaggedBatch
 from penstock.engine.sampling.noise import Salt
 
@@ -40,6 +49,9 @@ ROUNDS = 15
 ROWS = (1, 2, 5, 8, 16, 40, 64, 160, 512)
 CONTEXT = 64
 BLOCK_SIZE, NUM_BLOCKS = 16, 256
+SHAPE = (1536, 8960, 4, 12, 2, 128)
+LAYERS, VOCAB = 28, 151_936
+"""A model of 1.5 B weights: some layers of it, their number, and its vocabulary."""
 
 
 def decoder_config(*shape: int, vocab: int = 4096) -> DecoderConfig:
@@ -178,44 +190,175 @@ def random_matrix(kind: str, rows: int, columns: int) -> Stored:
     return QuantizedMatrix(kind, rows, columns, torch.from_numpy(data.reshape(rows, -1)))
 
 
-def format_runner(kind: str) -> tuple[NativeRunner, int]:
-    """A few layers of a 1.5 B model in one format, and the bytes that a row reads."""
-    config = decoder_config(1536, 8960, 4, 12, 2, 128, vocab=64)
+def layers_runner(
+    kind: str, *shape: int, blocks: int = 64, threads: int = 1
+) -> tuple[NativeRunner, int]:
+    """A model of one format, and the bytes of its matrices. shape: as of `decoder_config`."""
+    config = decoder_config(*shape, vocab=64)
+    hidden, inner = config.hidden_size, config.intermediate_size
     shapes = {
-        "qkv": (2048, 1536),
-        "o": (1536, 1536),
-        "gate_up": (17920, 1536),
-        "down": (1536, 8960),
+        "qkv": (config.q_size + 2 * config.kv_size, hidden),
+        "o": (hidden, config.q_size),
+        "gate_up": (2 * inner, hidden),
+        "down": (hidden, inner),
     }
     matrices = {name: random_matrix(kind, *shape) for name, shape in shapes.items()}
-    weights: dict[str, Weight] = {"embed_tokens": torch.randn(64, 1536), "norm": torch.ones(1536)}
+    ones = torch.ones(hidden)
+    weights: dict[str, Weight] = {"embed_tokens": torch.randn(64, hidden), "norm": ones}
     num_bytes = 0
     for layer in range(config.num_layers):
         for name, matrix in matrices.items():
             weights[f"layers.{layer}.{name}"] = matrix
             data = matrix.data if isinstance(matrix, QuantizedMatrix) else matrix
             num_bytes += data.nbytes
-        for name in ("input_norm", "post_norm"):
-            weights[f"layers.{layer}.{name}"] = torch.ones(1536)
+        weights |= {f"layers.{layer}.{name}": ones for name in ("input_norm", "post_norm")}
     kv_dtype = torch.bfloat16 if kind == "BF16" else torch.float32
-    return NativeRunner(config, weights, kv_dtype, 64, BLOCK_SIZE, 1), num_bytes
+    return NativeRunner(config, weights, kv_dtype, blocks, BLOCK_SIZE, threads), num_bytes
+
+
+def thread_times(contenders: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Median processor time of this thread in seconds, over interleaved rounds."""
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(ROUNDS):
+        for name, run in contenders.items():
+            start = time.thread_time()
+            run()
+            times[name].append(time.thread_time() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def format_table() -> None:
     print("\nlayers of a 1.5 B model; GB/s of weights with one row, and n rows over one")
     print("format     GB/s " + "".join(f"{rows:8d}" for rows in VERIFIED[1:]))
     for kind in FORMATS:
-        runner, num_bytes = format_runner(kind)
-        times: dict[int, list[float]] = {rows: [] for rows in VERIFIED}
-        for _ in range(ROUNDS):
-            for rows in VERIFIED:
-                batch = one_sequence(rows)
-                start = time.thread_time()
-                runner.forward(batch)
-                times[rows].append(time.thread_time() - start)
-        took = {rows: statistics.median(values) for rows, values in times.items()}
-        ratios = "".join(f"{took[rows] / took[1]:8.2f}" for rows in VERIFIED[1:])
-        print(f"{kind:9s} {num_bytes / took[1] / 1e9:6.1f} {ratios}", flush=True)
+        runner, num_bytes = layers_runner(kind, *SHAPE)
+        batches = {str(rows): one_sequence(rows) for rows in VERIFIED}
+        took = thread_times({n: partial(runner.forward, b) for n, b in batches.items()})
+        ratios = "".join(f"{took[str(rows)] / took['1']:8.2f}" for rows in VERIFIED[1:])
+        print(f"{kind:9s} {num_bytes / took['1'] / 1e9:6.1f} {ratios}", flush=True)
+
+
+class Part(NamedTuple):
+    """Phases of a step that are alike. alone: seconds of each that every thread spends by itself;
+    shared: seconds of each that its tasks share out, equal ones."""
+
+    number: int
+    alone: float
+    shared: float
+    tasks: int
+
+
+def on_threads(parts: Sequence[Part], threads: int, phase_s: float) -> dict[str, float]:
+    """Seconds of a step by what they go to. phase_s: what a phase costs for each thread."""
+    rounds = [math.ceil(p.tasks / threads) / p.tasks - 1 / threads for p in parts]
+    return {
+        "work": sum(p.number * p.shared for p in parts) / threads,
+        "alone": sum(p.number * p.alone for p in parts),
+        "uneven": sum(p.number * p.shared * more for p, more in zip(parts, rounds, strict=True)),
+        "phases": sum(p.number for p in parts) * phase_s * threads if threads > 1 else 0.0,
+    }
+
+
+def phase_table() -> float:
+    """What a phase costs by the number of threads; returns its seconds for each of two."""
+    config = decoder_config(64, 64, 100, 4, 4, 32)
+    phases, cores = 3 + 5 * config.num_layers, len(os.sched_getaffinity(0))
+    batch = one_sequence(1)
+    runners = {n: native_runner(config, n) for n in (1, 2, 4)}
+    took = best_times({str(n): partial(r.forward, batch) for n, r in runners.items()}, 3.0)
+    costs = {n: (took[str(n)] - took["1"] / min(n, cores)) / phases for n in (2, 4)}
+    told = ", ".join(f"{n} threads {1e6 * cost:.2f} us" for n, cost in costs.items())
+    print(f"a phase on {cores} cores beyond its work: {told}", flush=True)
+    return costs[2] / 2
+
+
+def step_parts(rows: int, context: int) -> Callable[[int], list[Part]]:
+    """By the number of threads, the phases of a step of `rows` requests, measured on one."""
+    config = decoder_config(*SHAPE)
+    layers, hidden, inner = config.num_layers, config.hidden_size, config.intermediate_size
+    runner, _ = layers_runner("Q4_K", *SHAPE, blocks=rows * -(-context // BLOCK_SIZE))
+    slim = {
+        name: layers_runner("Q4_K", hidden, inner_width, num, 2, 1, 128, blocks=4 * rows)[0]
+        for name, inner_width, num in (("slim", 256, 4), ("deep", 256, 36), ("wide", 512, 36))
+    }
+    short, logits = requests(rows, CONTEXT), torch.randn(rows, VOCAB)
+    zeros = np.zeros(rows, np.int64)
+    greedy = (zeros.astype(np.float64), zeros.astype(np.uint64), zeros, zeros.astype(np.int32))
+    took = thread_times(
+        {
+            "short": partial(runner.forward, short),
+            "long": partial(runner.forward, requests(rows, context)),
+            **{name: partial(made.forward, requests(rows, 1)) for name, made in slim.items()},
+            "sample": partial(sample_unfiltered, logits, *greedy),
+        }
+    )
+    # Of a slim layer without its weights nothing is left but norms and rounding of two activations
+    # as wide as the stream; half of its weights are as many as a wide one has more.
+    bare = (took["deep"] - took["slim"]) / 32 - 2 * (took["wide"] - took["deep"]) / 36
+    element = max(0.0, bare) / (2 * hidden)
+    attention = (took["long"] - took["short"]) / layers * context / (context - CONTEXT)
+    alone = element * (2 * hidden + config.q_size + inner)
+    matrices = took["short"] / layers - attention * CONTEXT / context - alone
+    columns = {"qkv": config.q_size + 2 * config.kv_size, "o": config.q_size}
+    columns |= {"gate": 2 * inner, "down": inner}
+    weight = matrices / (hidden * sum(columns.values()))
+    panels = 4 * native_library().penstock_lanes()  # two panels at once
+
+    def parts(threads: int) -> list[Part]:
+        pairs = rows * config.num_kv_heads
+        heads = rows * config.num_heads if pairs < threads else pairs
+        tasks = {"qkv": config.num_heads + 2 * config.num_kv_heads, "gate": inner // panels}
+        wide = {"o": config.q_size, "down": inner}
+        products = [
+            Part(
+                LAYERS,
+                element * wide.get(name, hidden),
+                weight * hidden * width,
+                tasks.get(name, hidden // panels),
+            )
+            for name, width in columns.items()
+        ]
+        head = Part(1, element * hidden, weight * hidden * VOCAB, VOCAB // panels)
+        return [
+            *products,
+            Part(LAYERS, 0, attention, heads),
+            head,
+            Part(1, 0, took["sample"], rows),
+        ]
+
+    return parts
+
+
+def requests(rows: int, context: int) -> RaggedBatch:
+    """A row of each of so many requests, the last of `context` positions."""
+    blocks = -(-context // BLOCK_SIZE)
+    return RaggedBatch(
+        token_ids=np.arange(rows, dtype=np.int32),
+        positions=np.full(rows, context - 1, dtype=np.int32),
+        query_start=np.arange(rows + 1, dtype=np.int32),
+        seq_lens=np.full(rows, context, dtype=np.int32),
+        block_tables=np.arange(rows * blocks, dtype=np.int32).reshape(rows, blocks),
+        logits_rows=np.arange(rows, dtype=np.int32),
+    )
+
+
+def scale_table() -> None:
+    phase_s = phase_table()
+    print("simulated steps of a model of 1.5 B weights in Q4_K; ms: whole, and what it goes to")
+    num_bytes = 0.5625 * (
+        LAYERS * parameters(decoder_config(*SHAPE))[0] / SHAPE[2] + VOCAB * SHAPE[0]
+    )
+    for rows, context in ((1, 1024), (8, 1024), (32, 1024), (1, 8192)):
+        parts = step_parts(rows, context)
+        for threads in (1, 2, 4, 8, 16):
+            found = on_threads(parts(threads), threads, phase_s)
+            whole = sum(found.values())
+            told = ", ".join(f"{name} {1e3 * seconds:.2f}" for name, seconds in found.items())
+            print(
+                f"{rows:3d} rows behind {context}, {threads:2d} threads: {1e3 * whole:7.2f} "
+                f"({told}; {num_bytes / whole / 1e9:.0f} GB/s)",
+                flush=True,
+            )
 
 
 def main() -> None:
@@ -223,7 +366,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seconds", type=float, default=1.5, help="for each line")
     parser.add_argument("--formats", action="store_true", help="only the table of formats")
+    parser.add_argument("--scale", action="store_true", help="only phases and more cores")
     arguments = parser.parse_args()
+    if arguments.scale:
+        scale_table()
+        return
     torch.set_num_threads(arguments.threads)
     if not arguments.formats:
         forward_table(arguments.threads, arguments.seconds)

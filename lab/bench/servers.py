@@ -387,10 +387,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from penstock.engine.tokenizer import load_tokenizer
 
     args, rivals = parse(arguments)
-    prompts = Prompts(load_tokenizer(args.model), "\n".join(source_texts()))
     try:
+        prompts = Prompts(load_tokenizer(args.model), "\n".join(source_texts()))
         results = measure(args, rivals, prompts)
-    except (ServerError, OSError) as error:
+    except (ServerError, OSError, ValueError) as error:
         print(f"servers: {error}", file=sys.stderr)
         return 1
     if args.result:
