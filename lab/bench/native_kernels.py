@@ -278,8 +278,8 @@ def step_parts(rows: int, context: int) -> Callable[[int], list[Part]]:
     layers, hidden, inner = config.num_layers, config.hidden_size, config.intermediate_size
     runner, _ = layers_runner("Q4_K", *SHAPE, blocks=rows * -(-context // BLOCK_SIZE))
     slim = {
-        name: layers_runner("Q4_K", hidden, inner_width, num, 2, 1, 128, blocks=4 * rows)[0]
-        for name, inner_width, num in (("slim", 256, 4), ("deep", 256, 36), ("wide", 512, 36))
+        name: layers_runner("Q8_0", hidden, width, num, 1, 1, 32, blocks=rows)[0]
+        for name, width, num in (("slim", 32, 4), ("deep", 32, 36), ("wide", 256, 36))
     }
     short, logits = requests(rows, CONTEXT), torch.randn(rows, VOCAB)
     zeros = np.zeros(rows, np.int64)
@@ -293,36 +293,28 @@ def step_parts(rows: int, context: int) -> Callable[[int], list[Part]]:
         }
     )
     # Of a slim layer without its weights nothing is left but norms and rounding of two activations
-    # as wide as the stream; half of its weights are as many as a wide one has more.
-    bare = (took["deep"] - took["slim"]) / 32 - 2 * (took["wide"] - took["deep"]) / 36
+    # as wide as the stream; a wide one has three times as many weights more.
+    bare = (took["deep"] - took["slim"]) / 32 - (took["wide"] - took["deep"]) / 36 / 3
     element = max(0.0, bare) / (2 * hidden)
     attention = (took["long"] - took["short"]) / layers * context / (context - CONTEXT)
-    alone = element * (2 * hidden + config.q_size + inner)
-    matrices = took["short"] / layers - attention * CONTEXT / context - alone
-    columns = {"qkv": config.q_size + 2 * config.kv_size, "o": config.q_size}
-    columns |= {"gate": 2 * inner, "down": inner}
-    weight = matrices / (hidden * sum(columns.values()))
     panels = 4 * native_library().penstock_lanes()  # two panels at once
+    of_heads, groups = config.num_heads + 2 * config.num_kv_heads, hidden // panels
+    products = (  # input's width, columns, tasks
+        (hidden, of_heads * config.head_dim, of_heads),
+        (config.q_size, hidden, groups),
+        (hidden, 2 * inner, inner // panels),
+        (inner, hidden, groups),
+    )
+    alone = element * sum(width for width, _, _ in products)
+    weights = sum(width * columns for width, columns, _ in products)
+    weight = (took["short"] / layers - attention * CONTEXT / context - alone) / weights
 
     def parts(threads: int) -> list[Part]:
         pairs = rows * config.num_kv_heads
-        heads = rows * config.num_heads if pairs < threads else pairs
-        tasks = {"qkv": config.num_heads + 2 * config.num_kv_heads, "gate": inner // panels}
-        wide = {"o": config.q_size, "down": inner}
-        products = [
-            Part(
-                LAYERS,
-                element * wide.get(name, hidden),
-                weight * hidden * width,
-                tasks.get(name, hidden // panels),
-            )
-            for name, width in columns.items()
-        ]
-        head = Part(1, element * hidden, weight * hidden * VOCAB, VOCAB // panels)
         return [
-            *products,
-            Part(LAYERS, 0, attention, heads),
-            head,
+            *(Part(LAYERS, element * w, weight * w * n, tasks) for w, n, tasks in products),
+            Part(LAYERS, 0, attention, rows * config.num_heads if pairs < threads else pairs),
+            Part(1, element * hidden, weight * hidden * VOCAB, VOCAB // panels),
             Part(1, 0, took["sample"], rows),
         ]
 
