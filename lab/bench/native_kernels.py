@@ -190,9 +190,7 @@ def random_matrix(kind: str, rows: int, columns: int) -> Stored:
     return QuantizedMatrix(kind, rows, columns, torch.from_numpy(data.reshape(rows, -1)))
 
 
-def layers_runner(
-    kind: str, *shape: int, blocks: int = 64, threads: int = 1
-) -> tuple[NativeRunner, int]:
+def layers_runner(kind: str, *shape: int, blocks: int = 64) -> tuple[NativeRunner, int]:
     """A model of one format, and the bytes of its matrices. shape: as of `decoder_config`."""
     config = decoder_config(*shape, vocab=64)
     hidden, inner = config.hidden_size, config.intermediate_size
@@ -213,7 +211,7 @@ def layers_runner(
             num_bytes += data.nbytes
         weights |= {f"layers.{layer}.{name}": ones for name in ("input_norm", "post_norm")}
     kv_dtype = torch.bfloat16 if kind == "BF16" else torch.float32
-    return NativeRunner(config, weights, kv_dtype, blocks, BLOCK_SIZE, threads), num_bytes
+    return NativeRunner(config, weights, kv_dtype, blocks, BLOCK_SIZE, 1), num_bytes
 
 
 def thread_times(contenders: dict[str, Callable[[], object]]) -> dict[str, float]:
@@ -249,7 +247,9 @@ class Part(NamedTuple):
 
 
 def on_threads(parts: Sequence[Part], threads: int, phase_s: float) -> dict[str, float]:
-    """Seconds of a step by what they go to. phase_s: what a phase costs for each thread."""
+    """Seconds of a step by what they go to; uneven: waiting for those who have a task more.
+
+    phase_s: what a phase costs for each thread."""
     rounds = [math.ceil(p.tasks / threads) / p.tasks - 1 / threads for p in parts]
     return {
         "work": sum(p.number * p.shared for p in parts) / threads,

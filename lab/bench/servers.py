@@ -176,8 +176,8 @@ async def streamed(server: ServerProcess, prompt: list[int], tokens: int) -> Str
                 first = time.perf_counter() - began
             if event.get("usage"):
                 made = event["usage"]["completion_tokens"]
-    if not first or made != tokens:
-        raise ValueError(f"a stream of {made} tokens, not {tokens}")
+    if not first or not made:
+        raise ValueError("a stream without text or without usage")
     return Streamed(first, time.perf_counter() - began, made)
 
 
@@ -319,8 +319,8 @@ def rivals_of(args: argparse.Namespace) -> list[Rival]:
     rivals = [Rival("penstock", _PENSTOCK.format(more="--no-speculation", **names))]
     for drafter in args.drafter:
         more = f"--drafter {shlex.quote(drafter)}"
-        name = f"penstock, {drafter.partition('=')[0]}"
-        rivals.append(Rival(name, _PENSTOCK.format(more=more, **names)))
+        name = " ".join(part.rpartition("/")[2] for part in drafter.split("="))
+        rivals.append(Rival(f"penstock, {name}", _PENSTOCK.format(more=more, **names)))
     folders = {"llama.cpp": (args.llama_cpp, ""), "ik_llama.cpp": (args.ik_llama, " -rtr")}
     for name, (folder, more) in folders.items():
         if folder is not None:
