@@ -1,6 +1,7 @@
 """What `penstock doctor` finds: with nothing wrong, and with one thing wrong at a time."""
 
 import json
+import os
 import shutil
 import socket
 import sys
@@ -103,3 +104,17 @@ def test_more_threads_than_may_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert "a quota of 0.5 cores" in found["threads"][1]
     assert found["memory"][0] == "failure"
     assert code == 1
+
+
+def test_several_numa_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    mine = min(os.sched_getaffinity(0))
+    (tmp_path / "node0" / f"cpu{mine}").mkdir(parents=True)
+    (tmp_path / "node1" / "cpu4095").mkdir(parents=True)
+    assert doctor.num_memory_nodes(tmp_path) == 1, "the other node is not this process's"
+    assert doctor.num_memory_nodes(tmp_path / "node0") == 0
+    monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda _: {mine, 4095})
+    assert doctor.num_memory_nodes(tmp_path) == 2
+    monkeypatch.setattr(doctor, "num_memory_nodes", lambda _: 2)
+    code, found = findings(str(TARGET), "--port", "0", "--no-speculation")
+    assert code == 0
+    assert found["nodes"] == ("warning", "the cores are on 2 NUMA nodes")

@@ -20,11 +20,36 @@ import yaml
 
 
 @dataclass(frozen=True)
-class BundledServer:
-    """A server that answers at `url`, the file of its settings, and how long it took to start."""
+class ServerProcess:
+    """A server that answers at `url`, measured with its child processes."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[Any]
     url: str
+
+    def memory_mib(self, *kinds: str) -> float:
+        """Memory of these kinds (lines of smaps_rollup), a page that several share counted once."""
+        found = 0.0
+        with suppress(psutil.NoSuchProcess):
+            for one in self._processes():
+                with suppress(FileNotFoundError, ProcessLookupError):
+                    lines = Path(f"/proc/{one.pid}/smaps_rollup").read_text().splitlines()
+                    own = (x.split() for x in lines if x.startswith(kinds))
+                    found += sum(int(kib) for _, kib, _ in own) / 1024
+        return found
+
+    def cpu_seconds(self) -> float:
+        """Of all its processes until now, in the program and in the system."""
+        return sum(sum(one.cpu_times()[:2]) for one in self._processes())
+
+    def _processes(self) -> list[psutil.Process]:
+        process = psutil.Process(self.process.pid)
+        return [process, *process.children(recursive=True)]
+
+
+@dataclass(frozen=True)
+class BundledServer(ServerProcess):
+    """Penstock's, with the file of its settings, and how long it took to start."""
+
     config: Path
     start_s: float
 
@@ -52,21 +77,21 @@ class BundledServer:
 
     def resident_mib(self) -> float:
         """Memory of all its processes, a page that several share counted once, files left out."""
-        found = 0.0
-        for one in self._processes():
-            with suppress(psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
-                lines = Path(f"/proc/{one.pid}/smaps_rollup").read_text().splitlines()
-                own = (x.split() for x in lines if x.startswith(("Pss_Anon", "Pss_Shmem")))
-                found += sum(int(kib) for _, kib, _ in own) / 1024
-        return found
+        return self.memory_mib("Pss_Anon", "Pss_Shmem")
 
-    def cpu_seconds(self) -> float:
-        """Of all its processes until now, in the program and in the system."""
-        return sum(sum(one.cpu_times()[:2]) for one in self._processes())
 
-    def _processes(self) -> list[psutil.Process]:
-        process = psutil.Process(self.process.pid)
-        return [process, *process.children(recursive=True)]
+@contextmanager
+def stopping(process: subprocess.Popen[Any]) -> Iterator[None]:
+    """Stop the process at the end of the block."""
+    try:
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 @contextmanager
@@ -81,17 +106,13 @@ def bundled_server(
         config.write_text(yaml.safe_dump(settings or {}))
         command = [sys.executable, "-m", "penstock.cli", "serve", "--port", "0", "--state", "none"]
         command += ["--config", str(config), *arguments]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process:
+        with (
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process,
+            stopping(process),
+        ):
             assert process.stdout is not None
-            try:
-                said = next((x for x in process.stdout if "serving on http" in x), None)
-                if said is None:
-                    raise RuntimeError("the server did not start")
-                took = time.perf_counter() - started_at
-                yield BundledServer(process, said.split()[-1], config, took)
-            finally:
-                process.terminate()
-                try:
-                    process.wait(60)
-                except subprocess.TimeoutExpired:
-                    process.kill()
+            said = next((x for x in process.stdout if "serving on http" in x), None)
+            if said is None:
+                raise RuntimeError("the server did not start")
+            took = time.perf_counter() - started_at
+            yield BundledServer(process, said.split()[-1], config, took)

@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -44,6 +45,8 @@ ROWS = (1, 2, 5, 8, 16, 40, 64, 160, 512)
 CONTEXT = 64
 BLOCK_SIZE, NUM_BLOCKS = 16, 256
 MATRICES = ("qkv", "o", "gate_up", "down")
+SHAPE = (1536, 8960, 4, 12, 2, 128)
+"""Some layers of a model of 1.5 B weights."""
 
 
 def decoder_config(*shape: int, vocab: int = 4096) -> DecoderConfig:
@@ -208,12 +211,13 @@ def num_bytes(weights: dict[str, Weight], *names: str) -> int:
     )
 
 
-def format_runner(kind: str) -> tuple[NativeRunner, int]:
-    """A few layers of a 1.5 B model in one format, and the bytes that a row reads."""
-    config = decoder_config(1536, 8960, 4, 12, 2, 128, vocab=64)
+def layers_runner(kind: str, *shape: int, blocks: int = 64) -> tuple[NativeRunner, int]:
+    """A model of one format, and the bytes that a row reads. shape: as of `decoder_config`."""
+    config = decoder_config(*shape, vocab=64)
     weights = weights_in(kind, config)
     kv_dtype = torch.bfloat16 if kind == "BF16" else torch.float32
-    return NativeRunner(config, weights, kv_dtype, 64, BLOCK_SIZE, 1), num_bytes(weights, *MATRICES)
+    runner = NativeRunner(config, weights, kv_dtype, blocks, BLOCK_SIZE, 1)
+    return runner, num_bytes(weights, *MATRICES)
 
 
 def experts_table(layers: int, threads: int, seconds: float) -> None:
@@ -256,21 +260,26 @@ def experts_table(layers: int, threads: int, seconds: float) -> None:
         )
 
 
+def thread_times(contenders: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Median processor time of this thread in seconds, over interleaved rounds."""
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(ROUNDS):
+        for name, run in contenders.items():
+            start = time.thread_time()
+            run()
+            times[name].append(time.thread_time() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
 def format_table() -> None:
     print("\nlayers of a 1.5 B model; GB/s of weights with one row, and n rows over one")
     print("format     GB/s " + "".join(f"{rows:8d}" for rows in VERIFIED[1:]))
     for kind in FORMATS:
-        runner, read = format_runner(kind)
-        times: dict[int, list[float]] = {rows: [] for rows in VERIFIED}
-        for _ in range(ROUNDS):
-            for rows in VERIFIED:
-                batch = one_sequence(rows)
-                start = time.thread_time()
-                runner.forward(batch)
-                times[rows].append(time.thread_time() - start)
-        took = {rows: statistics.median(values) for rows, values in times.items()}
-        ratios = "".join(f"{took[rows] / took[1]:8.2f}" for rows in VERIFIED[1:])
-        print(f"{kind:9s} {read / took[1] / 1e9:6.1f} {ratios}", flush=True)
+        runner, read = layers_runner(kind, *SHAPE)
+        batches = {str(rows): one_sequence(rows) for rows in VERIFIED}
+        took = thread_times({n: partial(runner.forward, b) for n, b in batches.items()})
+        ratios = "".join(f"{took[str(rows)] / took['1']:8.2f}" for rows in VERIFIED[1:])
+        print(f"{kind:9s} {read / took['1'] / 1e9:6.1f} {ratios}", flush=True)
 
 
 def main() -> None:

@@ -19,9 +19,9 @@ from tests.engine.test_exactness import (
 )
 from tests.products import covering
 
-from penstock.config import ConfigError, EngineConfig
+from penstock.config import EngineConfig
 from penstock.engine.backends import why_not_native
-from penstock.engine.build import Engine, load_engine
+from penstock.engine.build import Engine
 
 ARCHITECTURES = ("mistral-window", "phi3-longrope", "gemma3-scaled", "qwen3-moe-norm")
 

@@ -181,6 +181,8 @@ def test_each_norm_counts(checkpoint: Checkpoints, field: str) -> None:
     runner = NativeRunner(config, weights, torch.float32, NUM_BLOCKS, 8, 1)
     logits = [r.forward(paging(r).batch(("a", ids, 0, 40))) for r in (runner, load(path))]
     assert not torch.allclose(*logits, atol=1e-2)
+
+
 def test_experts_that_are_as_probable(checkpoint: Checkpoints) -> None:
     """The first ones count where a router's rows are zeros. A row of NaN changes no other."""
     path, ids = checkpoint("qwen3-moe-norm").path, np.arange(9)

@@ -69,6 +69,7 @@ def _findings(options: dict[str, Any]) -> Iterator[Finding]:
     yield from _packages(config)
     yield _kernels(config)
     yield _threads(config)
+    yield from _memory_nodes()
     if config is not None:
         yield from _models(config)
         yield _memory(config)
@@ -132,6 +133,24 @@ def _threads(config: ServeConfig | None) -> Finding:
         told = f"set it to {cores} or less"
         return Finding("threads", "warning", f"num_threads is {wanted} on {cores} cores", told)
     return Finding("threads", "ok", f"{cores} cores")
+
+
+def _memory_nodes() -> Iterator[Finding]:
+    num = num_memory_nodes(Path("/sys/devices/system/node"))
+    if num > 1:
+        told = (
+            "run one server per node with `numactl --cpunodebind=N --membind=N`, or one for all "
+            "with `numactl --interleave=all`"
+        )
+        yield Finding("nodes", "warning", f"the cores are on {num} NUMA nodes", told)
+
+
+def num_memory_nodes(folder: Path) -> int:
+    """Return on how many NUMA nodes this process may run; 0: not known."""
+    if not hasattr(os, "sched_getaffinity"):
+        return 0
+    cores = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    return len({path.parent for path in folder.glob("node*/cpu*") if path.name in cores})
 
 
 def cpu_quota(cgroup: Path) -> float | None:

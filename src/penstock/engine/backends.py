@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -49,8 +48,6 @@ _MEMORY_SHARE, _GPU_MEMORY_SHARE = 0.25, 0.8
 _DEFAULT_SEQUENCES = 64
 _BLOCK_SIZE = 16
 
-_log = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -89,9 +86,7 @@ def _check_own_kernels(config: EngineConfig, backend: str) -> None:
 
 
 def _refuse(setting: str, backend: str, allowed: str) -> NoReturn:
-    raise ConfigError(
-        f"{setting} is for the CPU's own kernels; backend {backend} takes: {allowed}"
-    )
+    raise ConfigError(f"{setting} is for the CPU's own kernels; backend {backend} takes: {allowed}")
 
 
 def why_not_native() -> str | None:

@@ -146,12 +146,12 @@ struct Element<int8_t> {
   static constexpr int kPair = 2, kSteps = 1, kWordBytes = 2;
   static constexpr float kLargest = 16383.0f, kSmallest = 0x1p-100f;
   PENSTOCK_INLINE VecU part(const char* p, int) {
-    return (VecU)load_signed_pairs((const int8_t*)p);
+    return (VecU)load_byte_pairs((const int8_t*)p);
   }
   PENSTOCK_INLINE VecI add(VecI sum, VecU part, const float* factor) {
     int32_t pair;
     std::memcpy(&pair, factor, sizeof pair);
-    return dot_pairs(sum, (VecI)part, pair);
+    return dot_pairs(sum, (VecI)part, splat_int(pair));
   }
   PENSTOCK_INLINE float factors(float* x, int n) {
     const float size = largest_size(x, n);
@@ -167,19 +167,6 @@ struct Element<int8_t> {
   }
   PENSTOCK_INLINE float encode(float* x, int n) {
     return quantize(x, n, largest_size(x, n), (int8_t*)x);
-  }
-
- private:
-  PENSTOCK_INLINE VecI load_signed_pairs(const int8_t* p) {
-#if defined(__AVX512BW__) && !defined(PENSTOCK_PORTABLE)
-    return (VecI)_mm512_maskz_cvtepi8_epi16(~0u, load_as<__m256i>(p));
-#elif defined(__AVX2__) && !defined(PENSTOCK_PORTABLE)
-    return (VecI)_mm256_cvtepi8_epi16(load_as<__m128i>(p));
-#else
-    typedef int8_t Bytes __attribute__((vector_size(2 * kLanes)));
-    typedef int16_t Halves __attribute__((vector_size(4 * kLanes)));
-    return (VecI)__builtin_convertvector(load_as<Bytes>(p), Halves);
-#endif
   }
 };
 

@@ -1,0 +1,84 @@
+"""Arithmetic of the benchmark of servers, and of the simulated step on more cores."""
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from lab.bench.scale import Part, on_threads
+from lab.bench.servers import KINDS, Prompts, Rival, Streamed, Turn, figures, medians, parse
+from lab.common.cells import Cells
+
+
+class Words:
+    """A tokenizer with a token for each four characters."""
+
+    def encode(self, text: str) -> list[int]:
+        return [hash(text[i : i + 4]) for i in range(0, len(text), 4)]
+
+    def apply_chat_template(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        return [1, *self.encode(messages[0]["content"]), 2]
+
+
+def test_speed_and_latencies_of_a_cell() -> None:
+    streams = [Streamed(1.0, 3.0, 11), Streamed(2.0, 3.0, 11), Streamed(9.0, 9.0, 1)]
+    assert figures(streams, wall=10.0) == {
+        "tokens_per_s": 2.3,
+        "first_s": 2.0,
+        "per_token_ms": pytest.approx(100.0),
+    }
+
+
+def test_medians_are_over_the_repeats(tmp_path: Path) -> None:
+    names = ("tokens_per_s", "first_s", "per_token_ms", "peak_mib", "cores")
+    lines = [{"key": f"a/{i}", **dict.fromkeys(names, value)} for i, value in enumerate((1, 9, 2))]
+    file = tmp_path / "cells.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    assert medians(Cells(file), "a") == dict.fromkeys(names, 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_are_as_long_as_wanted_and_begin_differently(kind: str) -> None:
+    prompts = Prompts(Words(), "".join(f"line {i}\n" for i in range(20_000)))
+    made = prompts.make(kind, 100, itertools.count(), 50)
+    assert all(95 <= len(prompt) <= 101 for prompt in made)
+    assert len({tuple(prompt[:2]) for prompt in made}) == 50
+    assert prompts.make(kind, 100, itertools.count(), 50) == made
+
+
+def test_a_command_has_room_for_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
+    turn = Turn(clients=8, prompt=1400, tokens=128, requests=2)
+    assert turn.need == 1792
+    rival = Rival("it", "'/a folder/it' -p {port} -t {threads} -np {clients} -c {context}")
+    assert " ".join(rival.words(80, turn)) == "/a folder/it -p 80 -t 3 -np 8 -c 14336"
+    assert rival.shown.startswith("it -p {port}")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["no.gguf"], "model is no.gguf; allowed: a GGUF file"),
+        ([__file__, "--clients", "1,0"], "'0'; allowed: numbers from 1"),
+        ([__file__, "--kinds", "code,prose"], "'prose'; allowed: code, chat, edits, json"),
+        ([__file__, "--other", "vllm"], "allowed: NAME=COMMAND"),
+        ([__file__, "--llama-cpp", "/nowhere"], "llama.cpp: no program /nowhere/llama-server"),
+    ],
+)
+def test_bad_options(wrong: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse(wrong)
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_step_on_more_threads() -> None:
+    parts = [Part(number=10, alone=1.0, shared=6.0, tasks=6), Part(1, 0.0, 4.0, 1)]
+    assert on_threads(parts, 1, 0.1) == {"work": 64, "alone": 10, "uneven": 0, "phases": 0}
+    found = on_threads(parts, 4, 0.1)
+    # Six tasks take four threads two rounds, and the one task is one thread's.
+    assert sum(found.values()) == pytest.approx(10 * (1 + 2) + 4 + 11 * 0.4)
+    assert found["work"] == 16
+    assert found["alone"] == 10
