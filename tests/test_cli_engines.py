@@ -133,9 +133,9 @@ def test_commands_that_take_an_engine(cli: Cli, command: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("command", "most_options"),
     [
-        ("serve", 16),
+        ("serve", 17),
         ("generate", 16),
-        ("doctor", 17),
+        ("doctor", 18),
         ("simulate", 31),
         ("capacity", 30),
         ("plan", 16),

@@ -10,7 +10,7 @@ from penstock.core.types import FinishReason, LatencyTarget, Output, PhaseTimes,
 from penstock.serving.messages import EngineStats
 
 STATS = EngineStats(
-    0, 0, 0, {"target": 0.0}, 0, 0.0, 0.0, 0, PhaseTimes(), {"small": 0.25, "large": 0.0}
+    0, 0, 0, {"target": 0.0}, 0, 0.0, 0, PhaseTimes(), {"small": 0.25, "large": 0.0}
 )
 
 
