@@ -13,9 +13,10 @@ constexpr int kMaxRows = kRegisters == 32 ? 12 : 6;
 // and eight rows keep the products fed better than ten or eleven do.
 constexpr int kMaxRowsOfSeveral = kRegisters == 32 ? 8 : 6;
 
-// Rows of quantised weights' tiles that unpack in registers, and of all that share unpacked blocks.
-constexpr int kPackedRows = 4;
-constexpr int kUnpackedRows = 48;
+// The most rows of a tile of quantised weights that unpacks in registers, and of all tiles that a
+// panel is read for once.
+constexpr int kPackedRows = kRegisters == 32 ? 8 : 6;
+constexpr int kPanelRows = 48;
 
 constexpr int most_rows(int rows) { return rows > kMaxRows ? kMaxRowsOfSeveral : kMaxRows; }
 constexpr int num_row_blocks(int rows) { return (rows + most_rows(rows) - 1) / most_rows(rows); }

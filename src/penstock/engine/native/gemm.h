@@ -86,16 +86,16 @@ PENSTOCK_INLINE TileKernel plain_kernel_for(int panels) {
   return plain_kernel<F, Rows, 1>;
 }
 
-template <class F, int Rows = F::kFileBytes == 4 ? kMaxRows : kPackedRows>
+template <class F, int Rows = kMaxRows>
 static TileKernel kernel_for(int rows, int panels) {
-  if constexpr (F::kFileBytes != 4)
-    if (rows > kPackedRows) return unpacked_kernel<F>;
-  if constexpr (Rows > 1)
-    if (rows < Rows) return kernel_for<F, Rows - 1>(rows, panels);
-  if constexpr (F::kFileBytes != 4)
-    return packed_kernel<F, Rows>;
-  else
+  if constexpr (F::kFileBytes != 4) {
+    if (rows > packed_rows<F>) return quantized_kernel<F, UnpackedBlock<F>>;
+    return quantized_kernel<F, PackedBlock<F>>;
+  } else {
+    if constexpr (Rows > 1)
+      if (rows < Rows) return kernel_for<F, Rows - 1>(rows, panels);
     return plain_kernel_for<F, Rows>(panels);
+  }
 }
 
 inline TileKernel kernel_for(Kind kind, int rows, int panels) {
@@ -125,7 +125,7 @@ struct Product {
   const Matrix* matrix;
 };
 
-constexpr int kTileFloats = std::max(kMaxRows, kUnpackedRows) * kTileStride;
+constexpr int kTileFloats = std::max(kMaxRows, kPanelRows) * kTileStride;
 
 // Multiply `rows` rows by panels [first, last) of each product's matrix and hand every finished
 // tile to finish(row, num_rows, panel, num_panels, tile) while it is still in the first-level
@@ -141,7 +141,7 @@ PENSTOCK_INLINE void multiply(const Product (&products)[N], int rows, int k_size
     at_once = std::min(at_once, panels_at_once(product.matrix->kind, rows));
     is_quantized = is_quantized && product.matrix->kind > Kind::kBf16Pairs;
   }
-  const int most = is_quantized ? kUnpackedRows : most_rows(rows);
+  const int most = is_quantized ? kPanelRows : most_rows(rows);
   const int blocks = is_quantized ? 1 : num_row_blocks(rows);
   for (int panel = first; panel < last; panel += at_once) {
     const int width = std::min(at_once, last - panel);
@@ -160,7 +160,7 @@ PENSTOCK_INLINE void multiply(const Product (&products)[N], int rows, int k_size
           const int step = (int)((missing / left + k_size - 1) / k_size);
           ahead = {weights + size + fetched[i], step};
           fetched[i] += (size_t)k_size * step;
-        } else if (blocks > 1 || height > kPackedRows) {
+        } else if (rows > kMaxRows) {
           ahead = upcoming(k_size);
         }
         kernel_for(kind, height, width)(product.rows + row * product.row_bytes, product.stride,

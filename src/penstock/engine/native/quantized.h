@@ -1,5 +1,5 @@
-// Tiles of quantised weights. One tile unpacks weights in registers; several share blocks that are
-// unpacked once, in the first-level cache. Within a block of activations the sum is an exact
+// Tiles of quantised weights. A few unpack weights in registers; more share blocks that are unpacked
+// once, in the first-level cache. Within a block of activations the sum is an exact
 // integer, and over blocks it is one chain of fused multiply-adds: the same bits either way.
 #pragma once
 
@@ -77,7 +77,7 @@ PENSTOCK_INLINE VecI weight_of(VecI pairs, bool second) {
 template <class F>
 class PackedBlock {
  public:
-  explicit PackedBlock(const uint8_t* block) : block_(block) {}
+  void take(const char* block) { block_ = (const uint8_t*)block; }
 
   // Codes 4 * v to 4 * v + 3 of the 32 of `group`, ready for products.
   VecI code(int group, int v, int strip) const {
@@ -113,7 +113,9 @@ class PackedBlock {
 template <class F>
 class alignas(64) UnpackedBlock {
  public:
-  void take(const PackedBlock<F>& block) {
+  void take(const char* packed) {
+    PackedBlock<F> block;
+    block.take(packed);
     for (int group = 0; group < F::kBlock / 32; ++group)
 #pragma GCC unroll 8
       for (int v = 0; v < 8; ++v)
@@ -281,31 +283,9 @@ using CodesOf = std::conditional_t<F::kArithmetic == Arithmetic::kBlocks256, Cod
 template <class F>
 constexpr int kCodesOfBlock = F::kBlock / (int)sizeof(CodesOf<F>::code);
 
-template <int Rows>
-PENSTOCK_INLINE void store_sums(const VecF (*sum)[2], float* tile) {
-  for (int r = 0; r < Rows; ++r)
-    for (int s = 0; s < 2; ++s) store(tile + r * kTileStride + s * kLanes, sum[r][s]);
-}
-
-// tile[Rows][kPanel] = rows x a panel, unpacked as it is read; `tile` has rows of kTileStride.
-template <class F, int Rows>
-static __attribute__((noinline)) void packed_kernel(const char* rows, size_t count, int,
-                                                    const char* panel, int k_size, Ahead,
-                                                    float* tile) {
-  const auto* a = (const CodesOf<F>*)rows;
-  VecF sum[Rows][2] = {};
-  constexpr int lines = Rows > 2 ? (F::kPanelBytes + 64 * F::kBlock / 32 - 1) / (2 * F::kBlock) : 0;
-  for (int k = 0; k < k_size; k += F::kBlock, a += kCodesOfBlock<F> * count) {
-    add_block<F, Rows>(PackedBlock<F>((const uint8_t*)panel), a, count,
-                       {panel + kPrefetchBytes, lines}, 0, sum);
-    panel += F::kPanelBytes;
-  }
-  store_sums<Rows>(sum, tile);
-}
-
-// tile[Rows][kPanel] += rows x blocks.
-template <class F, int Rows>
-static __attribute__((noinline)) void add_tile(const UnpackedBlock<F>* blocks, int num_blocks,
+// tile[Rows][kPanel] += rows x blocks; `tile` has rows of kTileStride.
+template <class F, int Rows, class Block>
+static __attribute__((noinline)) void add_tile(const Block* blocks, int num_blocks,
                                                const CodesOf<F>* a, size_t count, Lines ahead,
                                                float* tile) {
   VecF sum[Rows][2];
@@ -313,43 +293,48 @@ static __attribute__((noinline)) void add_tile(const UnpackedBlock<F>* blocks, i
     for (int s = 0; s < 2; ++s) sum[r][s] = load(tile + r * kTileStride + s * kLanes);
   for (int i = 0; i < num_blocks; ++i, a += kCodesOfBlock<F> * count)
     add_block<F, Rows>(blocks[i], a, count, ahead, i * F::kBlock, sum);
-  store_sums<Rows>(sum, tile);
+  for (int r = 0; r < Rows; ++r)
+    for (int s = 0; s < 2; ++s) store(tile + r * kTileStride + s * kLanes, sum[r][s]);
 }
 
-template <class F>
-using AddTile = void (*)(const UnpackedBlock<F>* blocks, int num_blocks, const CodesOf<F>* a,
-                         size_t count, Lines ahead, float* tile);
+template <class F, class Block>
+using AddTile = void (*)(const Block* blocks, int num_blocks, const CodesOf<F>* a, size_t count,
+                         Lines ahead, float* tile);
 
-template <class F, int Rows = kMaxRows>
-static AddTile<F> add_tile_for(int rows) {
+template <class F, class Block, int Rows>
+static AddTile<F, Block> add_tile_for(int rows) {
   if constexpr (Rows > 1)
-    if (rows < Rows) return add_tile_for<F, Rows - 1>(rows);
-  return add_tile<F, Rows>;
+    if (rows < Rows) return add_tile_for<F, Block, Rows - 1>(rows);
+  return add_tile<F, Rows, Block>;
 }
 
-// Rows of a tile, at most kMaxRows: as measured (tuning.h).
+// Rows up to which tiles unpack in registers, by format, and rows of a tile of unpacked blocks, at
+// most kMaxRows: as measured (tuning.h).
+template <class F>
+inline int packed_rows = 4;
 inline int tile_rows = 4;
 
-// As packed_kernel for `height` rows, in tiles of tile_rows.
-template <class F>
-static __attribute__((noinline)) void unpacked_kernel(const char* rows, size_t count, int height,
-                                                      const char* panel, int k_size, Ahead ahead,
-                                                      float* tile) {
+// tile[height][kPanel] = rows x a panel.
+template <class F, class Block>
+static __attribute__((noinline)) void quantized_kernel(const char* rows, size_t count, int height,
+                                                       const char* panel, int k_size, Ahead ahead,
+                                                       float* tile) {
+  constexpr bool is_packed = std::is_same_v<Block, PackedBlock<F>>;
   constexpr int together = 256 / F::kBlock;
-  UnpackedBlock<F> blocks[together];
+  Block blocks[together];
   const auto* a = (const CodesOf<F>*)rows;
   for (int r = 0; r < height; ++r) std::memset(tile + r * kTileStride, 0, kPanel * sizeof(float));
-  const int groups = 8 * ((height + tile_rows - 1) / tile_rows);
-  Lines next{nullptr, (together * F::kPanelBytes + 64 * groups - 1) / (64 * groups)};
+  const int most = is_packed ? kPackedRows : tile_rows;
+  const int groups = 8 * ((height + most - 1) / most);
+  Lines next{nullptr, height <= 2 ? 0 : (together * F::kPanelBytes + 64 * groups - 1) / (64 * groups)};
   for (int k = 0; k < k_size; k += 256, a += 256 / sizeof(a->code) * count) {
     const int num_blocks = std::min(together, (k_size - k) / F::kBlock);
-    for (int i = 0; i < num_blocks; ++i, panel += F::kPanelBytes)
-      blocks[i].take(PackedBlock<F>((const uint8_t*)panel));
+    for (int i = 0; i < num_blocks; ++i, panel += F::kPanelBytes) blocks[i].take(panel);
     next.at = panel + kPrefetchBytes;
     if (ahead.at) fetch(ahead.at + (size_t)k * ahead.step, 256 * ahead.step);
-    for_blocks(height, tile_rows, [&](int row, int rows_of_tile) {
-      add_tile_for<F>(rows_of_tile)(blocks, num_blocks, a + row, count, next,
-                                    tile + row * kTileStride);
+    for_blocks(height, most, [&](int row, int rows_of_tile) {
+      add_tile_for<F, Block, is_packed ? kPackedRows : kMaxRows>(rows_of_tile)(
+          blocks, num_blocks, a + row, count, next, tile + row * kTileStride);
       next.at += 64 * 8 * next.count;
     });
   }
