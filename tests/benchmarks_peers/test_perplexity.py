@@ -42,7 +42,7 @@ def test_the_second_half_of_a_window_counts(windows, monkeypatch) -> None:
 def test_a_cut_run_goes_on_where_it_ended(windows, tmp_path, monkeypatch) -> None:
     asked: list[Sequence[int]] = []
 
-    def losses(path: Path, left: Sequence[Sequence[int]]) -> Iterator[float]:
+    def losses(path: Path, left: Sequence[Sequence[int]], _kv_dtype: object) -> Iterator[float]:
         for window in left:
             if len(asked) == 2:
                 asked.append([])
