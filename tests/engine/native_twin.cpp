@@ -53,10 +53,13 @@ void print_format(std::mt19937& random, const std::vector<float>& rows) {
   pack_matrix(F::kind, columns.data(), kColumns, kSize, packed.data());
   const Matrix matrix{packed.data(), F::kind};
   for (int height : {1, 3, kMaxRows}) print_bits<F>(matrix, rows, height);
+  // The highest one again, unpacked in registers.
+  packed_rows<F> = kMaxRows;
+  print_bits<F>(matrix, rows, kMaxRows);
 }
 
 int main() {
-  static_assert(kMaxRows > 4, "packed_rows is 4 here: the highest tile is of unpacked blocks");
+  static_assert(kMaxRows > 4, "as packed_rows is 4, the highest tile is of unpacked blocks");
   std::mt19937 random(7);
   std::vector<float> rows(kMaxRows * kSize);
   for (float& x : rows) x = (float)((int32_t)random() >> 8) * 0x1p-20f;
