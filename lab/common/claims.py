@@ -4,7 +4,9 @@ the claim holds.
 A test that everything passes shows nothing. So a paper's claim is tested by one function that runs
 twice: on what was measured, and on a control of which the claim must be false (the same data
 shuffled, a policy that lacks the property, a law of another order). Where the control passes too,
-the claim is not shown. A bar set for this project needs no control: it is met or missed.
+the claim is not shown. What does not hold needs an oracle, too: something in the same world of which
+the claim must be true. Where the oracle fails, the world cannot tell. A bar set for this project
+needs no control: it is met or missed.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ Outcome = Literal[
     "holds in part",
     "does not hold",
     "not shown",
+    "cannot be told here",
     "not measured",
     "met",
     "missed",
@@ -44,7 +47,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """The same test on something of which the claim is false, and what it came to."""
+    """The same test on a control or an oracle, and what it came to."""
 
     name: str
     measured: str
@@ -53,33 +56,47 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class ClaimVerdict:
-    """What is claimed, what was measured, whether that agrees, and the control."""
+    """What is claimed, what was measured, whether that agrees, the control, of which the claim is
+    false, and the oracle, of which it is true."""
 
     claim: str
     measured: str
     outcome: Outcome
     control: Control | None = None
+    oracle: Control | None = None
 
     def line(self) -> str:
         claim = f"{self.claim}: " if self.claim else ""
         line = f"[{self.outcome}] {claim}{self.measured}"
-        if self.control is None:
-            return line
-        control = self.control
-        return f"{line}. Control, {control.name} [{control.outcome}]: {control.measured}"
+        for kind, other in (("Control", self.control), ("Oracle", self.oracle)):
+            if other is not None:
+                line += f". {kind}, {other.name} [{other.outcome}]: {other.measured}"
+        return line
 
 
 def check(
-    claim: str, test: Callable[[Data], Measurement], data: Data, control: str, placebo: Data
+    claim: str,
+    test: Callable[[Data], Measurement],
+    data: Data,
+    control: str,
+    placebo: Data,
+    oracle: tuple[str, Data] | None = None,
 ) -> ClaimVerdict:
-    """The verdict of a test on `data`, which is `not shown` where the whole claim would also hold
-    of `placebo`. control: what `placebo` is."""
+    """The verdict of a test on `data`: `not shown` where the whole claim would also hold of
+    `placebo`; `cannot be told here` where it does not hold of `data` and not of the oracle either.
+    control: what `placebo` is; oracle: its name and data."""
     found, false = test(data), test(placebo)
-    control_outcome = judge(*false.parts)
-    outcome: Outcome = "not shown" if control_outcome == "holds" else judge(*found.parts)
-    return ClaimVerdict(
-        claim, found.measured, outcome, Control(control, false.measured, control_outcome)
-    )
+    outcome = judge(*found.parts)
+    against = Control(control, false.measured, judge(*false.parts))
+    best = None
+    if oracle is not None:
+        name, true = oracle[0], test(oracle[1])
+        best = Control(name, true.measured, judge(*true.parts))
+    if against.outcome == "holds":
+        outcome = "not shown"
+    elif outcome == "does not hold" and best is not None and best.outcome != "holds":
+        outcome = "cannot be told here"
+    return ClaimVerdict(claim, found.measured, outcome, against, best)
 
 
 def not_measured(claim: str, needs: str) -> ClaimVerdict:

@@ -158,6 +158,17 @@ def test_a_claim_that_its_control_passes_is_not_shown() -> None:
     assert check("all are above 3", above_three, [2], "ones", [1]).outcome == "does not hold"
 
 
+def test_a_claim_that_its_oracle_fails_cannot_be_told() -> None:
+    def outcome(data: list[int], best: list[int]) -> str:
+        return check("above 3", above_three, data, "ones", [1], ("fives", best)).outcome
+
+    assert outcome([2], [5]) == "does not hold"
+    assert outcome([2], [3]) == "cannot be told here"
+    assert outcome([4], [3]) == "holds"
+    told = check("above 3", above_three, [2], "ones", [1], ("fives", [5])).line()
+    assert told.endswith("Oracle, fives [holds]: the least is 5")
+
+
 def _call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["penstock", "reproduce", *arguments])
     with pytest.raises(SystemExit) as stopped:
