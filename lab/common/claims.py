@@ -4,9 +4,9 @@ the claim holds.
 A test that everything passes shows nothing. So a paper's claim is tested by one function that runs
 twice: on what was measured, and on a control of which the claim must be false (the same data
 shuffled, a policy that lacks the property, a law of another order). Where the control passes too,
-the claim is not shown. What does not hold needs an oracle, too: something in the same world of which
-the claim must be true. Where the oracle fails, the world cannot tell. A bar set for this project
-needs no control: it is met or missed.
+the claim is not shown. What does not hold needs an oracle, too: something in the same world of
+which the claim must be true. Where the oracle fails, the world cannot tell. A bar set for this
+project needs no control: it is met or missed.
 """
 
 from __future__ import annotations
