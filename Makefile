@@ -27,16 +27,18 @@ $(VENV)/.serve: pyproject.toml constraints.txt
 	$(PIP) -e '.[serve]'
 	touch $@
 
-# The CPU kernels, beside their sources; with the machine's CMake, or one from the package index.
+# The CPU kernels that this processor can use, beside their sources (a wheel has all); with the
+# machine's CMake, or one from the package index.
 CMAKE ?= $(or $(shell command -v cmake),$(BIN)/cmake)
 NATIVE := src/penstock/engine/native
+KERNELS := $(shell $(PYTHON) $(NATIVE)/loading.py)
 
-native: build/native/.built
+native: build/native/.built-$(firstword $(KERNELS))
 
-build/native/.built: $(CMAKE) CMakeLists.txt $(wildcard $(NATIVE)/*.h $(NATIVE)/*.cpp)
-	@echo "The CPU kernels"
+build/native/.built-%: $(CMAKE) CMakeLists.txt $(wildcard $(NATIVE)/*.h $(NATIVE)/*.cpp)
+	@echo "The CPU kernels: $(KERNELS)"
 	$(CMAKE) -S . -B build/native
-	$(CMAKE) --build build/native --parallel
+	$(CMAKE) --build build/native --parallel --target $(addprefix penstock_,$(KERNELS))
 	touch $@
 
 $(BIN)/cmake: | $(VENV)/.serve

@@ -75,3 +75,8 @@ def _processor_flags() -> set[str]:
         return set()
     named = (line.partition(":")[2] for line in lines if line.startswith(("flags", "Features")))
     return set(next(named, "").split())
+
+
+if __name__ == "__main__":
+    # For the Makefile, which runs this file before anything is installed.
+    print(*usable_instruction_sets())
