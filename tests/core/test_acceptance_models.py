@@ -14,6 +14,3 @@ def test_smoothing_is_equation_3() -> None:
     held = model.rate()
     model.add_evidence(Evidence(0, 0, 0.0))
     assert model.rate() == held
-    counted = Smoothed(0.5, 0.1, on_empty=0.0)
-    counted.add_evidence(Evidence(0, 0, 0.0))
-    assert counted.rate() == pytest.approx(0.45)

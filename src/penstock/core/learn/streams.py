@@ -22,25 +22,21 @@ class Smoothed:
     """Exponential smoothing (GoodSpeed eq. 3).
 
     α̂ ← (1 − η) α̂ + η · mean of min(1, target / draft) over the S positions of the draft; with
-    `decided_only` over those up to the first rejection. on_empty: acceptance of a round without a
-    draft, where eq. 3 divides by S = 0; None keeps α̂. `step` is η, which its owner may change."""
+    `decided_only` over those up to the first rejection. A round without a draft changes nothing.
+    `step` is η, which its owner may change."""
 
-    def __init__(
-        self, rate: float, step: float, on_empty: float | None = None, decided_only: bool = False
-    ) -> None:
+    def __init__(self, rate: float, step: float, decided_only: bool = False) -> None:
         self.step = step
         self._rate = rate
-        self._on_empty = on_empty
         self._decided_only = decided_only
 
     def add_evidence(self, evidence: Evidence) -> None:
-        observed = self._on_empty
+        if not evidence.num_proposed:
+            return
+        observed = evidence.successes_all / evidence.num_proposed
         if self._decided_only and evidence.num_decided:
             observed = evidence.successes / evidence.num_decided
-        elif evidence.num_proposed:
-            observed = evidence.successes_all / evidence.num_proposed
-        if observed is not None:
-            self._rate += self.step * (observed - self._rate)
+        self._rate += self.step * (observed - self._rate)
 
     def rate(self) -> float:
         """Return the probability in [0, 1) that a token behind accepted ones is accepted."""

@@ -1,7 +1,8 @@
 """GoodSpeed's gradient scheduling exactly (eqs. 3 to 5, Algorithm 1); a client is a tenant.
 
-The paper leaves open what a round without a draft does to α̂ (eq. 3 divides by 0): see `on_empty`.
-A step in which a request could not draft is no round."""
+A step in which a request could not draft is no round. A round without a grant changes X, but not α̂:
+eq. 3 would divide by S = 0. So that the client is tried again, eq. 5 then takes α̂ for higher
+(`_Client.hoped`)."""
 
 from __future__ import annotations
 
@@ -21,9 +22,6 @@ from penstock.core.policies.options import MaxDraftTokens, NonNegativeInt, Proba
 from penstock.core.state import Grant, Outcome
 from penstock.fluid.fair import geometric_lengths
 
-_ON_EMPTY = {"hold": None, "zero": 0.0, "full": 1.0}
-
-
 Decay = Literal[0] | Annotated[float, Range(above=0.5, at_most=1)]  # 0: a constant step size
 
 
@@ -41,9 +39,6 @@ class GoodSpeed(AllocationPolicy):
         # Positions over which eq. 3 averages min(1, target / draft): `all`, as printed, or only the
         # `decided` ones, up to the first rejection.
         evidence: Literal["all", "decided"] = "all"
-        # Acceptance of a round without a grant in eq. 3: `full`, so that α̂ rises until the client
-        # is tried again, `zero`, or `hold` α̂, which may never try it again.
-        on_empty: Literal["hold", "zero", "full"] = "full"
         initial_acceptance: Probability = 0.5  # α̂(0), which the paper leaves open
         initial_goodput: Annotated[float, Range(at_least=1e-6, at_most=1e6)] = 1.0  # X(0), likewise
         fairness: Fairness = 1.0  # exponent a of the utility
@@ -72,7 +67,7 @@ class GoodSpeed(AllocationPolicy):
         limits = [min(c.limit, options.k_max) for c in candidates]
         lengths, _ = geometric_lengths(
             weights,
-            [client.acceptance.rate() for client in clients],
+            [client.hoped for client in clients],
             draft_budget(options.total, view),
             limits,
         )
@@ -131,15 +126,22 @@ class _Client:
         self.acceptance = Smoothed(
             options.initial_acceptance,
             options.eta,
-            _ON_EMPTY[options.on_empty],
             decided_only=options.evidence == "decided",
         )
         self.goodput = options.initial_goodput
         self._rounds = 0
+        self._idle = 0  # rounds without a grant since the last draft
+
+    @property
+    def hoped(self) -> float:
+        """Return α̂, or what it would be if the idle rounds' drafts had been accepted in full."""
+        doubt = (1 - self._options.eta) ** self._idle
+        return 1 - (1 - self.acceptance.rate()) * doubt
 
     def on_round(self, evidence: Evidence, realised: float) -> None:
         options = self._options
         self._rounds += 1
+        self._idle = 0 if evidence.num_proposed else self._idle + 1
         self.acceptance.step = options.eta * self._rounds**-options.eta_decay
         self.acceptance.add_evidence(evidence)
         beta = options.beta * self._rounds**-options.beta_decay
