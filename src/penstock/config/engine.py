@@ -88,7 +88,7 @@ class PolicyConfig(Model):
     def from_bundle(cls, kind: PolicyKind, policy: str = AUTO) -> Self:
         """Return a bundle's policy of a kind. Raises PolicyError."""
         chosen = bundle(policy)
-        options = chosen.admission_options if kind == "admission" else {}
+        options = getattr(chosen, f"{kind}_options", {})
         return cls.from_name(getattr(chosen, kind), **options)
 
     def with_defaults(self, options: Mapping[str, Any]) -> Self:

@@ -107,6 +107,15 @@ def test_goodspeed_follows_equations_3_to_5() -> None:
     assert lengths(policy.allocate(asked, work(5))) == [3, 2]
 
 
+@pytest.mark.parametrize(("evidence", "share"), [("all", 2.7 / 4), ("decided", 2 / 3)])
+def test_equation_3_smooths_the_mean_over_positions(evidence: str, share: float) -> None:
+    policy = make("goodspeed", evidence=evidence, eta=0.1)
+    asked = candidates("a")[0].state
+    verdict = Verdict("r0", 0, 0, (0,) * 3, "a", 4, 2, 3, evidence=2.0, evidence_all=2.7)
+    policy.on_step([Outcome(asked, verdict)], 1.0)
+    assert policy.acceptance("a") == pytest.approx(0.9 * 0.5 + 0.1 * share)  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(("rate", "overlaps"), [(0.4, False), *slow([0.6, 0.8], [True])])
 def test_equation_3_over_all_positions_is_right_in_the_mean(rate: float, overlaps: bool) -> None:
     """Over the decided ones it is not: a draft that fails early has few of them, all the worse."""

@@ -10,18 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from penstock.core.learn.streams import Evidence, Smoothed
 from penstock.core.policies.allocation.parts.gradient import (
     Fairness,
     draft_budget,
     tenant_weight,
-    tokens_by_tenant,
 )
 from penstock.core.policies.base import AllocationPolicy, DraftCandidate, View
 from penstock.core.policies.options import MaxDraftTokens, NonNegativeInt, Probability, Range
 from penstock.core.state import Grant, Outcome
+from penstock.core.types import Verdict
 from penstock.fluid.fair import geometric_lengths
 
+_MAX_ACCEPTANCE = 0.99  # Assumption 2: α̂ stays below 1
 Decay = Literal[0] | Annotated[float, Range(above=0.5, at_most=1)]  # 0: a constant step size
 
 
@@ -80,22 +80,12 @@ class GoodSpeed(AllocationPolicy):
         return grants
 
     def on_step(self, outcomes: Sequence[Outcome], now: float) -> None:
-        rounds = [o for o in outcomes if self._is_round(o)]
-        tokens = tokens_by_tenant(rounds)
-        proposed = dict.fromkeys(tokens, 0)
-        decided = dict.fromkeys(tokens, 0)
-        successes = dict.fromkeys(tokens, 0.0)
-        over_all = dict.fromkeys(tokens, 0.0)
-        for state, verdict in rounds:
-            proposed[state.request.tenant] += verdict.num_proposed
-            decided[state.request.tenant] += verdict.num_decided
-            successes[state.request.tenant] += verdict.evidence
-            over_all[state.request.tenant] += verdict.evidence_all
-        for name, realised in tokens.items():
-            evidence = Evidence(
-                proposed[name], decided[name], successes[name], successes_all=over_all[name]
-            )
-            self._client(name).on_round(evidence, realised)
+        rounds: dict[str, list[Verdict]] = {}
+        for outcome in outcomes:
+            if self._is_round(outcome):
+                rounds.setdefault(outcome.state.request.tenant, []).append(outcome.verdict)
+        for name, verdicts in rounds.items():
+            self._client(name).on_round(verdicts)
 
     def _is_round(self, outcome: Outcome) -> bool:
         """Return whether the request has drafted, or would have with a grant."""
@@ -109,7 +99,7 @@ class GoodSpeed(AllocationPolicy):
 
     def acceptance(self, tenant: str) -> float:
         """Return α̂ of eq. 3."""
-        return self._client(tenant).acceptance.rate()
+        return self._client(tenant).acceptance
 
     def _client(self, tenant: str) -> _Client:
         client = self._clients.get(tenant)
@@ -123,11 +113,7 @@ class _Client:
 
     def __init__(self, options: GoodSpeed.Options) -> None:
         self._options = options
-        self.acceptance = Smoothed(
-            options.initial_acceptance,
-            options.eta,
-            decided_only=options.evidence == "decided",
-        )
+        self.acceptance = options.initial_acceptance
         self.goodput = options.initial_goodput
         self._rounds = 0
         self._idle = 0  # rounds without a grant since the last draft
@@ -136,16 +122,21 @@ class _Client:
     def hoped(self) -> float:
         """Return α̂, or what it would be if the idle rounds' drafts had been accepted in full."""
         doubt = (1 - self._options.eta) ** self._idle
-        return 1 - (1 - self.acceptance.rate()) * doubt
+        return min(_MAX_ACCEPTANCE, 1 - (1 - self.acceptance) * doubt)
 
-    def on_round(self, evidence: Evidence, realised: float) -> None:
+    def on_round(self, verdicts: Sequence[Verdict]) -> None:
         options = self._options
         self._rounds += 1
-        self._idle = 0 if evidence.num_proposed else self._idle + 1
-        self.acceptance.step = options.eta * self._rounds**-options.eta_decay
-        self.acceptance.add_evidence(evidence)
+        self._idle += 1
+        if num_proposed := sum(v.num_proposed for v in verdicts):
+            self._idle = 0
+            observed = sum(v.evidence_all for v in verdicts) / num_proposed
+            if options.evidence == "decided":
+                observed = sum(v.evidence for v in verdicts) / sum(v.num_decided for v in verdicts)
+            eta = options.eta * self._rounds**-options.eta_decay
+            self.acceptance += eta * (observed - self.acceptance)
         beta = options.beta * self._rounds**-options.beta_decay
-        self.goodput += beta * (realised - self.goodput)
+        self.goodput += beta * (sum(len(v.token_ids) for v in verdicts) - self.goodput)
 
 
 POLICY = GoodSpeed
