@@ -48,8 +48,7 @@ class Auto(Pipeline):
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        # Spin's heuristic in place of the cycle: always lanes, and as many micro-batches as lower
-        # the target's throughput by less than this share; one is rounds.
+        # Spin's heuristic (`spin_num`) in place of the cycle, in lanes from the start.
         drop: Probability | None = None
 
     def __init__(self, options: Options) -> None:

@@ -10,11 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from penstock.core.policies.allocation.parts.gradient import (
-    Fairness,
-    draft_budget,
-    tenant_weight,
-)
+from penstock.core.policies.allocation.parts.gradient import Fairness, draft_budget, tenant_weight
 from penstock.core.policies.base import AllocationPolicy, DraftCandidate, View
 from penstock.core.policies.options import MaxDraftTokens, NonNegativeInt, Probability, Range
 from penstock.core.state import Grant, Outcome
