@@ -144,7 +144,7 @@ class Lbss(SelectionPolicy):
     def _worth(self, state: RequestState, drafter: Drafter, times: RoundTimes) -> float:
         """Return the estimated goodput, less the loss by a switch over the stage's slots."""
         estimate = self._observed.estimate(state.request.id, model_of(drafter))
-        seconds = 2 ** self._courses[state.request.id].epoch * times.verify(0)[0]
+        seconds: float = 2 ** self._courses[state.request.id].epoch * times.verify(0)[0]
         if not seconds or "switching" not in self._adds:
             return estimate
         return estimate * (1 - times.reading(state, drafter) / seconds)
