@@ -426,7 +426,8 @@ def started(cli: Cli, family: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[
         (("--drafters-listen", "127.0.0.1:0", "--pipeline", "2"), "priced", "2"),
         (("--drafters-listen", "127.0.0.1:0", "--set", "allocation=random"), "random", "auto"),
         (("--drafters-listen", "127.0.0.1:0", "--policy", "goodspeed"), "goodspeed", "off"),
-        (("--policy", "spin", "--set", "allocation.k=2"), "fixed", "auto"),
+        (("--policy", "spin", "--set", "allocation.k=2"), "fixed", "5%"),
+        (("--policy", "spin", "--pipeline", "10%"), "fixed", "10%"),
         (("--set", "policy=spin", "--set", "allocation=priced", "--pipeline", "2"), "priced", "2"),
     ],
 )

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.learn import Estimators
-from penstock.core.learn.streams import Evidence
 from penstock.core.policies.base import AllocationPolicy, DraftCandidate, Room, View
 from penstock.core.state import Outcome, RequestState
 from penstock.core.types import Request, Tenant, Verdict
@@ -31,8 +30,8 @@ class Client(Protocol):
         one."""
         ...
 
-    def evidence(self, num_draft_tokens: int, num_accepted: int) -> Evidence:
-        """What the verification of the round that has ended showed."""
+    def evidence(self, num_draft_tokens: int, num_accepted: int) -> float:
+        """Σ min(1, target/draft) of the round that has ended, over all positions."""
         ...
 
 
@@ -84,14 +83,8 @@ class _GeometricClient:
         self._round += 1
         return kept.index(False) if False in kept else len(kept)
 
-    def evidence(self, num_draft_tokens: int, num_accepted: int) -> Evidence:
-        over_all = self._world.over_all(self._round - 1, self._client, num_draft_tokens)
-        return _evidence(num_draft_tokens, num_accepted, over_all)
-
-
-def _evidence(num_draft_tokens: int, num_accepted: int, over_all: float) -> Evidence:
-    decided = min(num_draft_tokens, num_accepted + 1)
-    return Evidence(num_draft_tokens, decided, float(num_accepted), successes_all=over_all)
+    def evidence(self, num_draft_tokens: int, num_accepted: int) -> float:
+        return self._world.over_all(self._round - 1, self._client, num_draft_tokens)
 
 
 @dataclass(frozen=True)
@@ -162,8 +155,8 @@ def play(
             length = grant.num_draft_tokens
             accepted = clients[i].num_accepted(length)
             lengths[t, i], tokens[t, i] = length, accepted + 1
-            evidence = clients[i].evidence(length, accepted)
-            verdict = _verdict(state, t, length, accepted, evidence)
+            over_all = clients[i].evidence(length, accepted)
+            verdict = _verdict(state, t, length, accepted, over_all)
             estimators.acceptance.on_verdict(verdict)
             outcomes.append(Outcome(state, verdict))
         if times is not None:
@@ -189,9 +182,7 @@ def _measure(
     return float(drafts.max()) + times.verify(rows)
 
 
-def _verdict(
-    state: RequestState, t: int, length: int, accepted: int, evidence: Evidence
-) -> Verdict:
+def _verdict(state: RequestState, t: int, length: int, accepted: int, over_all: float) -> Verdict:
     return Verdict(
         state.request.id,
         0,
@@ -200,9 +191,9 @@ def _verdict(
         drafter=state.request.tenant if length else None,
         num_proposed=length,
         num_accepted=accepted,
-        num_decided=evidence.num_decided,
-        evidence=evidence.successes,
-        evidence_all=evidence.successes_all,
+        num_decided=min(length, accepted + 1),
+        evidence=float(accepted),
+        evidence_all=over_all,
     )
 
 
@@ -231,11 +222,10 @@ class RecordedClient:
             self._position = 0
         return accepted
 
-    def evidence(self, num_draft_tokens: int, num_accepted: int) -> Evidence:
+    def evidence(self, num_draft_tokens: int, num_accepted: int) -> float:
         """Behind a rejection a token counts as right where a draft that begins there would be: what
         a wrong prefix makes of it was not recorded."""
-        over_all = float(num_accepted + self._right_behind)
-        return _evidence(num_draft_tokens, num_accepted, over_all)
+        return float(num_accepted + self._right_behind)
 
     def _row(self) -> Sequence[int]:
         return self._rows[self._order[self._next_row % len(self._order)]]

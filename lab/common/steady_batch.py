@@ -6,7 +6,7 @@ device of its own and is told its requests by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.core.kv import BlockPool
@@ -53,21 +53,6 @@ class SteadyBatch:
         lengths = dict.fromkeys(self.requests, float(self.length))
         drafters = {name: Drafter(name) for name in self.requests}
         return round_of(states, drafters, Estimators(self.profile), lengths, host=0.0)
-
-
-def spin_setting(
-    seconds: Callable[[int], float], most: int, first: int = 2, drop: float = 0.05
-) -> int:
-    """The paper's heuristic (Spin, section V-B): from `first` micro-batches on one more, until
-    the throughput falls by more than `drop` against the setting before.
-
-    "Obvious" is not defined there; small drops one after the other are accepted however far they
-    lead, and what was seen on the way is forgotten.
-    """
-    num = min(first, most)
-    while num < most and seconds(num + 1) * (1 - drop) <= seconds(num):
-        num += 1
-    return num
 
 
 def play(

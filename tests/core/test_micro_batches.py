@@ -1,7 +1,9 @@
 """Groups of requests: drafted for and verified in turn, of equal size, and never twice."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -114,7 +116,7 @@ def test_a_group_waits_for_its_slowest_lane_and_another_goes_first() -> None:
     assert in_flight(world, TARGET) == set(names) - slow
 
 
-@pytest.mark.parametrize("pipeline", first_fast(["2", "auto", "async", "3", "5"], 3))
+@pytest.mark.parametrize("pipeline", first_fast(["2", "auto", "async", "5%", "3", "5"], 4))
 @pytest.mark.parametrize("rotating", [False, True])
 def test_everybody_finishes_whatever_is_late(pipeline: str, rotating: bool) -> None:
     world = make_world(pipeline, "a", "b", selection=Rotating() if rotating else None)
@@ -183,6 +185,29 @@ def test_auto_leaves_it_where_step_times_promise_nothing() -> None:
     world.run([make_request(f"r{i}", seed=i, max_tokens=20) for i in range(6)])
     assert pipeline.num == 0
     assert all(p.lane == TARGET for p in world.plans)
+
+
+@pytest.mark.parametrize(("start", "expected"), [(0.0, 8), (0.1, 1)])
+def test_a_percentage_splits_while_the_targets_throughput_lasts(
+    start: float, expected: int
+) -> None:
+    """Eight requests make eight groups where only rows take time, and rounds where a step does."""
+    pipeline = make_pipeline("5%")
+    world = make_world(pipeline)
+    world.scheduler.learn.times.profile = replace(A_DEVICE_EACH, token_seconds=(start, start + 0.1))
+    assert world.scheduler.lanes == ("d", TARGET), "from the first step on"
+    view = View({}, world.scheduler.learn)
+    assert pipeline.hold_until([], [state(0, "d", is_free=False)], view) == math.inf, "rounds"
+    world.arrive(*(make_request(f"r{i}", seed=i, max_tokens=40) for i in range(8)))
+    nums = []
+    for _ in range(40):
+        world.move()
+        world.turn()
+        nums.append(pipeline.num)
+    assert nums[-1] == expected
+    world.run()
+    world.check_outputs()
+    world.check_empty()
 
 
 def test_auto_gives_up_a_pipeline_that_is_slower_than_promised() -> None:

@@ -97,3 +97,9 @@ def test_nothing_ready_is_nothing_to_start() -> None:
 def test_unknown_pipelines_are_named() -> None:
     with pytest.raises(ValueError, match="choose from async, auto, micro_batches, off"):
         make_pipeline("sometimes")
+
+
+@pytest.mark.parametrize("text", ["0%", "100%", "5.5%", "-5%", "%", "٥%"])
+def test_other_percentages_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="1% to 99% of the target's throughput"):
+        make_pipeline(text)

@@ -185,11 +185,8 @@ def of_drafters() -> Iterator[tuple[str, Scenario]]:
             kv_tokens=1600,
         )
         yield f"allocation {allocation}", lambda s=shared: simulated(s, short_texts())
-    for evidence in ("hold", "zero"):
-        literal = drafting(
-            allocation=PolicyConfig.from_name("goodspeed", on_empty=evidence, total=12)
-        )
-        yield f"goodspeed, {evidence}", lambda s=literal: simulated(s, short_texts())
+    shared = drafting(allocation=PolicyConfig.from_name("goodspeed", total=12))
+    yield "goodspeed, 12 in all", lambda s=shared: simulated(s, short_texts())
     for pipeline in ("off", "async", "2", "4", "auto"):
         beside = drafting(selection=PolicyConfig.from_name("auto"), pipeline=pipeline)
         yield f"pipeline {pipeline}", lambda s=beside: simulated(s, short_texts(), COMINGS)

@@ -34,14 +34,16 @@ class Acceptance:
         """Outputs say nothing."""
 
 
+@pytest.mark.parametrize("rate", first_fast([0.3, 0.6, 0.9]))
 @pytest.mark.parametrize("output_len", first_fast([16, 50, 150]))
-def test_acceptance_is_learned_with_outputs_of_any_length(output_len: int) -> None:
+def test_acceptance_is_learned_with_outputs_of_any_length(rate: float, output_len: int) -> None:
     """The steps of a prompt and of a last token, without a draft, are no rounds."""
-    lengths = Workload("equal", np.full(100, 60), np.full(100, output_len))
+    num = 150 * 200 // output_len
+    lengths = Workload("equal", np.full(num, 60), np.full(num, output_len))
     setup = Setup(
         load_profile("a100-llama2-7b"),
         allocation=PolicyConfig.from_name("goodspeed"),
-        acceptance=GeometricAcceptance({"d": 0.3}, seed=1),
+        acceptance=GeometricAcceptance({"d": rate}, seed=1),
         drafters=("d",),
     )
     watched: list[Acceptance] = []
@@ -50,5 +52,5 @@ def test_acceptance_is_learned_with_outputs_of_any_length(output_len: int) -> No
         watched.append(Acceptance(scheduler))
         return watched
 
-    run(setup, make_workload(lengths, rate=4.0, seed=0), watch=watch)
-    assert np.mean(watched[0].seen[100:]) == pytest.approx(0.3, abs=0.01)
+    run(setup, make_workload(lengths, rate=16.0, seed=0), watch=watch)
+    assert np.mean(watched[0].seen[100:]) == pytest.approx(rate, abs=0.01)

@@ -5,7 +5,11 @@ from dataclasses import replace
 import pytest
 
 from lab.bench.never_behind import servers
+from lab.common.families import SPIN_DRAFTERS
+from lab.common.steady_batch import SteadyBatch, play
+from lab.papers.spin_fig13 import _ACCEPTANCE, _ROWS, _WORKLOADS, drafter
 from penstock.core.policies.bundles import AUTO, BUNDLES
+from penstock.sim.profiles import load_profile
 
 
 @pytest.mark.parametrize(("num", "round_trip", "verify"), [(4, 0.005, 0.1), (4, 0.3, 0.03)])
@@ -26,3 +30,16 @@ def test_a_server_given_up_too_early_is_measured_all_the_same() -> None:
 
     Each round waited for it in vain, with 5.7 tokens/s."""
     assert servers(4, 0.03, 0.1, AUTO, 3)["value"] > 9
+
+
+@pytest.mark.parametrize(("target", "as_good_as"), [("rows", "2"), ("a100-llama2-7b", "off")])
+def test_spins_heuristic_comes_to_the_best_number_on_figure_13s_worlds(
+    target: str, as_good_as: str
+) -> None:
+    """Through the scheduler, by the requests that each drafter has; control: four are behind."""
+    times = _ROWS if target == _ROWS.name else load_profile(target)
+    drafters = tuple(drafter(name, times) for name in SPIN_DRAFTERS)
+    batch = SteadyBatch(replace(times, drafters=drafters), _WORKLOADS["hard"], 4, _ACCEPTANCE)
+    found = {p: play(batch, p, beside=True, rounds=30) for p in ("5%", as_good_as, "4")}
+    assert found["5%"] == pytest.approx(found[as_good_as], rel=0.02)
+    assert found["4"] < 0.96 * found["5%"]

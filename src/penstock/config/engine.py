@@ -88,7 +88,7 @@ class PolicyConfig(Model):
     def from_bundle(cls, kind: PolicyKind, policy: str = AUTO) -> Self:
         """Return a bundle's policy of a kind. Raises PolicyError."""
         chosen = bundle(policy)
-        options = chosen.admission_options if kind == "admission" else {}
+        options = getattr(chosen, f"{kind}_options", {})
         return cls.from_name(getattr(chosen, kind), **options)
 
     def with_defaults(self, options: Mapping[str, Any]) -> Self:
@@ -248,9 +248,9 @@ class EngineConfig(ModelsConfig):
     policy: bundle of the four policies below, each of which overrides its part; options without a
         name are for the bundle's
     verification: None is `coupled` for requests with a seed and `ratio` for the others
-    pipeline: off (draft and verify in turns), a number of micro-batches, auto (the fastest of these
-        by measured times) or async (verify the drafts that are ready). Drafters work beside the
-        target unless it is off
+    pipeline: off (draft and verify in turns), a number of micro-batches, P% (as many as cost less
+        of the target's throughput), auto (the fastest by measured times) or async (verify the
+        drafts that are ready). Drafters work beside the target unless it is off
     heartbeat_timeout_s: an engine process without a heartbeat for so long is restarted; after a
         quarter of it, it takes no requests
     fairness: between tenants, by weight, in admission, preemption and decoding

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.products import slow
+from tests.products import first_fast, slow
 
 from lab.common.rounds import GeometricClients, play
 from penstock.core.learn import Estimators
@@ -107,6 +107,15 @@ def test_goodspeed_follows_equations_3_to_5() -> None:
     assert lengths(policy.allocate(asked, work(5))) == [3, 2]
 
 
+@pytest.mark.parametrize(("evidence", "share"), [("all", 2.7 / 4), ("decided", 2 / 3)])
+def test_equation_3_smooths_the_mean_over_positions(evidence: str, share: float) -> None:
+    policy = make("goodspeed", evidence=evidence, eta=0.1)
+    asked = candidates("a")[0].state
+    verdict = Verdict("r0", 0, 0, (0,) * 3, "a", 4, 2, 3, evidence=2.0, evidence_all=2.7)
+    policy.on_step([Outcome(asked, verdict)], 1.0)
+    assert policy.acceptance("a") == pytest.approx(0.9 * 0.5 + 0.1 * share)  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(("rate", "overlaps"), [(0.4, False), *slow([0.6, 0.8], [True])])
 def test_equation_3_over_all_positions_is_right_in_the_mean(rate: float, overlaps: bool) -> None:
     """Over the decided ones it is not: a draft that fails early has few of them, all the worse."""
@@ -129,14 +138,30 @@ def test_equation_3_over_all_positions_is_right_in_the_mean(rate: float, overlap
 def test_a_client_that_was_useless_for_a_while_is_not_starved(clients: int, budget: int) -> None:
     rates = np.full((1000, clients), 0.7)
     rates[:300, :2], rates[300:, :2] = 0.02, 0.85
-    longest = {}
-    for on_empty in ("full", "hold"):
-        policy = make("goodspeed", on_empty=on_empty)
-        played = play(policy, GeometricClients(rates, 0).clients(), budget, 1000)
-        drafted = np.flatnonzero(played.lengths[300:, 0])
-        longest[on_empty] = int(np.diff(drafted, prepend=-1, append=700).max())
-    assert longest["full"] <= 20
-    assert longest["hold"] > 50
+    played = play(make("goodspeed"), GeometricClients(rates, 0).clients(), budget, 1000)
+    drafted = np.flatnonzero(played.lengths[300:, 0])
+    assert np.diff(drafted, prepend=-1, append=700).max() <= 20
+
+
+@pytest.mark.parametrize("budget", first_fast([6, 16]))
+def test_rounds_without_a_grant_say_nothing_of_acceptance(budget: int) -> None:
+    """C below the number of clients leaves some out of every round; α̂ when they draft is right."""
+    rates = np.tile([0.3, 0.6, 0.9, 0.45], 2)
+    sums, counts = np.zeros(8), np.zeros(8)
+    for seed in range(3):
+        policy = make("goodspeed", total=budget)
+        seen: list[list[float]] = []
+
+        def watch(policy: Any = policy, seen: list[list[float]] = seen) -> None:
+            seen.append([policy.acceptance(f"c{i}") for i in range(8)])
+
+        world = GeometricClients(np.tile(rates, (2000, 1)), seed)
+        played = play(policy, world.clients(), budget, 2000, watch=watch)
+        drafted = played.lengths[300:] > 0
+        sums += (np.array(seen)[300:] * drafted).sum(axis=0)
+        counts += drafted.sum(axis=0)
+    assert (counts < 3 * 1700).any()
+    assert sums / counts == pytest.approx(rates, abs=0.02)
 
 
 def test_goodput_is_summed_over_a_tenants_requests() -> None:
@@ -159,15 +184,15 @@ def test_decreasing_steps_follow_assumption_3() -> None:
         assert policy.goodput("a") == pytest.approx(goodput)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("on_empty", ["hold", "zero", "full"])
-def test_a_round_without_a_draft_is_defined(on_empty: str) -> None:
-    policy = make("goodspeed", beta=1.0, eta=0.5, on_empty=on_empty)
+def test_a_round_without_a_draft_raises_hope_but_not_the_estimate() -> None:
+    policy = make("goodspeed", beta=1.0, eta=0.5)
     asked = candidates("a", "b")
     assert lengths(policy.allocate(asked, work(1))) == [1, 0]
-    policy.on_step([outcome(asked[0], 1, 0), outcome(asked[1], 0, 0)], 1.0)
-    expected = {"hold": 0.5, "zero": 0.25, "full": 0.75}[on_empty]
-    assert policy.acceptance("b") == expected  # type: ignore[attr-defined]
+    policy.on_step([outcome(asked[0], 1, 1), outcome(asked[1], 0, 0)], 1.0)
+    assert policy.acceptance("b") == 0.5  # type: ignore[attr-defined]
     assert policy.goodput("b") == 1.0  # type: ignore[attr-defined]
+    # a: α̂ = .75, X = 2: .375, .28; b: 1 - .5 · .5 = .75, X = 1: .75, .56, .42, .316, not .5, .25.
+    assert lengths(policy.allocate(asked, work(4))) == [1, 3]
 
 
 def test_a_step_in_which_a_request_could_not_draft_is_no_round() -> None:

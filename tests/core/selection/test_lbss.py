@@ -4,6 +4,7 @@ import itertools
 from collections import Counter
 from typing import Any
 
+import pytest
 from tests.core.selection.rounds import Machine, Rounds, mixed_rates
 
 from penstock.core.policies.registry import make_policy
@@ -125,7 +126,46 @@ def test_a_switch_is_charged_with_the_text_that_it_has_to_read() -> None:
     """Every request keeps to its drafter where reading is as dear as it is said to be."""
     machine = Machine(dict.fromkeys(NAMES[:3], 1e-3), per_catch_up_token=1e-3)
     free, charged = (
-        make_world({"switching_weight": weight}, machine=machine, live=4, prompt_len=500).run(300)
-        for weight in (0.0, 1.0)
+        make_world({"corrections": added}, machine=machine, live=4, prompt_len=500).run(300)
+        for added in (["modelled_time"], ["modelled_time", "switching"])
     )
     assert charged.num_switches < free.num_switches
+
+
+def exploited(corrections: list[str], **changes: Any) -> Rounds:
+    """A world in which drafting with any drafter takes longer than it saves."""
+    machine = Machine(dict.fromkeys(NAMES[:3], 50e-3), beside=True)
+    return make_world({"corrections": corrections}, machine=machine, live=4, **changes).run(200)
+
+
+def test_to_the_letter_every_request_drafts_whatever_it_costs() -> None:
+    for corrections, may_skip in (([], False), (["modelled_time", "no_drafter"], True)):
+        played = exploited(corrections).played[2:]
+        assert any(None in chosen.values() for chosen in played) == may_skip
+
+
+def test_requests_beyond_all_places_draft_nothing() -> None:
+    machine = Machine(dict.fromkeys(NAMES[:3], 1e-3), beside=True, capacity=1)
+    world = make_world({"corrections": []}, machine=machine, live=5).run(100)
+    for chosen in world.played:
+        assert sorted(map(str, chosen.values())) == ["None", "None", *NAMES[:3]]
+
+
+def test_rewards_to_the_letter_are_tokens_per_second_of_the_round_as_it_was() -> None:
+    """The slowest drafter's round is everybody's."""
+    machine = Machine({"d0": 1e-3, "d1": 20e-3}, verify=10e-3, per_row=0.0, beside=True)
+    rates = dict.fromkeys(machine.drafters, 0.0)
+    world = make_world({"corrections": []}, machine=machine, live=8, rates=lambda _: rates)
+    seen = world.run(60).policy._observed.by_model  # type: ignore[attr-defined]
+    # By its own steps d0 would make a token in 14 ms, d1 in 90.
+    assert seen["d0"].value == pytest.approx(1 / 0.090, rel=0.1)
+    assert seen["d1"].value == pytest.approx(1 / 0.090, rel=0.1)
+
+
+def test_without_fading_estimates_are_means_of_everything() -> None:
+    counts = {}
+    for fading in ([], ["fading"]):
+        world = make_world({"corrections": ["modelled_time", *fading]}, live=4).run(300)
+        seen = world.policy._observed.by_model.values()  # type: ignore[attr-defined]
+        counts[bool(fading)] = sum(mean.count for mean in seen)
+    assert counts[False] == 4 * 299 > counts[True]

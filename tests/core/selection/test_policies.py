@@ -199,7 +199,7 @@ def test_requests_that_differ_get_different_drafters() -> None:
         ("epsilon_greedy", {"explore": 1.5}, "a finite number from 0 to 1"),
         ("lbss", {"alpha": 5, "beta": 2}, "multiple of beta"),
         ("lbss", {"alpha": 0, "beta": 1}, "alpha must be a whole number from 1"),
-        ("lbss", {"switching_weight": -1.0}, "at least 0"),
+        ("lbss", {"corrections": ["none"]}, "a list, each fading or modelled_time or"),
         ("auto", {"k_max": 0}, "k_max must be a whole number from 1 to 1024"),
     ],
 )

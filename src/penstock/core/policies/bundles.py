@@ -11,13 +11,14 @@ from penstock.core.policies.registry import PolicyError
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """One policy of each kind, with its own default options but for `admission_options`."""
+    """One policy of each kind, with its own default options but for those given here."""
 
     admission: str = "vllm_v1"
     selection: str = "single"
     allocation: str = "fixed"
     pipeline: str = "off"
     admission_options: Mapping[str, Any] = field(default_factory=dict)
+    selection_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 AUTO = "auto"
@@ -34,7 +35,8 @@ BUNDLES = {
     "sarathi": Bundle(admission="sarathi"),
     # Rounds of the paper wait for all draft servers.
     "goodspeed": Bundle(allocation="goodspeed"),
-    "spin": Bundle(selection="lbss", pipeline="auto"),
+    # To the letter; lanes, and micro-batches by the paper's heuristic.
+    "spin": Bundle(selection="lbss", selection_options={"corrections": ()}, pipeline="5%"),
     # To the letter it may never answer a client that is alone.
     "wait": Bundle(admission="nested_wait", admission_options={"gated": True}),
 }

@@ -119,16 +119,20 @@ def make_policy(kind: str, name: str, options: dict[str, Any] | None = None) -> 
 
 
 def make_pipeline(text: str) -> Any:
-    """Build a pipeline from its name, file, or number of micro-batches, or raise PolicyError."""
+    """Build a pipeline from its name, file, or number of micro-batches, or raise PolicyError.
+
+    P%: as many micro-batches as lower the target's throughput by less than this (Spin)."""
     counts = typing.get_args(option_types("pipeline", "micro_batches")["num"])[1]
     if text == "off":
         return make_policy("pipeline", "micro_batches", {"num": 1})
     if text.isascii() and text.isdecimal() and int(text) > 1 and int(text) in counts:
         return make_policy("pipeline", "micro_batches", {"num": int(text)})
+    if re.fullmatch(r"[1-9]\d?%", text, re.ASCII):
+        return make_policy("pipeline", "auto", {"drop": int(text[:-1]) / 100})
     if text in policies("pipeline") or text.endswith(".py"):
         return make_policy("pipeline", text)
     choices = ", ".join((*policies("pipeline"), "off"))
     raise PolicyError(
         f"unknown pipeline {text!r}; choose from {choices}, a number of micro-batches from 2 to "
-        f"{counts.at_most}, or name a .py file"
+        f"{counts.at_most}, 1% to 99% of the target's throughput for them, or name a .py file"
     )

@@ -1,13 +1,15 @@
-"""Drafts inside the target's step, beside it, or in micro-batches: the fastest by step times."""
+"""Drafts inside the target's step, beside it, or in micro-batches, by step times."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 from penstock.core.policies.base import Pipeline, View
+from penstock.core.policies.options import Probability
 from penstock.core.policies.pipeline.asynchronous import Asynchronous
 from penstock.core.policies.pipeline.micro_batches import MicroBatches
 from penstock.core.policies.pipeline.parts.planner import (
@@ -17,6 +19,7 @@ from penstock.core.policies.pipeline.parts.planner import (
     best_num,
     cycle_seconds,
     round_of,
+    spin_num,
 )
 from penstock.core.state import RequestState
 from penstock.core.types import StepResult
@@ -43,10 +46,16 @@ class Auto(Pipeline):
 
     name: ClassVar[str] = "auto"
 
-    def __init__(self, options: Pipeline.Options) -> None:
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        # Spin's heuristic (`spin_num`) in place of the cycle, in lanes from the start.
+        drop: Probability | None = None
+
+    def __init__(self, options: Options) -> None:
         super().__init__(options)
-        self.num = 0
-        self._inner: Pipeline = Asynchronous()
+        self._is_spin = options.drop is not None
+        self.num = int(self._is_spin)
+        self._inner = self._new_inner()
         self._lengths: dict[str, float] = {}
         self._decided: dict[str, float] = {}
         self._num_steps = 0
@@ -75,7 +84,7 @@ class Auto(Pipeline):
         return self._inner.joins(state)
 
     def stepped(self, running: Iterable[RequestState], view: View, result: StepResult) -> None:
-        if not any(d.has_lane for d in view.drafters.values()):
+        if not (self._is_spin or any(d.has_lane for d in view.drafters.values())):
             return
         self._num_steps += 1
         running = list(running)
@@ -120,6 +129,10 @@ class Auto(Pipeline):
 
     def _decide(self, work: Round) -> None:
         """Keep the present number, unless another is better by more than noise, or none as good."""
+        if self.options.drop is not None:
+            largest = min(MOST_MICRO_BATCHES, max(work.batches))
+            self._use(spin_num(work, largest, self.options.drop))
+            return
         batch = sum(work.batches)
         has_servers = any(lane.beside for lane in work.lanes)
         most = 1 if has_servers else max(1, min(MOST_MICRO_BATCHES, batch))
@@ -134,10 +147,17 @@ class Auto(Pipeline):
         if best and self.num <= most and seconds(best) > (1 - MIN_GAIN) * seconds(self.num):
             best = self.num
         self._predicted = cycle_seconds(work, best) / batch
-        if best != self.num:
-            self.num = best
-            several = best > 1
-            self._inner = MicroBatches(MicroBatches.Options(best)) if several else Asynchronous()
+        self._use(best)
+
+    def _use(self, num: int) -> None:
+        if num != self.num:
+            self.num = num
+            self._inner = self._new_inner()
+
+    def _new_inner(self) -> Pipeline:
+        if self._is_spin or self.num > 1:
+            return MicroBatches(MicroBatches.Options(self.num))
+        return Asynchronous()
 
 
 POLICY = Auto

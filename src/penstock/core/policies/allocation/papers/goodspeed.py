@@ -1,7 +1,8 @@
 """GoodSpeed's gradient scheduling exactly (eqs. 3 to 5, Algorithm 1); a client is a tenant.
 
-The paper leaves open what a round without a draft does to α̂ (eq. 3 divides by 0): see `on_empty`.
-A step in which a request could not draft is no round."""
+A step in which a request could not draft is no round. A round without a grant changes X, but not α̂:
+eq. 3 would divide by S = 0. So that the client is tried again, eq. 5 then takes α̂ for higher
+(`_Client.hoped`)."""
 
 from __future__ import annotations
 
@@ -9,21 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from penstock.core.learn.streams import Evidence, Smoothed
-from penstock.core.policies.allocation.parts.gradient import (
-    Fairness,
-    draft_budget,
-    tenant_weight,
-    tokens_by_tenant,
-)
+from penstock.core.policies.allocation.parts.gradient import Fairness, draft_budget, tenant_weight
 from penstock.core.policies.base import AllocationPolicy, DraftCandidate, View
 from penstock.core.policies.options import MaxDraftTokens, NonNegativeInt, Probability, Range
 from penstock.core.state import Grant, Outcome
+from penstock.core.types import Verdict
 from penstock.fluid.fair import geometric_lengths
 
-_ON_EMPTY = {"hold": None, "zero": 0.0, "full": 1.0}
-
-
+_MAX_ACCEPTANCE = 0.99  # Assumption 2: α̂ stays below 1
 Decay = Literal[0] | Annotated[float, Range(above=0.5, at_most=1)]  # 0: a constant step size
 
 
@@ -41,9 +35,6 @@ class GoodSpeed(AllocationPolicy):
         # Positions over which eq. 3 averages min(1, target / draft): `all`, as printed, or only the
         # `decided` ones, up to the first rejection.
         evidence: Literal["all", "decided"] = "all"
-        # Acceptance of a round without a grant in eq. 3: `full`, so that α̂ rises until the client
-        # is tried again, `zero`, or `hold` α̂, which may never try it again.
-        on_empty: Literal["hold", "zero", "full"] = "full"
         initial_acceptance: Probability = 0.5  # α̂(0), which the paper leaves open
         initial_goodput: Annotated[float, Range(at_least=1e-6, at_most=1e6)] = 1.0  # X(0), likewise
         fairness: Fairness = 1.0  # exponent a of the utility
@@ -72,7 +63,7 @@ class GoodSpeed(AllocationPolicy):
         limits = [min(c.limit, options.k_max) for c in candidates]
         lengths, _ = geometric_lengths(
             weights,
-            [client.acceptance.rate() for client in clients],
+            [client.hoped for client in clients],
             draft_budget(options.total, view),
             limits,
         )
@@ -85,22 +76,12 @@ class GoodSpeed(AllocationPolicy):
         return grants
 
     def on_step(self, outcomes: Sequence[Outcome], now: float) -> None:
-        rounds = [o for o in outcomes if self._is_round(o)]
-        tokens = tokens_by_tenant(rounds)
-        proposed = dict.fromkeys(tokens, 0)
-        decided = dict.fromkeys(tokens, 0)
-        successes = dict.fromkeys(tokens, 0.0)
-        over_all = dict.fromkeys(tokens, 0.0)
-        for state, verdict in rounds:
-            proposed[state.request.tenant] += verdict.num_proposed
-            decided[state.request.tenant] += verdict.num_decided
-            successes[state.request.tenant] += verdict.evidence
-            over_all[state.request.tenant] += verdict.evidence_all
-        for name, realised in tokens.items():
-            evidence = Evidence(
-                proposed[name], decided[name], successes[name], successes_all=over_all[name]
-            )
-            self._client(name).on_round(evidence, realised)
+        rounds: dict[str, list[Verdict]] = {}
+        for outcome in outcomes:
+            if self._is_round(outcome):
+                rounds.setdefault(outcome.state.request.tenant, []).append(outcome.verdict)
+        for name, verdicts in rounds.items():
+            self._client(name).on_round(verdicts)
 
     def _is_round(self, outcome: Outcome) -> bool:
         """Return whether the request has drafted, or would have with a grant."""
@@ -114,7 +95,7 @@ class GoodSpeed(AllocationPolicy):
 
     def acceptance(self, tenant: str) -> float:
         """Return α̂ of eq. 3."""
-        return self._client(tenant).acceptance.rate()
+        return self._client(tenant).acceptance
 
     def _client(self, tenant: str) -> _Client:
         client = self._clients.get(tenant)
@@ -128,22 +109,30 @@ class _Client:
 
     def __init__(self, options: GoodSpeed.Options) -> None:
         self._options = options
-        self.acceptance = Smoothed(
-            options.initial_acceptance,
-            options.eta,
-            _ON_EMPTY[options.on_empty],
-            decided_only=options.evidence == "decided",
-        )
+        self.acceptance = options.initial_acceptance
         self.goodput = options.initial_goodput
         self._rounds = 0
+        self._idle = 0  # rounds without a grant since the last draft
 
-    def on_round(self, evidence: Evidence, realised: float) -> None:
+    @property
+    def hoped(self) -> float:
+        """Return α̂, or what it would be if the idle rounds' drafts had been accepted in full."""
+        doubt = (1 - self._options.eta) ** self._idle
+        return min(_MAX_ACCEPTANCE, 1 - (1 - self.acceptance) * doubt)
+
+    def on_round(self, verdicts: Sequence[Verdict]) -> None:
         options = self._options
         self._rounds += 1
-        self.acceptance.step = options.eta * self._rounds**-options.eta_decay
-        self.acceptance.add_evidence(evidence)
+        self._idle += 1
+        if num_proposed := sum(v.num_proposed for v in verdicts):
+            self._idle = 0
+            observed = sum(v.evidence_all for v in verdicts) / num_proposed
+            if options.evidence == "decided":
+                observed = sum(v.evidence for v in verdicts) / sum(v.num_decided for v in verdicts)
+            eta = options.eta * self._rounds**-options.eta_decay
+            self.acceptance += eta * (observed - self.acceptance)
         beta = options.beta * self._rounds**-options.beta_decay
-        self.goodput += beta * (realised - self.goodput)
+        self.goodput += beta * (sum(len(v.token_ids) for v in verdicts) - self.goodput)
 
 
 POLICY = GoodSpeed

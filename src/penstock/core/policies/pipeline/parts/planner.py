@@ -128,6 +128,19 @@ def best_num(seconds: Callable[[int], float], most: int, gain: float = 0.0) -> i
     return best
 
 
+def spin_num(work: Round, most: int, drop: float) -> int:
+    """Return the number of micro-batches by Spin's heuristic (section V-B).
+
+    One more, from 2 on, as long as the target's throughput in the groups of `split` is less than
+    the share `drop` below that of the whole batch. Drafters do not count."""
+    whole = work.verify(work.batches)
+    for num in range(2, most + 1):
+        divided = sum(work.verify(group) for group in split(work.batches, num) if any(group))
+        if whole <= (1 - drop) * divided:
+            return num - 1
+    return max(1, most)
+
+
 def round_of(
     states: Sequence[RequestState],
     drafters: Mapping[str, Drafter],

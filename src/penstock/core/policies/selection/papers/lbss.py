@@ -9,15 +9,17 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args
 
 import numpy as np
 
 from penstock.core.policies.base import ReplayProposal, SelectionPolicy, View, usable
-from penstock.core.policies.options import NonNegativeFloat, PositiveInt, Seed
+from penstock.core.policies.options import PositiveInt, Seed
 from penstock.core.policies.selection.parts.goodput import ObservedGoodput, RoundTimes, model_of
 from penstock.core.policies.selection.parts.places import Places, assign
 from penstock.core.state import Drafter, Outcome, RequestState
+
+Correction = Literal["fading", "modelled_time", "no_drafter", "switching"]
 
 
 @dataclass(slots=True)
@@ -42,7 +44,10 @@ class Lbss(SelectionPolicy):
     class Options:
         alpha: PositiveInt = 6  # rounds of an exploration
         beta: PositiveInt = 2  # rounds of its chunks
-        switching_weight: NonNegativeFloat = 1.0  # λ of eq. 6, price of tokens lost while reading
+        # Additions to the paper, none in the bundle `spin`: old rewards fade; a reward's seconds
+        # are those of a round in which all chose alike; the matching may choose no drafter; it
+        # charges the tokens lost while a new drafter reads (λ of eq. 6).
+        corrections: tuple[Correction, ...] = get_args(Correction)
         fast_switch: bool = True  # drafters with own lanes read before the switch
         seed: Seed = 0
 
@@ -57,7 +62,8 @@ class Lbss(SelectionPolicy):
     def __init__(self, options: Options) -> None:
         super().__init__(options)
         self._rng = random.Random(options.seed)
-        self._observed = ObservedGoodput()
+        self._adds = frozenset(options.corrections)
+        self._observed = ObservedGoodput("fading" in self._adds, "modelled_time" in self._adds)
         self._courses: dict[str, _Course] = {}
 
     # --- choosing -------------------------------------------------------------------------------
@@ -124,7 +130,8 @@ class Lbss(SelectionPolicy):
         values = np.array([[self._worth(s, d, times) for d in drafters] for s in states])
         values = values.reshape(len(states), len(drafters))
         room = places.room(places.drafters)
-        for state, index in zip(states, assign(values, room, times.alone), strict=True):
+        alone = times.alone if "no_drafter" in self._adds else -np.inf
+        for state, index in zip(states, assign(values, room, alone), strict=True):
             name = None if index is None else drafters[index].name
             places.reserve(name)
             chosen[state.request.id] = name
@@ -135,12 +142,12 @@ class Lbss(SelectionPolicy):
         return self._rng.choice(names) if names else None
 
     def _worth(self, state: RequestState, drafter: Drafter, times: RoundTimes) -> float:
-        """Return the estimated goodput over the stage's slots, less λ times the switch's loss."""
+        """Return the estimated goodput, less the loss by a switch over the stage's slots."""
         estimate = self._observed.estimate(state.request.id, model_of(drafter))
-        slots = 2 ** self._courses[state.request.id].epoch
-        slot = times.verify(0)[0]
-        kept = 1 - times.reading(state, drafter) / (slots * slot) if slot else 1.0
-        return estimate * (1 - self.options.switching_weight * (1 - kept))
+        seconds: float = 2 ** self._courses[state.request.id].epoch * times.verify(0)[0]
+        if not seconds or "switching" not in self._adds:
+            return estimate
+        return estimate * (1 - times.reading(state, drafter) / seconds)
 
     # --- fast switch ----------------------------------------------------------------------------
 

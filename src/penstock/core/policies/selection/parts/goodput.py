@@ -100,13 +100,15 @@ class Mean:
 
 
 class ObservedGoodput:
-    """Discounted tokens per second (r in the paper), by request and model, and by model.
+    """Mean tokens per second (r in the paper), by request and model, and by model.
 
-    A discounted bandit (Garivier and Moulines, 2008): old means do not exclude a choice for
-    ever."""
+    fades: old rounds count less, so that they exclude no choice for ever (a discounted bandit,
+    Garivier and Moulines, 2008). models_time: the seconds are those of `RoundTimes`; else of the
+    round as it was, from the request's verdict before."""
 
-    def __init__(self, fades: bool = True) -> None:
-        self._fades = fades
+    def __init__(self, fades: bool = True, models_time: bool = True) -> None:
+        self._fades, self._models_time = fades, models_time
+        self._last_at: dict[str, float] = {}
         self._by_request: defaultdict[str, dict[str, Mean]] = defaultdict(dict)
         self.by_model: dict[str, Mean] = {}
 
@@ -123,10 +125,16 @@ class ObservedGoodput:
             drafter = view.drafters.get(state.drafter or "")
             if drafter is None or not drafter.up or drafter.silent:
                 continue
-            seconds = times.seconds(drafter, batches[drafter.name], verdict.num_drafted)
+            if self._models_time:
+                seconds = times.seconds(drafter, batches[drafter.name], verdict.num_drafted)
+            else:
+                seconds = view.now - self._last_at.get(state.request.id, view.now)
             if seconds:
                 goodput = len(verdict.token_ids) / seconds
                 self._note(state, model_of(drafter), goodput)
+        for state, _ in outcomes:
+            if state.status is not Status.FINISHED:
+                self._last_at[state.request.id] = view.now
 
     def _note(self, state: RequestState, model: str, goodput: float) -> None:
         self.by_model.setdefault(model, Mean()).add(goodput)
@@ -140,6 +148,7 @@ class ObservedGoodput:
 
     def release_request(self, request_id: str) -> None:
         self._by_request.pop(request_id, None)
+        self._last_at.pop(request_id, None)
 
 
 def _fade(means: dict[str, Mean], keep: float) -> None:
