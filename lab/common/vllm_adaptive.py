@@ -1,7 +1,7 @@
-"""vLLM's adaptive verification, and our own early end of drafts, in the simulator.
+"""vLLM's adaptive verification in the simulator.
 
-Both cut drafts by a drafter's confidence after the scheduler has planned the step, so both are part
-of the executor here (`CuttingExecutor`), not allocation policies.
+It cuts drafts by their confidence after the scheduler has planned the step, in vLLM's model runner:
+so it is a part of the executor here (`CuttingExecutor`), not an allocation policy.
 
 `AdaptiveVerification` follows vLLM 0.32 and 0.33, `vllm/v1/worker/gpu/spec_decode/`:
 
@@ -11,14 +11,14 @@ of the executor here (`CuttingExecutor`), not allocation policies.
   accepted is a logistic function of the log-odds of the drafter's likeliest token, with one slope
   and an intercept for each position, shared by all requests. It starts at slope 0.5 and intercepts
   -0.2; every 100 steps one damped Newton step on the accepted tokens and the first rejected one.
-- `adaptive_verification.py`, `get_num_tokens`: the budget b maximises (tokens that are sampled anyhow
-  + the b largest survivals) / (seconds of drafting for so many requests + seconds of the target
-  over so many tokens), with survivals one step old and 1 for a new request.
+- `adaptive_verification.py`, `get_num_tokens`: the budget b maximises (tokens that are sampled in
+  any case + the b largest survivals) / (seconds of drafting for so many requests + seconds of the
+  target over so many tokens), with survivals one step old and 1 for a new request.
 - `_assign_draft_token_budget`: the b slots of largest survival now are verified.
 - `batches_to_profile`, `build_cost_tables_from_curves`, `GPUModelRunner._dummy_run`: seconds are
   measured at the start and never again, at the sizes of captured graphs (a step function), at 1.5
-  times the largest and at its doublings (interpolated). A step of n tokens has n requests, up to the
-  most that may run, each with a context of 8192 tokens or what the model can read
+  times the largest and at its doublings (interpolated). A step of n tokens has n requests, at
+  most as many as may run, each with a context of 8192 tokens or what the model can read
   (`VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN`).
 
 Records have no confidences. `Signal` makes them up: normal log-odds of unit variance, shifted by
@@ -34,7 +34,6 @@ import numpy as np
 import numpy.typing as npt
 
 from lab.common.statistics import FloatArray
-from penstock.core.learn.confidence import EDGES, Calibration, Stop
 from penstock.core.types import StepPlan, StepResult, VerifyItem
 from penstock.fluid.step_profile import StepProfile, StepWork
 from penstock.sim.executor import SimulatedExecutor
@@ -44,9 +43,10 @@ IntArray = npt.NDArray[np.int64]
 LONGEST = 8
 """Draft tokens at most, for all."""
 _REFIT, _DAMPING, _RIDGE = 100, 50.0, 1e-3
-_MAX_REQUESTS, _MAX_TOKENS, _LARGEST_GRAPH = 256, 2048, 512
-"""`max_num_seqs`, `max_num_batched_tokens` and the largest captured graph: vLLM's defaults."""
-_GRAPHS = (1, 2, 4, *range(8, 256, 8), *range(256, _LARGEST_GRAPH + 1, 16))
+_MAX_REQUESTS, _MAX_TOKENS = 256, 2048
+"""`max_num_seqs` and `max_num_batched_tokens`."""
+_GRAPHS, _ABOVE = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)), (768, 1024, _MAX_TOKENS)
+"""Tokens of captured graphs, vLLM's defaults, and of what else is timed."""
 _MEAN_LOG_ODDS = 0.85  # of a confidence: 0.7
 
 
@@ -150,7 +150,14 @@ class AcceptanceEstimator:
         predicted = self.predict(log_odds)
         weight = np.where(seen, predicted * (1 - predicted), 0.0)
         residual = np.where(seen, (place < accepted[:, None]) - predicted, 0.0)
-        terms = (weight * log_odds**2, weight * log_odds, weight, residual * log_odds, residual, seen)
+        terms = (
+            weight * log_odds**2,
+            weight * log_odds,
+            weight,
+            residual * log_odds,
+            residual,
+            seen,
+        )
         self._sums += [term.sum(axis=0) for term in terms]
         self._num_steps += 1
         if self._num_steps % _REFIT == 0:
@@ -165,7 +172,9 @@ class AcceptanceEstimator:
         step *= total / (total + _DAMPING)
         step = step if self._slope + step >= 0 else 0.0
         self._slope += step
-        self._intercepts = self._intercepts + (gradient - cross * step) / own * num / (num + _DAMPING)
+        self._intercepts = self._intercepts + (gradient - cross * step) / own * num / (
+            num + _DAMPING
+        )
         self._sums = np.zeros_like(self._sums)
 
 
@@ -173,9 +182,7 @@ class AdaptiveVerification:
     """vLLM's rule. draft_s: seconds of drafting by requests; context: tokens of each request in
     the steps that are timed at the start."""
 
-    def __init__(
-        self, profile: StepProfile, draft_s: Callable[[int], float], context: int
-    ) -> None:
+    def __init__(self, profile: StepProfile, draft_s: Callable[[int], float], context: int) -> None:
         self._verify_s = verify_seconds(profile, context)
         self._draft_s = draft_s
         self._estimator = AcceptanceEstimator()
@@ -210,48 +217,15 @@ def verify_seconds(profile: StepProfile, context: int) -> FloatArray:
         work = StepWork(0, 0.0, requests, requests * context, num_tokens - requests)
         return profile.seconds(work)
 
-    tail = (_LARGEST_GRAPH * 3 // 2, *range(2 * _LARGEST_GRAPH, _MAX_TOKENS + 1, _LARGEST_GRAPH))
-    tail = tuple(n for n in tail if n in (768, 1024, 2048))
     sizes = np.arange(_MAX_TOKENS + 1)
-    stairs = np.maximum.accumulate([timed(n) for n in (*_GRAPHS, *tail)])
-    places = np.searchsorted((*_GRAPHS, *tail), sizes)
-    found = stairs[places]
-    above = sizes > _LARGEST_GRAPH
-    found[above] = np.interp(sizes[above], tail, stairs[len(_GRAPHS) :])
+    stairs = np.maximum.accumulate([timed(n) for n in (*_GRAPHS, *_ABOVE)])
+    found = stairs[np.searchsorted((*_GRAPHS, *_ABOVE), sizes)]
+    above = sizes > _GRAPHS[-1]
+    found[above] = np.interp(sizes[above], _ABOVE, stairs[len(_GRAPHS) :])
     return np.asarray(found)
 
 
-# --- ours, and none -------------------------------------------------------------------------------
-
-
-class EndEarly:
-    """Drafters that end a draft at the price in its order, as the live engine's do."""
-
-    def __init__(self) -> None:
-        self._calibrations: dict[str | None, Calibration] = {}
-
-    def cut(self, drafts: Drafts) -> tuple[IntArray, IntArray]:
-        items, every = drafts.items, np.arange(len(drafts.items))
-        least = [item.draft.min_survival if item.draft else 0.0 for item in items]
-        tables = [self._of(item.drafter).table for item in items]
-        stop = Stop(np.array(least, dtype=np.float32), np.array(tables, dtype=np.float32))
-        survival, lengths = np.ones(len(items), dtype=np.float32), np.zeros(len(items), dtype=int)
-        for place, confidence in enumerate(_probability(drafts.log_odds).T):
-            survival = stop.survival(survival, every, confidence.astype(np.float32))
-            lengths += (survival >= stop.least) & (lengths == place)
-        lengths = np.minimum(lengths, drafts.limits)
-        # A draft that ends early has drafted one token more than it has.
-        return lengths, np.minimum(lengths + 1, drafts.limits)
-
-    def learn(self, drafts: Drafts, verified: IntArray) -> None:
-        confidences = _probability(drafts.log_odds)
-        accepted = np.minimum(drafts.right, verified)
-        for i, item in enumerate(drafts.items):
-            decided = min(int(accepted[i]) + 1, int(verified[i]))
-            self._of(item.drafter).add_draft(confidences[i, :decided].tolist(), int(accepted[i]))
-
-    def _of(self, drafter: str | None) -> Calibration:
-        return self._calibrations.setdefault(drafter, Calibration())
+# --- an oracle, and none ------------------------------------------------------------------------------
 
 
 class Known:
@@ -270,7 +244,9 @@ class Known:
     def _rate(self, drafts: Drafts, lengths: IntArray) -> float:
         tokens, other = int(lengths.sum()), drafts.num_other
         work = StepWork(0, 0.0, drafts.num_sampled, 0, other - drafts.num_sampled + tokens)
-        drafting = sum(self._draft_s(int((lengths >= k).sum())) for k in range(1, lengths.max() + 1))
+        drafting = sum(
+            self._draft_s(int((lengths >= k).sum())) for k in range(1, lengths.max() + 1)
+        )
         return (drafts.num_sampled + tokens) / (self._profile.seconds(work) + drafting)
 
     def learn(self, drafts: Drafts, verified: IntArray) -> None:
@@ -285,7 +261,3 @@ class Whole:
 
     def learn(self, drafts: Drafts, verified: IntArray) -> None:
         """Nothing is to be learned."""
-
-
-def _probability(log_odds: FloatArray) -> FloatArray:
-    return np.asarray(1 / (1 + np.exp(-log_odds)))
