@@ -5,11 +5,11 @@
 Closed loops of 1 to 256 clients on the A100 profile, recorded acceptance; tokens per second of the
 second half. `auto` is the default bundle; it does not see confidences. `adaptive` is the rival
 (`lab.common.vllm_adaptive`) with confidences that correlate with acceptance by 0.56 (as SpecKV,
-2026, found), with the best in hindsight of 1, 2 and 4 draft tokens and of single drafters. Tuned: its
-costs are measured at the load's context, too, instead of vLLM's default.
+2026, found), with the best in hindsight of 1, 2 and 4 draft tokens and of single drafters. Tuned:
+its costs are measured at the load's context, too, instead of vLLM's default.
 
-One drafter is a head of 0.05 of a step, the other look-up. Control: random lengths. Oracles: `known`
-drafts right tokens only; `clairvoyant` has each request's drafter from its record.
+One drafter is a head of 0.05 of a step, the other look-up. Control: random lengths. Oracles:
+`known` drafts right tokens only; `clairvoyant` has each request's drafter from its record.
 """
 
 from __future__ import annotations
@@ -32,15 +32,7 @@ from lab.common.families import closed_loop
 from lab.common.oracles import assigned
 from lab.common.results import DATA, Results, parser, table, tell
 from lab.common.statistics import SEEDS, FloatArray, Interval, ratio
-from lab.common.vllm_adaptive import (
-    LONGEST,
-    AdaptiveVerification,
-    Cutter,
-    CuttingExecutor,
-    Known,
-    Signal,
-    Whole,
-)
+from lab.common.vllm_adaptive import AdaptiveVerification, Cutter, CuttingExecutor, Known, Signal
 from penstock.config import PolicyConfig
 from penstock.core.policies.bundles import AUTO
 from penstock.fluid.step_profile import DrafterProfile
@@ -51,20 +43,20 @@ from penstock.sim.workloads import WorkloadError
 
 BATCHES = {1: 20.0, 4: 12.0, 16: 6.0, 64: 6.0, 256: 8.0}
 """Clients, and seconds on the virtual clock."""
-SEPARATION = 1.35
-HEAD, LOOK_UP = "eagle", "ngram"
+SEPARATION = 1.35  # of the confidences of right and wrong tokens: a correlation of 0.56
+HEAD, LOOK_UP = "eagle", DrafterProfile("ngram", (1,), (20e-6,))
 ONE_BAR, SEVERAL_BAR, WORTH_CHOOSING = 1.0, 1.1, 1.15
 _LENGTHS = (1, 2, 4)
-_DEFAULT_CONTEXT = 4096  # 8192, cut to what Llama-2 can read
-_OWN_CONTEXT = 200
-_SHARE, _LOOK_UP_S = 0.05, 20e-6
-_PROMPT, _OUTPUT = 60, 200
-CLAIRVOYANT, KNOWN, RANDOM, PRICED = "clairvoyant", "known", "random", "priced"
+_CONTEXT, _OWN_CONTEXT = 4096, 200  # vLLM's 8192, cut to what Llama-2 can read; of this load
+_BUNDLES = {"adaptive": "vllm_v1, fixed", "known": "vllm_v1, fixed 8", "fixed": "vllm_v1, fixed"}
+_BUNDLES |= {"none": "vllm_v1, none", "random": "vllm_v1, random"}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Clients, drafters and what confidences say. data: the folder of records."""
+    """Clients and drafters. data: the folder of records.
+
+    A system is `auto`, `clairvoyant`, or NAME/DRAFTER[/LENGTH[/CONTEXT]]."""
 
     drafters: tuple[str, ...]
     records: str
@@ -75,33 +67,28 @@ class Cell:
     def name(self) -> str:
         return f"{' and '.join(self.drafters)}, {self.records}, batch {self.batch}"
 
-    @property
-    def rivals(self) -> list[str]:
-        """Every form of vLLM's, by drafter."""
-        contexts = (_DEFAULT_CONTEXT, _OWN_CONTEXT)
+    def rivals(self, *contexts: int) -> list[str]:
         found = itertools.product(self.drafters, _LENGTHS, contexts)
         return [f"adaptive/{d}/{k}/{c}" for d, k, c in found]
-
-    @property
-    def shipped(self) -> list[str]:
-        """Those with its default context."""
-        return [name for name in self.rivals if name.endswith(f"/{_DEFAULT_CONTEXT}")]
 
     @property
     def fixed(self) -> list[str]:
         return ["none/", *(f"fixed/{HEAD}/{k}" for k in _LENGTHS)]
 
     @property
-    def systems(self) -> list[str]:
-        found = [AUTO, *self.rivals, *self.fixed, f"{RANDOM}/{HEAD}"]
-        if len(self.drafters) > 1:
-            return [*found, CLAIRVOYANT, *self.single]
-        return [*found, f"{KNOWN}/{HEAD}"]
+    def singles(self) -> list[str]:
+        """The default with each drafter alone."""
+        return [f"priced/{d}" for d in self.drafters] if len(self.drafters) > 1 else [AUTO]
 
     @property
-    def single(self) -> list[str]:
-        """The default's lengths with each drafter alone."""
-        return [f"{PRICED}/{d}" for d in self.drafters]
+    def oracles(self) -> list[str]:
+        return ["clairvoyant", *self.singles] if len(self.drafters) > 1 else [f"known/{HEAD}"]
+
+    @property
+    def systems(self) -> list[str]:
+        rivals = self.rivals(_CONTEXT, _OWN_CONTEXT)
+        found = [AUTO, *rivals, *self.fixed, f"random/{HEAD}", *self.oracles, *self.singles]
+        return list(dict.fromkeys(found))
 
 
 @cache
@@ -112,45 +99,31 @@ def _rows(data: Path, records: str, drafters: tuple[str, ...]) -> dict[str, list
 def measured(cell: Cell, system: str, seed: int) -> Figures:
     """Tokens per second of a system."""
     name, *told = system.split("/")
-    used = tuple(filter(None, told[:1])) if told else cell.drafters
-    rows = _rows(cell.data, cell.records, cell.drafters)
-    acceptance = RecordedAcceptance(rows, seed)
+    acceptance = RecordedAcceptance(_rows(cell.data, cell.records, cell.drafters), seed)
     rng, num = np.random.default_rng(seed), 60 * cell.batch + 100
-    prompts = log_normal(rng, num, _PROMPT, 0.8).clip(16, 4 * _PROMPT)
-    load = closed_loop(prompts, log_normal(rng, num, _OUTPUT, 0.5).clip(32, 600))
-    base = one_drafter(_SHARE, AUTO, acceptance, seed=seed)
-    profile = base.profile
-    look_up = DrafterProfile(LOOK_UP, (1,), (_LOOK_UP_S,))
-    profile = replace(profile, drafters=(*profile.drafters, look_up))
-    setup = replace(base, profile=profile, drafters=used, **decisions(_policies(name, told)))
-    cutter: Cutter = Whole()
-    if used:
-        seconds = {d.name: partial(d.seconds, num_steps=1) for d in profile.drafters}
-        one = seconds[used[0]]
-        if name == "adaptive":
-            k = int(told[1])
-            cutter = AdaptiveVerification(profile, lambda n: k * one(n), int(told[2]))
-        elif name == KNOWN:
-            cutter = Known(profile, one)
+    prompts = log_normal(rng, num, 60, 0.8).clip(16, 240)
+    load = closed_loop(prompts, log_normal(rng, num, 200, 0.5).clip(32, 600))
+    bundle = " ".join([_BUNDLES.get(name, AUTO), *told[1:2]])
+    base = one_drafter(0.05, AUTO, acceptance, seed=seed)
+    profile = replace(base.profile, drafters=(*base.profile.drafters, LOOK_UP))
+    used = tuple(filter(None, told[:1])) if told else cell.drafters
+    setup = replace(base, profile=profile, drafters=used, **decisions(bundle))
+    one = {d.name: partial(d.seconds, num_steps=1) for d in profile.drafters}
+    cutter = Cutter()
+    if name == "adaptive":
+        k, context = map(int, told[1:])
+        cutter = AdaptiveVerification(profile, lambda n: k * one[told[0]](n), context)
+    elif name == "known":
+        cutter = Known(profile, one[HEAD])
     kind = partial(CuttingExecutor, cutter=cutter, signal=Signal(SEPARATION, seed))
-    choice = nullcontext("")
-    if name == CLAIRVOYANT:
-        choice = assigned(_best_drafters(setup, acceptance, cell.batch, len(load)))
-    with choice as selection:
+    seconds = BATCHES[cell.batch]
+    knows = name == "clairvoyant"
+    best = _best_drafters(setup, acceptance, cell.batch, num) if knows else {}
+    with assigned(best) if knows else nullcontext("") as selection:
         if selection:
             setup = replace(setup, selection=PolicyConfig.from_name(selection))
-        seconds_ = BATCHES[cell.batch]
-        made = closed(setup, load, cell.batch, seconds_, kind)
-    return {"value": sum(made.values()) / (seconds_ / 2)}
-
-
-def _policies(name: str, told: Sequence[str]) -> str:
-    """A system's name for `decisions`."""
-    if name in (AUTO, CLAIRVOYANT, PRICED):
-        return AUTO
-    lengths = {"adaptive": "fixed", KNOWN: f"fixed {LONGEST}", "none": "none", RANDOM: "random"}
-    found = lengths.get(name, name)
-    return f"vllm_v1, {found} {told[1]}" if found == "fixed" else f"vllm_v1, {found}"
+        made = closed(setup, load, cell.batch, seconds, kind)
+    return {"value": sum(made.values()) / (seconds / 2)}
 
 
 def _best_drafters(
@@ -158,30 +131,19 @@ def _best_drafters(
 ) -> dict[str, str]:
     """Each request's best drafter with its best length, in a batch of requests like it."""
     times = {d.name: d for d in setup.profile.drafters}
-
-    def seconds(drafter: str, row: Sequence[int], k: int) -> float:
-        step = setup.profile.linear(batch * (1 + k)) + times[drafter].seconds(batch, k)
-        return step / RecordedAcceptance({drafter: [row]}).tokens_per_step(drafter, k)
-
+    found: dict[str, str] = {}
     known: dict[int, str] = {}
-    found = {}
     for request in map(str, range(num)):
         rows = {d: acceptance._row(d, request) for d in setup.drafters}
-        key = id(rows[HEAD])
-        if key not in known:
-            options = itertools.product(rows, range(1, LONGEST + 1))
-            known[key] = min(options, key=lambda o: seconds(o[0], rows[o[0]], o[1]))[0]
-        found[request] = known[key]
+        if id(rows[HEAD]) not in known:
+            rates = {}
+            for drafter, k in itertools.product(rows, range(1, 9)):
+                step = setup.profile.linear(batch * (1 + k)) + times[drafter].seconds(batch, k)
+                own = RecordedAcceptance({drafter: [rows[drafter]]})
+                rates[drafter, k] = own.tokens_per_step(drafter, k) / step
+            known[id(rows[HEAD])] = max(rates, key=lambda option: rates[option])[0]
+        found[request] = known[id(rows[HEAD])]
     return found
-
-
-def cells(data: Path) -> list[Cell]:
-    """The grid."""
-    found = itertools.product(((HEAD,), (HEAD, LOOK_UP)), ("gsm8k", "sharegpt"), BATCHES)
-    return [Cell(*axes, data) for axes in found]
-
-
-# --- the comparison -------------------------------------------------------------------------------
 
 
 def compare(grid: Sequence[Cell], seeds: Sequence[int], done: Cells, workers: Workers) -> Results:
@@ -197,40 +159,34 @@ def compare(grid: Sequence[Cell], seeds: Sequence[int], done: Cells, workers: Wo
         "`auto`, tokens/s": "{ours:.0f}",
         "over `adaptive`": "{shipped}",
         "over it, tuned": "{tuned}",
-        "over the best fixed length": "{fixed}",
+        "over fixed lengths and none": "{fixed}",
         "oracle over `adaptive`": "{oracle:.2f}",
-        "random lengths over it": "{random:.2f}",
-        "drafters in hindsight": "{hindsight}",
+        "random over it": "{random:.2f}",
+        "oracle over one drafter": "{worth:.2f}",
     }
     title = "Tokens per second over the rival's best in hindsight"
     return Results(rows, verdicts(rows), [table(title, rows, columns)])
 
 
 def _row(cell: Cell, done: Cells) -> dict[str, Any]:
-    def values(*systems: str) -> FloatArray:
+    def best(*systems: str) -> FloatArray:
         """The best of some systems in their mean, [seeds]."""
         found = [np.array(done.values(f"{cell.name}/{s}", "value")) for s in systems]
         return max(found, key=lambda rates: float(rates.mean()))
 
-    ours, rival = values(AUTO), values(*cell.shipped)
-    several = len(cell.drafters) > 1
-    oracle = values(CLAIRVOYANT, *cell.single) if several else values(f"{KNOWN}/{HEAD}")
-    worth = ratio(oracle, values(*cell.single)).mean if several else None
-    over = {"auto": ratio(ours, rival), "oracle": ratio(oracle, rival)}
-    over["random"] = ratio(values(f"{RANDOM}/{HEAD}"), rival)
+    ours, rival, oracle = best(AUTO), best(*cell.rivals(_CONTEXT)), best(*cell.oracles)
     return {
         "cell": cell.name,
         "drafters": len(cell.drafters),
         "seeds": len(ours),
         "ours": float(ours.mean()),
-        "shipped": _told(over["auto"]),
-        "tuned": _told(ratio(ours, values(*cell.rivals))),
-        "fixed": _told(ratio(ours, values(*cell.fixed))),
-        "over": {name: found.mean for name, found in over.items()},
-        "oracle": over["oracle"].mean,
-        "random": over["random"].mean,
-        "worth": worth,
-        "hindsight": "" if worth is None else f"{worth:.2f}",
+        "shipped": _told(ratio(ours, rival)),
+        "tuned": _told(ratio(ours, best(*cell.rivals(_CONTEXT, _OWN_CONTEXT)))),
+        "fixed": _told(ratio(ours, best(*cell.fixed))),
+        "auto": ratio(ours, rival).mean,
+        "oracle": ratio(oracle, rival).mean,
+        "random": ratio(best(f"random/{HEAD}"), rival).mean,
+        "worth": ratio(oracle, best(*cell.singles)).mean,
     }
 
 
@@ -245,19 +201,17 @@ def verdicts(rows: Sequence[Mapping[str, Any]]) -> list[ClaimVerdict]:
     several = [r for r in rows if r["drafters"] > 1 and r["worth"] >= WORTH_CHOOSING]
 
     def reaching(found: Sequence[Mapping[str, Any]], least: float, system: str) -> Measurement:
-        means = [row["over"][system] for row in found]
-        num = sum(mean >= least for mean in means)
-        told = f"{num} of {len(means)} cells at {least}, least {min(means):.3f}"
-        return Measurement(told, tuple(mean >= least for mean in means))
+        reached = [row[system] >= least for row in found]
+        told = f"{sum(reached)} of {len(found)} cells at {least}"
+        return Measurement(f"{told}, least {min(r[system] for r in found):.3f}", tuple(reached))
 
-    found = []
     cases = ((one, ONE_BAR, "one drafter: not behind"), (several, SEVERAL_BAR, "several: ahead"))
-    for part, least, claim in cases:
-        if part:
-            test = partial(reaching, part, least)
-            oracle = ("clairvoyant", "oracle")
-            found.append(check(claim, test, AUTO, "random lengths", "random", oracle))
-    return found
+    oracle = ("clairvoyant", "oracle")
+    return [
+        check(claim, partial(reaching, part, least), AUTO, "random lengths", "random", oracle)
+        for part, least, claim in cases
+        if part
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -268,7 +222,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("--out", type=Path, default=Path("vllm_adaptive.jsonl"))
     options.add_argument("--workers", type=int, help="processes; default: one for each core")
     args = options.parse_args(arguments)
-    grid = [cell for cell in cells(args.data) if args.only in cell.name]
+    axes = itertools.product(((HEAD,), (HEAD, LOOK_UP.name)), ("gsm8k", "sharegpt"), BATCHES)
+    grid = [cell for cell in (Cell(*a, args.data) for a in axes) if args.only in cell.name]
     try:
         with workers(args.workers) as some:
             return tell(args, compare(grid, SEEDS[: args.seeds], Cells(args.out), some))

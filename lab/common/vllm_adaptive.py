@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -82,16 +82,15 @@ class Drafts(NamedTuple):
     num_sampled: int
 
 
-class Cutter(Protocol):
-    """Decides how many tokens of each draft are made and verified."""
+class Cutter:
+    """Decides how many tokens of each draft are made and verified; this one cuts none."""
 
     def cut(self, drafts: Drafts) -> tuple[IntArray, IntArray]:
         """Return the tokens that are verified, and those that are drafted: [drafts] each."""
-        ...
+        return drafts.limits, drafts.limits
 
     def learn(self, drafts: Drafts, verified: IntArray) -> None:
         """Take in the verdicts."""
-        ...
 
 
 class CuttingExecutor(SimulatedExecutor):
@@ -128,9 +127,6 @@ class CuttingExecutor(SimulatedExecutor):
         num_sampled = sum(item.samples for item in plan.items)
         num_other = plan.num_rows - int(limits.sum())
         return Drafts(items, limits, log_odds, np.array(right), num_other, num_sampled)
-
-
-# --- vLLM's ---------------------------------------------------------------------------------------
 
 
 class AcceptanceEstimator:
@@ -178,7 +174,7 @@ class AcceptanceEstimator:
         self._sums = np.zeros_like(self._sums)
 
 
-class AdaptiveVerification:
+class AdaptiveVerification(Cutter):
     """vLLM's rule. draft_s: seconds of drafting by requests; context: tokens of each request in
     the steps that are timed at the start."""
 
@@ -225,10 +221,7 @@ def verify_seconds(profile: StepProfile, context: int) -> FloatArray:
     return np.asarray(found)
 
 
-# --- an oracle, and none ------------------------------------------------------------------------------
-
-
-class Known:
+class Known(Cutter):
     """An oracle: knows which tokens are right, drafts no other, and is the best under one cap.
 
     draft_s: seconds of a draft token by requests."""
@@ -248,16 +241,3 @@ class Known:
             self._draft_s(int((lengths >= k).sum())) for k in range(1, lengths.max() + 1)
         )
         return (drafts.num_sampled + tokens) / (self._profile.seconds(work) + drafting)
-
-    def learn(self, drafts: Drafts, verified: IntArray) -> None:
-        """Nothing is left to learn."""
-
-
-class Whole:
-    """Drafts that are verified as they are planned."""
-
-    def cut(self, drafts: Drafts) -> tuple[IntArray, IntArray]:
-        return drafts.limits, drafts.limits
-
-    def learn(self, drafts: Drafts, verified: IntArray) -> None:
-        """Nothing is to be learned."""
