@@ -89,9 +89,10 @@ class Times:
     def with_drafts(self, decoding: StepWork, num_rows: int, last: int) -> npt.NDArray[np.float64]:
         """Return the seconds of a step of `num_rows` to `last` rows, less those of its prompts.
 
-        A given profile has stairs, which a curve through measurements smooths."""
+        A given profile has stairs and attention, which a curve by rows smooths or mixes."""
         rows = np.arange(num_rows, last + 1)
-        if self._follows_rows or not self.profile.linear(last):
+        is_given = not (self._follows_rows or self.learns_profile)
+        if not (is_given and self.profile.linear(last)):
             prompts = self.target(num_rows) - self.target(decoding.num_decodes)
             return self.target.at(rows) - prompts
         alone = self.step_seconds(decoding) - self.overhead
