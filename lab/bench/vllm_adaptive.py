@@ -162,7 +162,7 @@ def compare(grid: Sequence[Cell], seeds: Sequence[int], done: Cells, workers: Wo
         "over fixed lengths and none": "{fixed}",
         "oracle over `adaptive`": "{oracle:.2f}",
         "random over it": "{random:.2f}",
-        "oracle over one drafter": "{worth:.2f}",
+        "oracle over `auto` with one drafter": "{worth:.2f}",
     }
     title = "Tokens per second over the rival's best in hindsight"
     return Results(rows, verdicts(rows), [table(title, rows, columns)])
@@ -206,7 +206,7 @@ def verdicts(rows: Sequence[Mapping[str, Any]]) -> list[ClaimVerdict]:
         return Measurement(f"{told}, least {min(r[system] for r in found):.3f}", tuple(reached))
 
     cases = ((one, ONE_BAR, "one drafter: not behind"), (several, SEVERAL_BAR, "several: ahead"))
-    oracle = ("clairvoyant", "oracle")
+    oracle = ("hindsight", "oracle")
     return [
         check(claim, partial(reaching, part, least), AUTO, "random lengths", "random", oracle)
         for part, least, claim in cases
