@@ -60,6 +60,7 @@ from penstock.sim.acceptance import (
 )
 from penstock.sim.clock import VirtualClock
 from penstock.sim.domains import AcceptanceFit, DomainFit
+from penstock.sim.executor import SimulatedExecutor
 from penstock.sim.links import DraftServer, Link
 from penstock.sim.parallel import Workers, workers
 from penstock.sim.planner import load_bound
@@ -188,11 +189,17 @@ def one_drafter(
     return replace(made, **decisions(system))
 
 
-def closed(setup: Setup, load: Workload, batch: int, seconds: float) -> dict[str, int]:
+def closed(
+    setup: Setup,
+    load: Workload,
+    batch: int,
+    seconds: float,
+    kind: Callable[..., SimulatedExecutor] = SimulatedExecutor,
+) -> dict[str, int]:
     """Tokens by tenant in the second half: so many clients, each sends when it has its answer."""
     # Counted requests tell of their tokens when they end.
     clock, scheduler = VirtualClock(), make_scheduler(replace(setup, counted=False))
-    executor = make_executor(setup, load, clock)
+    executor = make_executor(setup, load, clock, kind)
     loop, requests = Loop(scheduler, executor, clock), list(requests_of(load, setup))
     owner = {request.id: request.tenant for request in requests}
     made = dict.fromkeys(owner.values(), 0)

@@ -284,15 +284,20 @@ def run(
     return _report(setup, workload, result, time.perf_counter() - started)
 
 
-def make_executor(setup: Setup, workload: Workload, clock: VirtualClock) -> SimulatedExecutor:
-    """Return the executor of a setup."""
+def make_executor(
+    setup: Setup,
+    workload: Workload,
+    clock: VirtualClock,
+    kind: Callable[..., SimulatedExecutor] = SimulatedExecutor,
+) -> SimulatedExecutor:
+    """Return the executor of a setup. kind: makes it, as `SimulatedExecutor` is made."""
     drafters = setup.make_drafters()
     profiles = drafter_profiles(setup.profile, drafters)
     acceptance = setup.acceptance
     if acceptance is not None and workload.tenants is not None:
         acceptance = of_tenants(acceptance, workload.tenants.tolist())
     ranked = acceptance.rank if isinstance(acceptance, RankedAcceptance) else None
-    return SimulatedExecutor(
+    return kind(
         clock,
         ProfiledStepTimes(setup.profile, profiles),
         acceptance,
