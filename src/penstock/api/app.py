@@ -1,4 +1,4 @@
-"""The HTTP application: OpenAI's endpoints and Anthropic's, health, metrics and dashboard."""
+"""The HTTP application: the endpoints of several APIs, health, metrics and dashboard."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from penstock.api.http import (
     ResponseHeaders,
     client_network,
 )
+from penstock.api.infill import add_infill
 from penstock.api.ollama.endpoints import add_ollama
 from penstock.api.response_bodies import ResponsesBody
 from penstock.api.response_format import ResponsesFormat
@@ -65,7 +66,7 @@ def create_app(config: ServeConfig, client: RequestClient, tokenizer: Tokenizer)
     api_keys = ApiKeys(config.engine.tenants, config.metrics_keys)
     app.state.api_keys = api_keys
     caller_of = _callers(api_keys)
-    for add in (_add_openai, add_messages, add_ollama):
+    for add in (_add_openai, add_infill, add_messages, add_ollama):
         add(app, service, caller_of)
     viewers = ApiKeys({}) if config.open_metrics else api_keys
     _add_operations(app, service, viewers)

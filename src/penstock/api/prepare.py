@@ -134,11 +134,18 @@ class RequestBuilder:
         self._grammars = GrammarCompiler(lambda: self.tokenizer, self.engine.vocab_size, eos)
 
     async def completion(
-        self, body: CompletionBody, caller: Caller, job_id: str, *, clips: bool = False
+        self,
+        body: CompletionBody,
+        caller: Caller,
+        job_id: str,
+        *,
+        clips: bool = False,
+        files: Sequence[tuple[str, str]] | None = None,
     ) -> list[ResponseChoice]:
         """Return the choices of a completion, those of the first prompt first. Raises: ApiError.
 
         clips: max_tokens over the context is lowered, not refused; without it, all of the context.
+        files: names and texts before a prompt to fill in; of too long ones the end.
         """
         given = body.prompts
         self._check(body, caller, len(given))
@@ -148,8 +155,9 @@ class RequestBuilder:
             raise ApiError(400, message, param="echo", code="unsupported_value")
         if not given:
             raise ApiError(400, "prompt: must not be empty", param="prompt")
-        fill = self._fill_tokens() if body.suffix else None
+        fill = self._fill_tokens() if body.suffix or files is not None else None
         suffix = await self._text_ids(body.suffix, "suffix")
+        before = await self._file_ids(fill, files) if fill is not None and files else []
         ends = fill.ends if fill is not None and not body.ignore_eos else frozenset[int]()
         prediction = await self._prediction(body)
         size = sum(_COST_PER_TEXT + len(prompt) for prompt in given if isinstance(prompt, str))
@@ -161,7 +169,9 @@ class RequestBuilder:
                 prompt = self._encode(prompt, "prompt", add_special_tokens=adds_inside)
             if fill is not None:
                 begin = self.tokenizer.encode("") if is_text and adds_special else []
-                prompt = begin + fill.prompt(prompt, suffix)
+                prompt = fill.prompt(prompt, suffix)
+                room = self.engine.max_request_tokens - len(begin + prompt) - (body.max_tokens or 1)
+                prompt = begin + before[max(0, len(before) - max(0, room)) :] + prompt
             return self._checked(prompt, "prompt")
 
         # One by one, so that the texts of other requests can go between.
@@ -284,7 +294,7 @@ class RequestBuilder:
 
     def _check(self, body: GenerationBody, caller: Caller, num_prompts: int) -> None:
         """Check what does not depend on the prompt's tokens. Raises: ApiError."""
-        if body.model is not None:
+        if body.model:  # llama.vim's is empty
             self.check_model(body.model)
         drafters = (AUTO_DRAFTER, NO_DRAFTER, *self._drafters_of(caller.tenant))
         if body.speculation.drafter not in drafters:
@@ -351,6 +361,13 @@ class RequestBuilder:
             message = "suffix: this model has no fill-in-the-middle tokens"
             raise ApiError(400, message, param="suffix", code="unsupported_value")
         return found
+
+    async def _file_ids(self, fill: FillTokens, files: Iterable[tuple[str, str]]) -> list[int]:
+        """Return the tokens of files, and of the head of the one to fill in. Raises: ApiError."""
+        token_ids = list[int]()
+        for name, text in (*files, ("file", "")):
+            token_ids += [*fill.file, *await self._text_ids(f"{name}\n{text}", "input_extra")]
+        return token_ids
 
     async def _prediction(self, body: PredictedBody) -> tuple[int, ...]:
         """Raises: ApiError, also at a draft server, whose link carries none."""

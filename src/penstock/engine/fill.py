@@ -25,15 +25,20 @@ _ENDS = (
     "<fim_pad>", "<repo_name>", "<file_sep>", "▁<EOT>",
 )  # fmt: skip
 """Tokens behind the middle, where they are not the model's end of text."""
+_FILES = ("<|file_sep|>", "<|file_separator|>", "<file_sep>")
+"""Tokens before a file's name."""
 
 
 class FillTokens(NamedTuple):
-    """A model's tokens before prefix, suffix and middle; `ends` stop the middle."""
+    """A model's tokens before prefix, suffix and middle; `ends` stop the middle.
+
+    file: before a file's name; empty where the model has no such token."""
 
     prefix: int
     suffix: int
     middle: int | None
     ends: frozenset[int]
+    file: tuple[int, ...]
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Self | None:
@@ -46,7 +51,8 @@ class FillTokens(NamedTuple):
                 continue
             found = {find(end) for end in _ENDS} | {before, behind, between}
             ends = frozenset(token for token in found if token is not None)
-            return cls(before, behind, between, ends)
+            file = tuple(token for token in map(find, _FILES) if token is not None)[:1]
+            return cls(before, behind, between, ends, file)
         return None
 
     def prompt(self, prefix: Sequence[int], suffix: Sequence[int]) -> list[int]:
