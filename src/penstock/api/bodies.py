@@ -236,9 +236,8 @@ class InfillBody(GenerationBody):
     """Body of `POST /infill`, with llama.cpp's names.
 
     prompt: follows input_prefix. n_predict: -1 is all of the context; 0 only reads the prompt.
-    samplers: `infill`, which leaves little but the likeliest token, is greedy here. n_indent,
-    t_max_predict_ms: as of `LineLimit`. response_fields: the answer's; those of timings behind `/`.
-    """
+    samplers: `infill`, which leaves little but the likeliest token, is greedy here.
+    response_fields: the answer's; those of timings behind `timings/`."""
 
     n: Literal[1] = 1
     input_prefix: str
@@ -247,18 +246,8 @@ class InfillBody(GenerationBody):
     prompt: str = ""
     n_predict: int = Field(default=-1, ge=-1)
     samplers: list[str] = Field(default_factory=list)
-    n_indent: int = Field(default=0, ge=0, le=1024)
-    t_max_predict_ms: float = Field(default=0, ge=0, allow_inf_nan=False)
+    t_max_predict_ms: float = Field(default=0, allow_inf_nan=False)
     response_fields: list[str] = Field(default_factory=list, max_length=256)
-
-    def asked(self) -> CompletionBody:
-        """Return the equivalent completion."""
-        fields = {name: getattr(self, name) for name in GenerationBody.model_fields}
-        fields["max_tokens"] = None if self.n_predict < 0 else self.n_predict
-        if "infill" in self.samplers:
-            fields["temperature"] = 0.0
-        prompt = self.input_prefix + self.prompt
-        return CompletionBody.model_construct(**fields, prompt=prompt, suffix=self.input_suffix)
 
 
 class CalledFunction(Body):

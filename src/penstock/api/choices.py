@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -163,29 +162,6 @@ class TextStream:
         return 0
 
 
-class LineLimit:
-    """Ends a text of several lines, as llama.cpp's `n_indent` and `t_max_predict_ms` do.
-
-    indent: fewer blanks before a further line end the text, without it. seconds: from the first
-    text, after which it ends once it has a line break. 0: no limit."""
-
-    def __init__(self, indent: int, seconds: float) -> None:
-        self._outer = re.compile(rf"\n[ \t]{{0,{indent - 1}}}[^ \t]" if indent else "(?!)")
-        self._seconds = seconds or math.inf
-        self._began: float | None = None
-        self._line = ""
-        """The last line and the line break before it; empty in the first line."""
-
-    def add(self, text: str) -> tuple[str, bool]:
-        """Return the part of a new text that is shown, and whether it is the last."""
-        now, line = time.perf_counter(), self._line + text
-        self._began = self._began or now
-        if found := self._outer.search(line):
-            return text[: found.start() + 1 - len(self._line)], True
-        self._line = line[line.rfind("\n") :] if "\n" in line else ""
-        return text, bool(self._line) and now - self._began > self._seconds
-
-
 @dataclass(frozen=True, slots=True)
 class Delta:
     """New text of a choice, with its tokens, tool calls, and finish reason if it has ended.
@@ -225,7 +201,9 @@ class ResponseChoice:
         self.tells_origins = tells_origins
         self.finish_reason: FinishReason | None = None
         self.usage = Usage()
-        self.lines: LineLimit | None = None
+        self.ends_line_after_s = math.inf
+        """Seconds since the first output after which a text with a line break ends."""
+        self._has_line_break = False
         self.first_output_at: float | None = None
         """Time of `time.perf_counter`."""
         self._text = text
@@ -265,10 +243,10 @@ class ResponseChoice:
     def _delta(self, reasoning: str, text: str, tokens: Sequence[TokenText]) -> Delta | None:
         reason: FinishReason | Literal["tool_calls"] | None = self.finish_reason
         pieces: Sequence[CallPiece] = ()
-        if self.lines is not None:
-            text, is_over = self.lines.add(text)
-            if is_over:
-                self.finish_reason = reason = FinishReason.LENGTH
+        self._has_line_break |= "\n" in text
+        elapsed = time.perf_counter() - (self.first_output_at or math.inf)
+        if self._has_line_break and elapsed > self.ends_line_after_s and reason is None:
+            self.finish_reason = reason = FinishReason.LENGTH
         if self._calls is not None:
             is_last = self.finish_reason is not None
             text, pieces = self._calls.finish(text) if is_last else self._calls.add(text)

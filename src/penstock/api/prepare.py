@@ -134,18 +134,11 @@ class RequestBuilder:
         self._grammars = GrammarCompiler(lambda: self.tokenizer, self.engine.vocab_size, eos)
 
     async def completion(
-        self,
-        body: CompletionBody,
-        caller: Caller,
-        job_id: str,
-        *,
-        clips: bool = False,
-        files: Sequence[tuple[str, str]] | None = None,
+        self, body: CompletionBody, caller: Caller, job_id: str, *, clips: bool = False
     ) -> list[ResponseChoice]:
         """Return the choices of a completion, those of the first prompt first. Raises: ApiError.
 
         clips: max_tokens over the context is lowered, not refused; without it, all of the context.
-        files: names and texts before a prompt to fill in; of too long ones the end.
         """
         given = body.prompts
         self._check(body, caller, len(given))
@@ -155,9 +148,8 @@ class RequestBuilder:
             raise ApiError(400, message, param="echo", code="unsupported_value")
         if not given:
             raise ApiError(400, "prompt: must not be empty", param="prompt")
-        fill = self._fill_tokens() if body.suffix or files is not None else None
-        suffix = await self._text_ids(body.suffix, "suffix")
-        before = await self._file_ids(fill, files) if fill is not None and files else []
+        fill = self.fill_tokens() if body.suffix else None
+        suffix = await self.text_ids(body.suffix, "suffix")
         ends = fill.ends if fill is not None and not body.ignore_eos else frozenset[int]()
         prediction = await self._prediction(body)
         size = sum(_COST_PER_TEXT + len(prompt) for prompt in given if isinstance(prompt, str))
@@ -169,9 +161,7 @@ class RequestBuilder:
                 prompt = self._encode(prompt, "prompt", add_special_tokens=adds_inside)
             if fill is not None:
                 begin = self.tokenizer.encode("") if is_text and adds_special else []
-                prompt = fill.prompt(prompt, suffix)
-                room = self.engine.max_request_tokens - len(begin + prompt) - (body.max_tokens or 1)
-                prompt = begin + before[max(0, len(before) - max(0, room)) :] + prompt
+                prompt = begin + fill.prompt(prompt, suffix)
             return self._checked(prompt, "prompt")
 
         # One by one, so that the texts of other requests can go between.
@@ -355,28 +345,22 @@ class RequestBuilder:
         except ValueError as error:
             raise ApiError(400, f"messages: {error}", param="messages") from error
 
-    def _fill_tokens(self) -> FillTokens:
+    def fill_tokens(self, param: str = "suffix") -> FillTokens:
+        """Return the model's tokens to fill in the middle. Raises: ApiError without."""
         found = FillTokens.of(self.tokenizer)
         if found is None:
-            message = "suffix: this model has no fill-in-the-middle tokens"
-            raise ApiError(400, message, param="suffix", code="unsupported_value")
+            message = f"{param}: this model has no fill-in-the-middle tokens"
+            raise ApiError(400, message, param=param, code="unsupported_value")
         return found
-
-    async def _file_ids(self, fill: FillTokens, files: Iterable[tuple[str, str]]) -> list[int]:
-        """Return the tokens of files, and of the head of the one to fill in. Raises: ApiError."""
-        token_ids = list[int]()
-        for name, text in (*files, ("file", "")):
-            token_ids += [*fill.file, *await self._text_ids(f"{name}\n{text}", "input_extra")]
-        return token_ids
 
     async def _prediction(self, body: PredictedBody) -> tuple[int, ...]:
         """Raises: ApiError, also at a draft server, whose link carries none."""
         if body.prediction is not None and self.engine.draft_model is not None:
             message = "prediction: a draft server takes none; its verification server does"
             raise ApiError(400, message, param="prediction", code="unsupported_value")
-        return await self._text_ids(body.predicted_text, "prediction")
+        return await self.text_ids(body.predicted_text, "prediction")
 
-    async def _text_ids(self, text: str, param: str) -> tuple[int, ...]:
+    async def text_ids(self, text: str, param: str) -> tuple[int, ...]:
         """Return the tokens of a text within another. Raises: ApiError."""
         if not text:
             return ()

@@ -41,8 +41,6 @@ _LONGEST_S = 30.0
 """Limit of a call that no deadline ends: the server may have to load its model, or read a text."""
 _AHEAD_CALL, _MOST_AHEAD = 3, 32
 """Tokens of a call without an order, and of all of them."""
-_NUM_PAUSES = 8
-"""Last pauses between orders, of which the shortest counts."""
 
 _log = logging.getLogger(__name__)
 
@@ -97,8 +95,7 @@ class ServerDrafter:
 
     A call ends at its order's deadline. While the server reads a new text its orders are answered
     at once, with nothing; what it then drafts is sent ahead. Calls ahead fill the pause until the
-    next order is expected, and an order waits for one that still runs: a server with one slot
-    would, and one with several would read the text again in another.
+    next order, which waits for one that still runs: in another slot its text would be read again.
     After several failures in a row, and at the start, a short call is repeated after growing
     pauses; until it succeeds there are no orders.
     """
@@ -131,9 +128,10 @@ class ServerDrafter:
         self._calls = LinkTimes()
         """Seconds of calls by their tokens."""
         self._num_open = 0
-        """Orders that are not answered."""
+        """Orders whose calls have not ended."""
         self._idle_since: float | None = None
-        self._pauses: deque[float] = deque(maxlen=_NUM_PAUSES)
+        self._pauses: deque[float] = deque(maxlen=8)
+        """Between orders; the shortest counts."""
         self._events: deque[Event | Answer] = deque()
         self._orders: queue.SimpleQueue[tuple[DraftOrder, TokenBuffer] | None]
         self._orders = queue.SimpleQueue()
@@ -177,10 +175,6 @@ class ServerDrafter:
         self._client.close()
 
     def _post(self, event: Event | Answer) -> None:
-        if isinstance(event, Answer):
-            with self._lock:
-                self._num_open -= 1
-                self._idle_since = None if self._num_open else self._clock.now()
         self._events.append(event)
         self._wake()
 
@@ -236,7 +230,7 @@ class ServerDrafter:
                 self._reading.discard(name)
             elif prompt is None or name in self._reading:
                 self._post(Answer(order, [], is_reading=prompt is not None))
-                continue
+                completion = None
             else:
                 ordered_at = self._clock.now()
                 with self._is_ahead:
@@ -244,7 +238,8 @@ class ServerDrafter:
                 completion = self._completed(order, prompt)
                 tokens = [] if completion is None else self._spelt(prompt, completion)
                 self._post(Answer(order, tokens[: order.max_draft_tokens], waited_s=waited_s))
-            if completion is not None and self._is_ahead.acquire(blocking=False):
+            self._end_order()
+            if prompt and completion and self._is_ahead.acquire(blocking=False):
                 self._draft_ahead(order, text, prompt, completion)
                 self._is_ahead.release()
 
@@ -287,13 +282,18 @@ class ServerDrafter:
                 return
             completion = Completion(completion.text + more.text, more.has_ended)
 
+    def _end_order(self) -> None:
+        with self._lock:
+            self._num_open -= 1
+            self._idle_since = None if self._num_open else self._clock.now()
+
     def _has_time(self) -> bool:
         """Return whether a call ahead ends before the next order is expected."""
         with self._lock:
-            if self._idle_since is None or self._reading:
+            if self._idle_since is None or not self._pauses:
                 return False
             end = self._clock.now() + self._calls.seconds(self.name, _AHEAD_CALL)
-            return end <= self._idle_since + min(self._pauses, default=0.0)
+            return end <= self._idle_since + min(self._pauses)
 
     def _timed_call(self, prompt: str, max_tokens: int, seconds: float) -> Completion | None:
         began = self._clock.now()
