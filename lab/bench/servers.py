@@ -1,6 +1,6 @@
 """How fast are whole servers over HTTP: Penstock's, llama.cpp's, ik_llama.cpp's, any other?
 
-    python -m lab.bench.servers MODEL.gguf [--drafter NAME[=FILE] ...] [--llama-cpp FOLDER]
+    python -m lab.bench.servers MODEL.gguf [--drafter NAME[=FILE|URL] ...] [--llama-cpp FOLDER]
         [--ik-llama FOLDER] [--other 'NAME=COMMAND' ...] [--clients 1,4,8,32]
         [--prompts 100,1400,6000] [--kinds code,chat,edits,json] [--repeats 3] [--json FILE]
     python -m lab.bench.servers --smoke [--llama-cpp FOLDER]
@@ -79,7 +79,8 @@ _MARGIN = 64
 _START_S = 1800
 _PENSTOCK = (
     "{python} -m penstock.cli serve {model} --port {{port}} --state none --max-model-len {{need}} "
-    "--kv-tokens {{context}} --set num_threads={{threads}} {more}"
+    "--kv-tokens {{context}} --set num_threads={{threads}} "
+    "--set tenants.default.share_prompts=true {more}"  # a drafter may be on another machine
 )
 _LLAMA = (
     "{program} -m {model} --port {{port}} -t {{threads}} -tb {{threads}} -np {{clients}} "

@@ -97,10 +97,13 @@ class Desk:
         result = StepResult(plan.id, TARGET, self.now - VERIFY_S, self.now, verdicts)
         return plan, self.scheduler.update(plan, result)
 
-    def answer(self, order_plan: StepPlan, num: int = 4, after: float = 0.02) -> None:
+    def answer(
+        self, order_plan: StepPlan, num: int = 4, after: float = 0.02, waited_s: float = 0.0
+    ) -> None:
         self.now += after
         for o in order_plan.drafts:
-            ready = DraftReady(o.request_id, o.epoch, o.round, o.drafter, num)
+            key = (o.request_id, o.epoch, o.round)
+            ready = DraftReady(*key, o.drafter, num, waited_s=waited_s)
             self.scheduler.apply(ready, self.now)
 
     def up(self, *names: str, tenant: str | None = None) -> None:
@@ -363,3 +366,12 @@ def test_a_link_has_an_estimate_before_its_first_draft() -> None:
     assert links.patience("s1", 4) > 1, "it has to read the text first"
     desk.answer(desk.send("s1"), after=0.1)
     assert links.seconds("s1", 4) < 0.3, "a draft says more"
+
+
+def test_waiting_for_other_work_is_no_part_of_a_link() -> None:
+    desk = prefilled("off")
+    desk.answer(desk.send("s1"), after=0.02)
+    desk.answer(desk.send("s2"), after=0.12, waited_s=0.1)
+    links = desk.scheduler.learn.links
+    assert links.seconds("s2", 4) == pytest.approx(links.seconds("s1", 4))
+    assert links.patience("s2", 4) == pytest.approx(links.patience("s1", 4))

@@ -1,4 +1,4 @@
-"""The HTTP application: OpenAI's endpoints and Anthropic's, health, metrics and dashboard."""
+"""The HTTP application: the endpoints of several APIs, health, metrics and dashboard."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from penstock import __version__
 from penstock.api import errors
 from penstock.api.anthropic.endpoints import add_messages
-from penstock.api.bodies import ChatBody, CompletionBody
+from penstock.api.bodies import ChatBody, CompletionBody, ExtraFile, GenerationBody, InfillBody
 from penstock.api.body import validated
 from penstock.api.dashboard import add_dashboard
 from penstock.api.http import (
@@ -29,7 +29,7 @@ from penstock.api.http import (
 from penstock.api.ollama.endpoints import add_ollama
 from penstock.api.response_bodies import ResponsesBody
 from penstock.api.response_format import ResponsesFormat
-from penstock.api.responses import ChatFormat, CompletionFormat
+from penstock.api.responses import ChatFormat, CompletionFormat, InfillFormat
 from penstock.api.schema import body_of, describe, refusals
 from penstock.api.service import Service
 from penstock.api.token_bodies import DetokenizeBody, TokenizeBody
@@ -65,7 +65,7 @@ def create_app(config: ServeConfig, client: RequestClient, tokenizer: Tokenizer)
     api_keys = ApiKeys(config.engine.tenants, config.metrics_keys)
     app.state.api_keys = api_keys
     caller_of = _callers(api_keys)
-    for add in (_add_openai, add_messages, add_ollama):
+    for add in (_add_openai, _add_infill, add_messages, add_ollama):
         add(app, service, caller_of)
     viewers = ApiKeys({}) if config.open_metrics else api_keys
     _add_operations(app, service, viewers)
@@ -135,6 +135,36 @@ def _add_openai(app: FastAPI, service: Service, caller_of: Callable[..., Caller]
     async def model(model_id: str) -> dict[str, Any]:
         service.prepare.check_model(model_id)
         return service.model_card()
+
+
+def _add_infill(app: FastAPI, service: Service, caller_of: Callable[..., Caller]) -> None:
+    @app.post("/infill", openapi_extra=body_of(InfillBody))
+    async def infill(http: Request, caller: Caller = Depends(caller_of)) -> Response:
+        body = await service.read(InfillBody, http)
+        form, asked = InfillFormat(body.response_fields), await _filling(service, body)
+        job_id, clips = f"infill-{uuid4().hex}", body.n_predict < 0
+        choices = await service.prepare.completion(asked, caller, job_id, clips=clips)
+        if body.t_max_predict_ms > 0:
+            choices[0].ends_line_after_s = body.t_max_predict_ms / 1e3
+        return await service.answer(http, caller, body, choices, form)
+
+
+async def _filling(service: Service, body: InfillBody) -> CompletionBody:
+    """Return the equivalent completion; of too long other files the end. Raises: ApiError."""
+    fill, text_ids = service.prepare.fill_tokens("input_suffix"), service.prepare.text_ids
+    files = list[int]()
+    for file in (*body.input_extra, ExtraFile(text="", filename="file")):
+        files += [*fill.file, *await text_ids(f"{file.filename}\n{file.text}", "input_extra")]
+    prefix = await text_ids(body.input_prefix + body.prompt, "input_prefix")
+    prompt = fill.prompt(prefix, await text_ids(body.input_suffix, "input_suffix"))
+    prompt = service.tokenizer.encode("") + prompt
+    room = service.client.info.max_request_tokens - len(prompt) - max(1, body.n_predict)
+    fields = {name: getattr(body, name) for name in GenerationBody.model_fields}
+    fields["max_tokens"] = None if body.n_predict < 0 else body.n_predict
+    fields["stop_token_ids"] = [*body.stop_token_ids, *({} if body.ignore_eos else fill.ends)]
+    if "infill" in body.samplers:
+        fields["temperature"] = 0.0
+    return CompletionBody.model_construct(**fields, prompt=files[-max(1, room) :] + prompt)
 
 
 def _add_tokens(app: FastAPI, service: Service, dependencies: Sequence[params.Depends]) -> None:

@@ -225,6 +225,31 @@ class CompletionBody(PredictedBody):
         return self.logprobs
 
 
+class ExtraFile(Body):
+    """Text of another file."""
+
+    text: str
+    filename: str = "tmp"
+
+
+class InfillBody(GenerationBody):
+    """Body of `POST /infill`, with llama.cpp's names.
+
+    prompt: follows input_prefix. n_predict: -1 is all of the context; 0 only reads the prompt.
+    samplers: `infill`, which leaves little but the likeliest token, is greedy here.
+    response_fields: the answer's; those of timings behind `timings/`."""
+
+    n: Literal[1] = 1
+    input_prefix: str
+    input_suffix: str
+    input_extra: list[ExtraFile] = Field(default_factory=list, max_length=1024)
+    prompt: str = ""
+    n_predict: int = Field(default=-1, ge=-1)
+    samplers: list[str] = Field(default_factory=list)
+    t_max_predict_ms: float = Field(default=0, allow_inf_nan=False)
+    response_fields: list[str] = Field(default_factory=list, max_length=256)
+
+
 class CalledFunction(Body):
     """Name of a called function, and its arguments: a JSON object in a string."""
 

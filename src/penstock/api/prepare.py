@@ -148,8 +148,8 @@ class RequestBuilder:
             raise ApiError(400, message, param="echo", code="unsupported_value")
         if not given:
             raise ApiError(400, "prompt: must not be empty", param="prompt")
-        fill = self._fill_tokens() if body.suffix else None
-        suffix = await self._text_ids(body.suffix, "suffix")
+        fill = self.fill_tokens() if body.suffix else None
+        suffix = await self.text_ids(body.suffix, "suffix")
         ends = fill.ends if fill is not None and not body.ignore_eos else frozenset[int]()
         prediction = await self._prediction(body)
         size = sum(_COST_PER_TEXT + len(prompt) for prompt in given if isinstance(prompt, str))
@@ -284,7 +284,7 @@ class RequestBuilder:
 
     def _check(self, body: GenerationBody, caller: Caller, num_prompts: int) -> None:
         """Check what does not depend on the prompt's tokens. Raises: ApiError."""
-        if body.model is not None:
+        if body.model:  # llama.vim's is empty
             self.check_model(body.model)
         drafters = (AUTO_DRAFTER, NO_DRAFTER, *self._drafters_of(caller.tenant))
         if body.speculation.drafter not in drafters:
@@ -345,11 +345,12 @@ class RequestBuilder:
         except ValueError as error:
             raise ApiError(400, f"messages: {error}", param="messages") from error
 
-    def _fill_tokens(self) -> FillTokens:
+    def fill_tokens(self, param: str = "suffix") -> FillTokens:
+        """Return the model's tokens to fill in the middle. Raises: ApiError without."""
         found = FillTokens.of(self.tokenizer)
         if found is None:
-            message = "suffix: this model has no fill-in-the-middle tokens"
-            raise ApiError(400, message, param="suffix", code="unsupported_value")
+            message = f"{param}: this model has no fill-in-the-middle tokens"
+            raise ApiError(400, message, param=param, code="unsupported_value")
         return found
 
     async def _prediction(self, body: PredictedBody) -> tuple[int, ...]:
@@ -357,9 +358,9 @@ class RequestBuilder:
         if body.prediction is not None and self.engine.draft_model is not None:
             message = "prediction: a draft server takes none; its verification server does"
             raise ApiError(400, message, param="prediction", code="unsupported_value")
-        return await self._text_ids(body.predicted_text, "prediction")
+        return await self.text_ids(body.predicted_text, "prediction")
 
-    async def _text_ids(self, text: str, param: str) -> tuple[int, ...]:
+    async def text_ids(self, text: str, param: str) -> tuple[int, ...]:
         """Return the tokens of a text within another. Raises: ApiError."""
         if not text:
             return ()

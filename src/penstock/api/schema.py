@@ -11,7 +11,7 @@ from pydantic.json_schema import models_json_schema
 
 from penstock import __version__
 from penstock.api.anthropic.bodies import MessagesBody, MessagesInput
-from penstock.api.bodies import ChatBody, CompletionBody
+from penstock.api.bodies import ChatBody, CompletionBody, InfillBody
 from penstock.api.http import EXPECTED_OUTPUT_TOKENS
 from penstock.api.ollama.bodies import OllamaChat, OllamaGenerate, OllamaShow
 from penstock.api.response_bodies import ResponsesBody
@@ -53,7 +53,7 @@ _ERRORS = {
 }
 _BODIES = (
     ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody,
-    MessagesBody, MessagesInput, OllamaChat, OllamaGenerate, OllamaShow,
+    InfillBody, MessagesBody, MessagesInput, OllamaChat, OllamaGenerate, OllamaShow,
 )  # fmt: skip
 
 

@@ -229,7 +229,8 @@ def draft_ready(ctx: Context, event: DraftReady, now: float, *, is_read: bool = 
         state.draft = SKIPPED
         return
     num_draft_tokens = max(0, min(event.num_draft_tokens, order.max_draft_tokens))
-    ctx.learn.links.add_transfer(event.drafter, num_draft_tokens, now - ordered_at)
+    took_s = max(0.0, now - ordered_at - event.waited_s)
+    ctx.learn.links.add_transfer(event.drafter, num_draft_tokens, took_s)
     if drafter is not None and drafter.remote and ctx.trials is not None:
         ctx.trials.measured(event.drafter)
     if is_read:

@@ -191,7 +191,8 @@ class Cancel:
 class DraftReady:
     """A lane has a draft of `num_draft_tokens` tokens, which the executor holds.
 
-    is_reading: it has none yet, as it reads the text."""
+    is_reading: it has none yet, as it reads the text. waited_s: seconds that are no part of the
+    link's, as the drafter ended other work of its own first."""
 
     request_id: str
     epoch: int
@@ -199,6 +200,7 @@ class DraftReady:
     drafter: str
     num_draft_tokens: int
     is_reading: bool = False
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,10 +170,11 @@ class LocalExecutor(ABC):
         events: list[Event] = []
         for event in [e for s in self.servers.values() for e in s.take_events()]:
             if isinstance(event, Answer):
-                order, tokens, is_reading = event
+                order, tokens, is_reading, waited_s = event
                 key = (order.request_id, order.epoch, order.round)
                 self.hold_remote(*key, tokens, None)
-                events.append(DraftReady(*key, order.drafter, len(tokens), is_reading))
+                ready = DraftReady(*key, order.drafter, len(tokens), is_reading, waited_s)
+                events.append(ready)
             else:
                 events.append(event)
         return events

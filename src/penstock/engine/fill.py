@@ -20,20 +20,22 @@ _FAMILIES = (
 )
 """Spellings of the tokens before prefix, suffix and middle."""
 
+_FILES = ("<|file_sep|>", "<|file_separator|>", "<file_sep>")
+"""Tokens before the name of a file."""
 _ENDS = (
-    "<|endoftext|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|file_separator|>",
-    "<fim_pad>", "<repo_name>", "<file_sep>", "▁<EOT>",
+    "<|endoftext|>", "<|fim_pad|>", "<|repo_name|>", "<fim_pad>", "<repo_name>", "▁<EOT>", *_FILES,
 )  # fmt: skip
 """Tokens behind the middle, where they are not the model's end of text."""
 
 
 class FillTokens(NamedTuple):
-    """A model's tokens before prefix, suffix and middle; `ends` stop the middle."""
+    """A model's tokens before prefix, suffix, middle and a file's name; `ends` stop the middle."""
 
     prefix: int
     suffix: int
     middle: int | None
     ends: frozenset[int]
+    file: list[int]
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Self | None:
@@ -46,7 +48,8 @@ class FillTokens(NamedTuple):
                 continue
             found = {find(end) for end in _ENDS} | {before, behind, between}
             ends = frozenset(token for token in found if token is not None)
-            return cls(before, behind, between, ends)
+            file = [token for token in map(find, _FILES) if token is not None][:1]
+            return cls(before, behind, between, ends, file)
         return None
 
     def prompt(self, prefix: Sequence[int], suffix: Sequence[int]) -> list[int]:

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 from penstock.core.ahead import LinePiece
+from penstock.core.learn.links import LinkTimes
 from penstock.core.loop import Clock
 from penstock.core.types import DraftAhead, DrafterDown, DrafterUp, DraftOrder, Event
 from penstock.engine.drafters.completions import (
@@ -39,17 +40,18 @@ _FIRST_PAUSE_S, _MOST_PAUSE_S = 1.0, 60.0
 _LONGEST_S = 30.0
 """Limit of a call that no deadline ends: the server may have to load its model, or read a text."""
 _AHEAD_CALL, _MOST_AHEAD = 3, 32
-"""Tokens of a call without an order, which a new order may have to wait for, and of all of them."""
+"""Tokens of a call without an order, and of all of them."""
 
 _log = logging.getLogger(__name__)
 
 
 class Answer(NamedTuple):
-    """Answer to an order; empty if the call failed. is_reading: as of `DraftReady`."""
+    """Answer to an order; empty if the call failed. is_reading, waited_s: as of `DraftReady`."""
 
     order: DraftOrder
     token_ids: list[int]
     is_reading: bool = False
+    waited_s: float = 0.0
 
 
 class _Prompt(NamedTuple):
@@ -92,7 +94,8 @@ class ServerDrafter:
     """Drafter on a server, which can only be wrong: its drafts are point masses.
 
     A call ends at its order's deadline. While the server reads a new text its orders are answered
-    at once, with nothing; what it then drafts is sent ahead.
+    at once, with nothing; what it then drafts is sent ahead. Calls ahead fill the pause until the
+    next order, which waits for one that still runs: in another slot its text would be read again.
     After several failures in a row, and at the start, a short call is repeated after growing
     pauses; until it succeeds there are no orders.
     """
@@ -122,6 +125,13 @@ class ServerDrafter:
         self._latest: dict[str, DraftOrder] = {}
         self._reading: set[str] = set()
         self._lines = itertools.count()
+        self._calls = LinkTimes()
+        """Seconds of calls by their tokens."""
+        self._num_open = 0
+        """Orders whose calls have not ended."""
+        self._idle_since: float | None = None
+        self._pauses: deque[float] = deque(maxlen=8)
+        """Between orders; the shortest counts."""
         self._events: deque[Event | Answer] = deque()
         self._orders: queue.SimpleQueue[tuple[DraftOrder, TokenBuffer] | None]
         self._orders = queue.SimpleQueue()
@@ -137,6 +147,11 @@ class ServerDrafter:
 
     def order(self, orders: Sequence[DraftOrder], texts: Mapping[str, TokenBuffer]) -> None:
         """Take orders; each is answered by an event."""
+        with self._lock:
+            if orders and self._idle_since is not None:
+                self._pauses.append(self._clock.now() - self._idle_since)
+                self._idle_since = None
+            self._num_open += len(orders)
         for order in orders:
             self._latest[order.request_id] = order
             self._orders.put((order, texts[order.request_id]))
@@ -215,13 +230,16 @@ class ServerDrafter:
                 self._reading.discard(name)
             elif prompt is None or name in self._reading:
                 self._post(Answer(order, [], is_reading=prompt is not None))
-                continue
+                completion = None
             else:
+                ordered_at = self._clock.now()
+                with self._is_ahead:
+                    waited_s = self._clock.now() - ordered_at
                 completion = self._completed(order, prompt)
                 tokens = [] if completion is None else self._spelt(prompt, completion)
-                self._post(Answer(order, tokens[: order.max_draft_tokens]))
-            # One text at a time: an order waits for one such call at most.
-            if completion is not None and self._is_ahead.acquire(blocking=False):
+                self._post(Answer(order, tokens[: order.max_draft_tokens], waited_s=waited_s))
+            self._end_order()
+            if prompt and completion and self._is_ahead.acquire(blocking=False):
                 self._draft_ahead(order, text, prompt, completion)
                 self._is_ahead.release()
 
@@ -233,7 +251,8 @@ class ServerDrafter:
         if seconds <= 0:
             return None
         # The last token is dropped, as more text could change it.
-        completion = self._call(prompt.text, order.max_draft_tokens + 1, seconds)
+        call = self._call if prompt.is_new else self._timed_call
+        completion = call(prompt.text, order.max_draft_tokens + 1, seconds)
         if completion is not None:
             self._num_failed, self._pause_s = 0, _FIRST_PAUSE_S
         return completion
@@ -255,13 +274,34 @@ class ServerDrafter:
                 sent = tokens
             verified = text.tokens(order.start, min(text.length, order.start + len(tokens)))
             is_right = tokens[: len(verified)] == verified
-            is_last = self._latest.get(order.request_id) is order and self._orders.empty()
+            is_last = self._latest.get(order.request_id) is order and self._has_time()
             if not (is_right and is_last) or completion.has_ended or len(tokens) >= _MOST_AHEAD:
                 return
-            more = self._call(prompt.text + completion.text, _AHEAD_CALL, _LONGEST_S)
+            more = self._timed_call(prompt.text + completion.text, _AHEAD_CALL, _LONGEST_S)
             if more is None or not more.text:
                 return
             completion = Completion(completion.text + more.text, more.has_ended)
+
+    def _end_order(self) -> None:
+        with self._lock:
+            self._num_open -= 1
+            self._idle_since = None if self._num_open else self._clock.now()
+
+    def _has_time(self) -> bool:
+        """Return whether a call ahead ends before the next order is expected."""
+        with self._lock:
+            if self._idle_since is None or not self._pauses:
+                return False
+            end = self._clock.now() + self._calls.seconds(self.name, _AHEAD_CALL)
+            return end <= self._idle_since + min(self._pauses)
+
+    def _timed_call(self, prompt: str, max_tokens: int, seconds: float) -> Completion | None:
+        began = self._clock.now()
+        completion = self._call(prompt, max_tokens, seconds)
+        if completion is not None:
+            with self._lock:
+                self._calls.add_transfer(self.name, max_tokens, self._clock.now() - began)
+        return completion
 
     def _prompt(self, order: DraftOrder, text: TokenBuffer) -> _Prompt | None:
         """Return the text that an order is for."""
