@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 
 from lab.common.loads import SHIPPED, TUNED, Point, Scene, gain_verdict
+from lab.papers import newer
 from lab.papers import wait_fig1_known as known
 from lab.papers import wait_fig1_nested as nested
 from lab.papers import wait_linear_model as linear
 from lab.papers import wait_theorems as theorems
 from penstock.fluid.step_profile import PAPER_LINEAR
+from penstock.sim.capacity import Estimate, LoadVerdict
 
 LOW, NESTED = Scene(PAPER_LINEAR, "low"), Scene(PAPER_LINEAR, "nested")
 DATA = Path(os.environ.get("PENSTOCK_DATA", Path(__file__).parents[2] / "../shared/data"))
@@ -148,3 +150,26 @@ def test_in_zeta_a_reading_that_no_policy_can_meet_cannot_be_told() -> None:
     faster, *others = [v.outcome for v in theorems.zeta_verdicts(found)]
     assert faster == "holds"
     assert others == ["cannot be told here"] * 3
+
+
+def test_a_stability_threshold_is_judged_on_both_sides() -> None:
+    def outcomes(growth_above: float, completed: float) -> list[str]:
+        loads = {
+            share: LoadVerdict(Estimate(growth, 0.01), Estimate(made, 0.1), (), 1.0)
+            for share, growth, made in (
+                (newer._FAR_BELOW, 0.0, 50.0),
+                (newer._BELOW, 0.0, 90.0),
+                (newer._ABOVE, growth_above, completed),
+                (newer._FAR_ABOVE, 0.33, completed),
+            )
+        }
+        found = {LOW: newer.Threshold(100.0, 0.01, 0.05, loads)}
+        return [v.outcome for v in newer.verdicts(found)]
+
+    assert outcomes(0.09, 100.0) == ["holds"] * 3
+    assert outcomes(0.0, 130.0) == ["does not hold", "holds", "does not hold"]
+
+
+def test_the_threshold_of_full_memory_is_the_fluid_bound() -> None:
+    high = Scene(PAPER_LINEAR, "high")
+    assert newer.threshold(high, 4000).requests_per_s == pytest.approx(high.bound, rel=0.05)
