@@ -128,20 +128,22 @@ def verdicts(found: Mapping[Scene, Threshold]) -> list[ClaimVerdict]:
             growth = [t.loads[share].growth.mean for t in found.values()]
             told = ", ".join(f"{x:.0%}" for x in growth)
             return Measurement(
-                f"with {share:g} times that, {told} of the work is left behind",
+                f"with {share:g} times that {told} of the work is left",
                 tuple((x <= _CLAIMED / 2) == stable for x in growth),
             )
 
         return sustained
 
     def near(share: float) -> Measurement:
-        apart, bound = {}, {}
+        apart, bound = [], []
         for scene, t in found.items():
             predicted = share * t.requests_per_s
-            apart[scene.name] = t.loads[_FAR_ABOVE].completed.mean / predicted - 1
-            bound[scene.name] = scene.bound / predicted - 1
-        told = (f"{x:+.0%} ({name}; fluid bound {bound[name]:+.0%})" for name, x in apart.items())
-        return Measurement(", ".join(told), tuple(abs(x) <= _CLAIMED for x in apart.values()))
+            apart.append(t.loads[_FAR_ABOVE].completed.mean / predicted - 1)
+            bound.append(scene.bound / predicted - 1)
+        told = (", ".join(f"{x:+.0%}" for x in values) for values in (apart, bound))
+        return Measurement(
+            "; the fluid bound ".join(told), tuple(abs(x) <= _CLAIMED for x in apart)
+        )
 
     below, above = f"{_FAR_BELOW:g} times μ", f"{_FAR_ABOVE:g} times μ"
     return [

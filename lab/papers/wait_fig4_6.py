@@ -93,7 +93,7 @@ def run(job: Trial) -> list[ClaimVerdict]:
     _draw(job, curves, sources)
     _draw_lengths(job, sources)
     return [
-        *(v for s in sources for v in verdicts(curves[s], sources[s], f"{s} lengths: ")),
+        *(v for s in sources for v in verdicts(curves[s], sources[s], f"{s}: ")),
         _seconds_verdict(),
         lengths_verdict(sources["recorded"])
         if "recorded" in sources
@@ -156,8 +156,7 @@ def verdicts(
             lengths = traffic_of(p.rate, weights)
             fluid.append(b.kv_bound_tokens / equilibrium(UNIT_STEP, lengths).kv_tokens - 1)
         return Measurement(
-            f"{_range(first)} more than the first term, which the paper names so, {_range(fluid)} "
-            "more than M* (eq. 5)",
+            f"over the first term {_range(first)}, over M* (eq. 5) {_range(fluid)}",
             (max(first) <= _MARGINAL, max(fluid) <= _MARGINAL),
         )
 
@@ -168,8 +167,7 @@ def verdicts(
     return [
         *_shape(curves, best, where),
         check(
-            f"{where}only marginally more than the fluid equilibrium's memory (at most "
-            f"{_MARGINAL:.0%} at the best L)",
+            f"{where}at the best L a marginal increase over the equilibrium ({_MARGINAL:.0%})",
             marginal,
             best,
             f"{_SEGMENTS[-1]} segments",
@@ -177,7 +175,7 @@ def verdicts(
             (f"{_HEAVIER:,} times the rates", in_heavy_traffic),
         ),
         check(
-            f"{where}L = {_PRACTICAL} is sufficient (within {_MARGINAL:.0%} of the best L)",
+            f"{where}L = {_PRACTICAL} is sufficient ({_MARGINAL:.0%})",
             sufficient,
             ten,
             "one segment",
@@ -199,7 +197,7 @@ def _shape(
         return Measurement(f"smallest at L = {at}", tuple(parts))
 
     def most(shares: list[list[float]]) -> Measurement:
-        named = zip(("at the best L", "the least over all L"), shares, strict=False)
+        named = zip(("best L", "all L from"), shares, strict=False)
         text = ", ".join(f"{name} {_range(found)}" for name, found in named)
         return Measurement(text, tuple(x > _FIRST_SHARE for x in itertools.chain(*shares)))
 
@@ -209,7 +207,7 @@ def _shape(
     ]
     dealt = {p: np.random.default_rng(0).permutation(h).tolist() for p, h in totals.items()}
     others = [[1 - share for share in shares] for shares in first]
-    what = f"{where}the first term, the batch's memory, is most of the bound"
+    what = f"{where}the batch's memory is most of the bound"
     return [
         check(
             f"{where}the bound is U-shaped in L",
@@ -230,7 +228,7 @@ def _falls_and_rises(heights: list[float], least: int) -> bool:
 
 
 def _range(values: list[float]) -> str:
-    return f"{min(values):.0%} to {max(values):.0%}"
+    return f"{min(values):.0%}-{max(values):.0%}"
 
 
 def _seconds_verdict() -> ClaimVerdict:
@@ -277,8 +275,7 @@ def lengths_verdict(recorded: FloatArray) -> ClaimVerdict:
         key=lambda weights: np.abs(weights.cumsum() - recorded.cumsum()).max(),
     )
     return check(
-        f"figure 3: lengths fall off as e^(−l'/{_SCALE:g}) (cumulative shares within {_ALIKE:g} of "
-        "recorded conversations)",
+        f"figure 3: e^(−l'/{_SCALE:g}) (cumulative shares within {_ALIKE:g} of recorded lengths)",
         like,
         weights_of(),
         "the longest lengths as frequent as the shortest",
