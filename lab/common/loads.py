@@ -279,7 +279,11 @@ def gain_verdict(
     def between(mine: FloatArray) -> Measurement:
         # A policy that makes nothing is far behind, not nowhere.
         made = np.maximum(mine, 1e-9)
-        gains = {name: ratio(made, found[name]) for name in found if name != policy}
+        gains = {
+            name: ratio(made, np.maximum(peak, 1e-9))
+            for name, peak in found.items()
+            if name != policy
+        }
         gain = gains.pop(rival)
         side = "below" if gain.high < low else "above" if gain.low > high else "within"
         others = ", ".join(f"{g.mean - 1:+.0%} over {name}" for name, g in gains.items())

@@ -129,7 +129,8 @@ def high_load_verdict(profile: str, best: Peaks, limits: Mapping[str, float]) ->
     rivals = {n: max(SHIPPED, key=lambda p: peak[p].mean()) for n, peak in found.items()}
 
     def gains_more(mine: Mapping[str, FloatArray]) -> Measurement:
-        gain = {n: ratio(mine[n], found[n][rivals[n]]).mean - 1 for n in found}
+        made = {n: np.maximum(peak, 1e-9) for n, peak in mine.items()}
+        gain = {n: ratio(made[n], found[n][rivals[n]]).mean - 1 for n in found}
         told = ", ".join(f"{g:+.0%} over {rivals[n]} on {n}" for n, g in gain.items())
         return Measurement(told, (gain["high"] > gain["low"],))
 
