@@ -26,11 +26,11 @@ from penstock.sim.run import Setup, run
 from penstock.sim.workloads import Workload, make_workload
 
 SEED = 0
-_CURVE_SHARE, _CURVE_S = 5, 10.0
+_CURVE_SHARE, _CURVE_S = 5, 5.0
 """A point of a curve has so many times fewer arrivals than a run that looks for a capacity, but
 where it can arrivals for so many seconds: its second half must not be about how a server fills."""
 _BOUND_REQUESTS = 20_000
-_CLAIMED_GAIN = 1.2
+_CLAIMED_GAIN = (1.2, 1.3)
 _BUDGETS = (256, 384, 512, 768, 1024, 2048, 4096)
 _CAPS = (128, 256, 320, 512, 1024, 2048)
 _GRID_LOAD = 1.05
@@ -40,6 +40,8 @@ PROFILES: Mapping[str, Callable[[], StepProfile]] = {
     "a100-llama2-7b": lambda: load_profile("a100-llama2-7b"),
 }
 BOUND, OFFERED = "fluid bound", "Throughput* (eq. 6)"
+SHIPPED = ("vllm_v0", "vllm_v1", "sarathi")
+"""The paper's rivals, as they come."""
 TUNED = "sarathi, tuned"
 
 
@@ -257,28 +259,50 @@ def peaks(points: Iterable[Point]) -> dict[str, FloatArray]:
     return {policy: np.array([*by_seed.values()]) for policy, by_seed in best.items()}
 
 
-def gain_verdict(claim: str, policy: str, found: Mapping[str, FloatArray]) -> ClaimVerdict:
-    """Whether a policy's peak is a fifth above each rival's, by the peaks of all of them. The
-    control is the best rival."""
-    rivals = {name: peak for name, peak in found.items() if name != policy}
+def bounds(scenes: Iterable[Scene], points: Sequence[tuple[Scene, Point]]) -> dict[str, float]:
+    """The fluid capacity bound in output tokens/s, by scene."""
+    return {
+        scene.name: scene.bound
+        * float(np.mean([p.offered / p.rate for s, p in points if s is scene]))
+        for scene in scenes
+    }
 
-    def ahead(mine: FloatArray) -> Measurement:
+
+def gain_verdict(
+    where: str, policy: str, found: Mapping[str, FloatArray], bound: float
+) -> ClaimVerdict:
+    """Whether a policy's peak is 20-30% above the best of `SHIPPED`, by the peaks of all; other
+    rivals are told. The oracle gains as much of that as the fluid bound allows, in tokens/s."""
+    low, high = _CLAIMED_GAIN
+    rival = max(SHIPPED, key=lambda name: float(found[name].mean()))
+
+    def between(mine: FloatArray) -> Measurement:
         # A policy that makes nothing is far behind, not nowhere.
+        made = np.maximum(mine, 1e-9)
         gains = {
-            rival: ratio(np.maximum(mine, 1e-9), np.maximum(peak, 1e-9))
-            for rival, peak in rivals.items()
+            name: ratio(made, np.maximum(peak, 1e-9))
+            for name, peak in found.items()
+            if name != policy
         }
-        parts = ", ".join(
-            f"{gain.mean - 1:+.0%} ({gain.low - 1:+.0%} to {gain.high - 1:+.0%}) over {rival}"
-            for rival, gain in gains.items()
-        )
+        gain = gains.pop(rival)
+        side = "below" if gain.high < low else "above" if gain.low > high else "within"
+        others = ", ".join(f"{g.mean - 1:+.0%} over {name}" for name, g in gains.items())
         return Measurement(
-            f"{mine.mean():,.0f} output tokens/s, {parts}",
-            tuple(gain.mean >= _CLAIMED_GAIN for gain in gains.values()),
+            f"{side}: {gain.mean - 1:+.0%} ({gain.low - 1:+.0%} to {gain.high - 1:+.0%}) over "
+            f"{rival}; {others}",
+            (side == "within",),
         )
 
-    best = max(rivals, key=lambda rival: float(rivals[rival].mean()))
-    return check(claim, ahead, found[policy], f"{best} in its place", rivals[best])
+    best = found[rival]
+    allowed = np.minimum(bound, (low + high) / 2 * best)
+    return check(
+        f"{where} peaks 20-30% above the best of vLLM and Sarathi",
+        between,
+        found[policy],
+        f"{rival} in its place",
+        best,
+        ("what the fluid bound allows", allowed),
+    )
 
 
 def write_points(points: Iterable[tuple[Scene, Point]], path: Path) -> None:

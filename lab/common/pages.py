@@ -11,8 +11,9 @@ command, date, machine
 commit          that has the command, if it is gone
 outdated        why the figures must be made again, if they must
 tables          each with a title (Markdown), a header and rows of cells
-verdicts        a line for each claim (`ClaimVerdict.line`); a page leaves out its control, but
-                for an outcome other than `does not hold`
+verdicts        a line for each claim (`ClaimVerdict.line`); a page tells of its control an
+                outcome other than `does not hold`, of its oracle the outcome if it `holds`,
+                else what was measured
 remarks         what the figures say, in Markdown, which is gone when they are measured again
 order           where in the page, by rising numbers
 
@@ -32,8 +33,9 @@ from typing import Any
 
 _PAGE = "page.json"
 _GENERATED = "<!-- Written by `python -m lab.common.pages` from the files in {}: change those. -->"
-_CONTROL = re.compile(r"\. Control, .+? \[([a-z ]+)\]: .+", re.DOTALL)
-"""What `ClaimVerdict.line` says of a control."""
+_CONTROL = re.compile(r"\. Control, .+? \[([a-z ]+)\]: .+?(?=\. Oracle, |\Z)", re.DOTALL)
+_ORACLE = re.compile(r"\. Oracle, (.+?) \[([a-z ]+)\]: (.+)", re.DOTALL)
+"""What `ClaimVerdict.line` says of a control and of an oracle."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -95,12 +97,16 @@ def _section(result: dict[str, Any]) -> Iterator[str]:
 
 
 def _verdict(line: str) -> str:
-    """A claim's line without its control, but for an outcome other than `does not hold`."""
+    """A claim's line with what is to be told of its control and its oracle."""
 
-    def outcome(control: re.Match[str]) -> str:
-        return "" if control[1] == "does not hold" else f" (control: {control[1]})"
+    def control(found: re.Match[str]) -> str:
+        return "" if found[1] == "does not hold" else f" (control: {found[1]})"
 
-    return _CONTROL.sub(outcome, line)
+    def oracle(found: re.Match[str]) -> str:
+        name, outcome, measured = found.groups()
+        return f" (oracle, {name}: {outcome if outcome == 'holds' else measured})"
+
+    return _ORACLE.sub(oracle, _CONTROL.sub(control, line))
 
 
 def _markdown(header: list[str], rows: list[list[str]]) -> str:

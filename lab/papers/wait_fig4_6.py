@@ -11,8 +11,8 @@ conversations, which are figure 3 again: the paper's LMSYS-Chat-1M is not at han
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,8 @@ _PRACTICAL = 10
 _FIRST_SHARE = 0.5
 _MARGINAL = 0.1
 _GRAIN = 0.01
+_HEAVIER, _HEAVY_SEGMENTS = 1000, 35
+"""Times the rates, as heavy traffic, and the number of segments that is best there."""
 _ALIKE = 0.05
 
 
@@ -91,7 +93,7 @@ def run(job: Trial) -> list[ClaimVerdict]:
     _draw(job, curves, sources)
     _draw_lengths(job, sources)
     return [
-        *(v for s in sources for v in verdicts(curves[s], sources[s], f"{s} lengths: ")),
+        *(v for s in sources for v in verdicts(curves[s], sources[s], f"{s}: ")),
         _seconds_verdict(),
         lengths_verdict(sources["recorded"])
         if "recorded" in sources
@@ -99,9 +101,9 @@ def run(job: Trial) -> list[ClaimVerdict]:
     ]
 
 
-def weights_of(num_types: int = _NUM_TYPES) -> FloatArray:
-    """Shares of decode lengths 1 to m: e^(−l'/210)."""
-    weights = np.exp(-np.arange(1, num_types + 1) / _SCALE)
+def weights_of(num_types: int = _NUM_TYPES, scale: float = _SCALE) -> FloatArray:
+    """Shares of decode lengths 1 to m: e^(−l'/scale)."""
+    weights = np.exp(-np.arange(1, num_types + 1) / scale)
     return np.asarray(weights / weights.sum())
 
 
@@ -140,38 +142,44 @@ def verdicts(
     curves: Curves, weights: FloatArray | None = None, where: str = ""
 ) -> list[ClaimVerdict]:
     """What the curves say about the paper's claims. where: of which lengths."""
-    least = {p: min(b.kv_bound_tokens for b in c) for p, c in curves.items()}
-    fluid = {p: equilibrium(UNIT_STEP, traffic_of(p.rate, weights)).kv_tokens for p in curves}
-    chosen = {
-        "best": {p: min(c, key=lambda b: b.kv_bound_tokens) for p, c in curves.items()},
-        "one": {p: c[0] for p, c in curves.items()},
-        "ten": {
-            p: next((b for b in c if len(b.thresholds) >= _PRACTICAL), c[-1])
-            for p, c in curves.items()
-        },
+    best = {p: min(c, key=lambda b: b.kv_bound_tokens) for p, c in curves.items()}
+    heavy = [replace(p, rate=_HEAVIER * p.rate) for p in curves]
+    in_heavy_traffic = {p: bounds(p, (_HEAVY_SEGMENTS,), weights)[0] for p in heavy}
+    ten = {
+        p: next((b for b in c if len(b.thresholds) >= _PRACTICAL), c[-1]) for p, c in curves.items()
     }
 
-    def beyond(what: str, limit: dict[BoundCase, float]) -> Callable[[str], Measurement]:
-        return lambda which: _excess(
-            what, [b.kv_bound_tokens / limit[p] - 1 for p, b in chosen[which].items()]
+    def marginal(chosen: dict[BoundCase, NestedThresholds]) -> Measurement:
+        first, fluid = [], []
+        for p, b in chosen.items():
+            first.append(b.kv_bound_tokens / b.batch_kv_tokens - 1)
+            lengths = traffic_of(p.rate, weights)
+            fluid.append(b.kv_bound_tokens / equilibrium(UNIT_STEP, lengths).kv_tokens - 1)
+        return Measurement(
+            f"over the first term {_range(first)}, over M* (eq. 5) {_range(fluid)}",
+            (max(first) <= _MARGINAL, max(fluid) <= _MARGINAL),
         )
 
+    def sufficient(chosen: dict[BoundCase, NestedThresholds]) -> Measurement:
+        excess = [b.kv_bound_tokens / best[p].kv_bound_tokens - 1 for p, b in chosen.items()]
+        return Measurement(f"higher by {_range(excess)}", (max(excess) <= _MARGINAL,))
+
     return [
-        *_shape(curves, chosen["best"], where),
+        *_shape(curves, best, where),
         check(
-            f"{where}only marginally more than the fluid's M* (at most {_MARGINAL:.0%} at the best "
-            "L)",
-            beyond("the bound exceeds it by", fluid),
-            "best",
-            "one segment",
-            "one",
+            f"{where}at the best L a marginal increase over the equilibrium ({_MARGINAL:.0%})",
+            marginal,
+            best,
+            f"{_SEGMENTS[-1]} segments",
+            {p: c[-1] for p, c in curves.items()},
+            (f"{_HEAVIER:,} times the rates", in_heavy_traffic),
         ),
         check(
-            f"{where}L = {_PRACTICAL} is sufficient (within {_MARGINAL:.0%} of the best L)",
-            beyond("its bound is higher by", least),
-            "ten",
+            f"{where}L = {_PRACTICAL} is sufficient ({_MARGINAL:.0%})",
+            sufficient,
+            ten,
             "one segment",
-            "one",
+            {p: c[0] for p, c in curves.items()},
         ),
     ]
 
@@ -184,13 +192,13 @@ def _shape(
     def u_shaped(heights: dict[BoundCase, list[float]]) -> Measurement:
         least = {p: int(np.argmin(h)) for p, h in heights.items()}
         counts = {p: len(curves[p][i].thresholds) for p, i in least.items()}
-        at = ", ".join(f"{p.figure}: L = {count}" for p, count in counts.items())
+        at = ", ".join(map(str, counts.values()))
         parts = (_falls_and_rises(h, least[p]) for p, h in heights.items())
-        return Measurement(f"smallest at (figure) {at}", tuple(parts))
+        return Measurement(f"smallest at L = {at}", tuple(parts))
 
     def most(shares: list[list[float]]) -> Measurement:
-        at_best, least = map(_percents, shares)
-        text = f"its share at the best L is {at_best}, the least over all L {least}"
+        named = zip(("best L", "all L from"), shares, strict=False)
+        text = ", ".join(f"{name} {_range(found)}" for name, found in named)
         return Measurement(text, tuple(x > _FIRST_SHARE for x in itertools.chain(*shares)))
 
     first = [
@@ -199,7 +207,7 @@ def _shape(
     ]
     dealt = {p: np.random.default_rng(0).permutation(h).tolist() for p, h in totals.items()}
     others = [[1 - share for share in shares] for shares in first]
-    what = f"{where}the first term, the batch's memory, is most of the bound"
+    what = f"{where}the batch's memory is most of the bound"
     return [
         check(
             f"{where}the bound is U-shaped in L",
@@ -208,7 +216,7 @@ def _shape(
             "the same bounds dealt to other L",
             dealt,
         ),
-        check(what, most, first, "the other two terms", others),
+        check(what, most, first, "the other two terms", others, ("the best L alone", first[:1])),
     ]
 
 
@@ -219,12 +227,8 @@ def _falls_and_rises(heights: list[float], least: int) -> bool:
     return 0 < least < len(heights) - 1 and falls and rises
 
 
-def _excess(what: str, excess: list[float]) -> Measurement:
-    return Measurement(f"{what} {_percents(excess)}", tuple(e <= _MARGINAL for e in excess))
-
-
-def _percents(values: list[float]) -> str:
-    return ", ".join(f"{value:.0%}" for value in values)
+def _range(values: list[float]) -> str:
+    return f"{min(values):.0%}-{max(values):.0%}"
 
 
 def _seconds_verdict() -> ClaimVerdict:
@@ -236,6 +240,7 @@ def _seconds_verdict() -> ClaimVerdict:
         rates,
         "a hundred times the rates",
         [100 * rate for rate in rates],
+        ("a tenth of the rates", [rate / 10 for rate in rates]),
     )
 
 
@@ -250,7 +255,7 @@ def _bearable(rates: list[float]) -> Measurement:
         else:
             found.append(fluid <= PAPER_LINEAR.kv_tokens)
             parts.append(f"{rate:g}/s needs {fluid:,.0f} of {PAPER_LINEAR.kv_tokens:,} KV tokens")
-    return Measurement("; ".join(parts) + "; taken as requests an iteration", tuple(found))
+    return Measurement("; ".join(parts), tuple(found))
 
 
 def lengths_verdict(recorded: FloatArray) -> ClaimVerdict:
@@ -260,18 +265,22 @@ def lengths_verdict(recorded: FloatArray) -> ClaimVerdict:
         apart = float(np.abs(weights.cumsum() - recorded.cumsum()).max())
         means = [float(w @ np.arange(1, len(w) + 1)) for w in (weights, recorded)]
         return Measurement(
-            f"cumulative shares differ by at most {apart:.2f}, mean lengths are {means[0]:.0f} and "
-            f"{means[1]:.0f} tokens",
+            f"they differ by at most {apart:.2f}; mean lengths {means[0]:.0f} and {means[1]:.0f}",
             (apart <= _ALIKE,),
         )
 
+    scales = np.geomspace(10, 1e4, 100)
+    best = min(
+        (weights_of(scale=scale) for scale in scales),
+        key=lambda weights: np.abs(weights.cumsum() - recorded.cumsum()).max(),
+    )
     return check(
-        f"figure 3: lengths fall off as e^(−l'/{_SCALE:g}) (cumulative shares within {_ALIKE:g} of "
-        "recorded conversations)",
+        f"figure 3: e^(−l'/{_SCALE:g}) (cumulative shares within {_ALIKE:g} of recorded lengths)",
         like,
         weights_of(),
         "the longest lengths as frequent as the shortest",
         weights_of()[::-1],
+        ("the best exponential in hindsight", best),
     )
 
 

@@ -75,12 +75,16 @@ def test_a_benchmark_writes_a_result_file_and_it_becomes_a_page(docs, monkeypatc
     assert "- [met] speed: 2.0 (bar 1)" in page
 
 
-def test_of_a_control_only_an_outcome_other_than_expected_is_shown(docs: Path) -> None:
+def test_of_a_control_and_an_oracle_a_page_tells_what_matters(docs: Path) -> None:
     def grows(by: tuple[int, int]) -> Measurement:
         return Measurement(f"by {by[0]} and {by[1]}", tuple(x > 1 for x in by))
 
     verdicts = [
         check("it grows", grows, (2, 2), "no growth", placebo) for placebo in ((0, 0), (0, 2))
+    ]
+    verdicts += [
+        check("it grows", grows, (0, 0), "none", (0, 0), ("food", best))
+        for best in ((2, 2), (2, 1))
     ]
     save(
         docs / "results" / "toys" / "top.json", Results([], verdicts), command="top", machine="here"
@@ -88,6 +92,8 @@ def test_of_a_control_only_an_outcome_other_than_expected_is_shown(docs: Path) -
     ((_, text),) = pages(docs)
     line = "- [holds] it grows: by 2 and 2"
     assert f"{line}\n{line} (control: holds in part)\n" in text
+    assert "- [does not hold] it grows: by 0 and 0 (oracle, food: holds)\n" in text
+    assert "- [cannot be told here] it grows: by 0 and 0 (oracle, food: by 2 and 1)\n" in text
 
 
 def test_a_stale_page_is_told(docs: Path, capsys: pytest.CaptureFixture[str]) -> None:
