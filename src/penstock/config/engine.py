@@ -267,6 +267,13 @@ class EngineConfig(ModelsConfig):
     state: StateFolder = None
     tenants: dict[str, TenantConfig] = Field(default_factory=dict)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _as_bundled(cls, given: Any) -> Any:
+        """Fill in the bundle's further settings. An unknown bundle is reported by itself."""
+        named = BUNDLES.get(str(given.get("policy", AUTO))) if isinstance(given, dict) else None
+        return given if named is None else {**named.engine, **given}
+
     @field_validator("tenants")
     @classmethod
     def _one_tenant_a_key(cls, tenants: dict[str, TenantConfig]) -> dict[str, TenantConfig]:

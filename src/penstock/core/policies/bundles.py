@@ -11,13 +11,16 @@ from penstock.core.policies.registry import PolicyError
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """One policy of each kind, with its own default options but for `admission_options`."""
+    """One policy of each kind, with its own default options but for `admission_options`.
+
+    engine: defaults of further settings of the engine."""
 
     admission: str = "vllm_v1"
     selection: str = "single"
     allocation: str = "fixed"
     pipeline: str = "off"
     admission_options: Mapping[str, Any] = field(default_factory=dict)
+    engine: Mapping[str, Any] = field(default_factory=dict)
 
 
 AUTO = "auto"
@@ -33,10 +36,10 @@ BUNDLES = {
     "vllm": Bundle(),
     "sarathi": Bundle(admission="sarathi"),
     # Rounds of the paper wait for all draft servers.
-    "goodspeed": Bundle(allocation="goodspeed"),
-    "spin": Bundle(selection="lbss", pipeline="auto"),
+    "goodspeed": Bundle(allocation="goodspeed", engine={"verification": "ratio"}),
+    "spin": Bundle(selection="lbss", pipeline="auto", engine={"attention": "decomposed"}),
     # To the letter it may never answer a client that is alone.
-    "wait": Bundle(admission="nested_wait", admission_options={"gated": True}),
+    "wait": Bundle(admission="nested_wait", admission_options={"gated": True, "thresholds": ()}),
 }
 
 
