@@ -16,9 +16,9 @@ IntArray = npt.NDArray[np.int64]
 
 # Chosen by hand.
 _DRIFT = 0.2  # share by which a rate or a mean length changes before thresholds are planned anew
-_LESS_LOAD, _TRIES = 0.8, 12  # overload: planned for this share of the rate, again and again
+_TRIES = 8  # rates that are tried under overload
 _SLACK = 1.5  # factor of its threshold that a segment may hold
-_NUM_LENGTHS = 64  # quantiles that stand for the measured output lengths
+_NUM_LENGTHS = 32  # quantiles that stand for the measured output lengths
 
 
 class LiveSegments:
@@ -70,7 +70,7 @@ class LiveSegments:
         """Plan anew (eq. 11, by `fluid_segments`) if the traffic has drifted since the last plan.
 
         As in the paper n_1 is 1 or more; the others keep their ratio to it. Under overload it is
-        the plan of a lower rate. survival: P(output > n) for n = 0, 1, …"""
+        the plan of a rate that can be served. survival: P(output > n) for n = 0, 1, …"""
         measured = (rate, prompt_len, float(survival.sum()))
         pairs = zip(measured, self._planned, strict=True)
         if rate <= 0 or all(abs(now - then) <= _DRIFT * then for now, then in pairs):
@@ -79,13 +79,17 @@ class LiveSegments:
         ranks = (np.arange(_NUM_LENGTHS) + 0.5) / _NUM_LENGTHS
         lengths = np.maximum(1, np.searchsorted(-survival, ranks - 1))
         prompts = np.full(_NUM_LENGTHS, max(1, round(prompt_len)))
+        served, too_high, tried = 0.0, rate, rate
         for _ in range(_TRIES):
             try:
-                traffic = traffic_from_lengths(prompts, lengths, rate)
+                traffic = traffic_from_lengths(prompts, lengths, tried)
                 self.ends, found = fluid_segments(profile, traffic, kv_tokens)
             except ValueError:
-                rate *= _LESS_LOAD
+                too_high = tried
             else:
                 scale = max(1.0, 1 / found[0])
                 self.thresholds = tuple(scale * n for n in found)
+                served = tried
+            if served == rate:
                 return
+            tried = (served + too_high) / 2

@@ -25,10 +25,10 @@ class Gate:
     @property
     def is_full(self) -> bool:
         """True if another iteration adds nothing to the credit."""
-        return self.credit >= max(self.threshold, 1.0)
+        return self.credit >= self.threshold + 1
 
     def earn(self) -> None:
-        self.credit = min(self.credit + self.threshold, max(self.threshold, 1.0))
+        self.credit = min(self.credit, 1.0) + self.threshold
 
     def waits(self, step: Step, queue: ArrivalQueue) -> bool:
         """Return whether the queue has too few prompts for a wave, and none that is overdue."""
