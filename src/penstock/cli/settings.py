@@ -112,7 +112,8 @@ def put_options(settings: Settings, options: Mapping[str, Any]) -> None:
     if options.get("no_speculation"):
         settings.put((_ENGINE, "drafters"), {}, OPTION)
     elif drafters:
-        settings.put((_ENGINE, "drafters"), named_drafters(drafters), OPTION)
+        paths = {name: {"path": path} for name, path in named_drafters(drafters).items()}
+        settings.put((_ENGINE, "drafters"), paths, OPTION)
     _put_keys(settings, options.get("api_key") or ())
     pairs = map(_pair, options.get("settings") or ())
     for key, (value, origin) in each_once(pairs, "--set").items():

@@ -206,13 +206,15 @@ class DrafterUp:
     """A drafter can be used; an unknown name is a new draft server.
 
     tenant: the only one whose prompts it may see; None: every tenant's. takes_assignments: False:
-    it drafts only for requests that name it. round_trip_s: of the link, where it was measured."""
+    it drafts only for requests that name it. round_trip_s: of the link, where it was measured.
+    max_num_seqs: as of `Drafter`."""
 
     drafter: str
     max_draft_tokens: int = 16
     tenant: str | None = None
     takes_assignments: bool = True
     round_trip_s: float | None = None
+    max_num_seqs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
