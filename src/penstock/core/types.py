@@ -206,8 +206,7 @@ class DrafterUp:
     """A drafter can be used; an unknown name is a new draft server.
 
     tenant: the only one whose prompts it may see; None: every tenant's. takes_assignments: False:
-    it drafts only for requests that name it. round_trip_s: of the link, where it was measured.
-    max_num_seqs: as of `Drafter`."""
+    it drafts only for requests that name it. round_trip_s: of the link, where it was measured."""
 
     drafter: str
     max_draft_tokens: int = 16

@@ -123,9 +123,8 @@ Gauges = Mapping[str, Any]
 price_of_second: value that it is worth; a token of the mean request is worth 1. plain_step_seconds:
 of a step without drafts. draft_token_seconds: that one more adds to a step, by drafter.
 token_value: by request id; tenant_token_value: the mean. saved_seconds: by the drafter, to the
-request's end, by id. kv_reserved_tokens: free, but kept for running requests. acceptance_estimate,
-goodput_estimate: GoodSpeed's α̂ and X, by tenant. drafter_goodput_estimate: Spin's g̃, by model.
-segment_requests, segment_threshold, segment_end: Nested WAIT's, by the segment's number."""
+request's end, by id. kv_reserved_tokens: free, but kept for running requests. GoodSpeed's, Spin's
+and Nested WAIT's are explained where `/metrics` is written (`penstock.api.collectors`)."""
 
 
 class Policy:

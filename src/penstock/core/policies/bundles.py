@@ -11,9 +11,7 @@ from penstock.core.policies.registry import PolicyError
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """One policy of each kind, with its own default options but for `admission_options`.
-
-    engine: defaults of further settings of the engine."""
+    """Policies with default options but for `admission_options`, and other engine settings."""
 
     admission: str = "vllm_v1"
     selection: str = "single"

@@ -63,15 +63,12 @@ class NestedWait(AdmissionPolicy):
 
     def compose(self, step: Step) -> None:
         self._step = step
-        if self.options.gated:
-            self._compose_gated(step)
-        else:
-            self._compose_literally(step)
+        compose = self._compose_gated if self.options.gated else self._compose_literally
+        compose(step)
 
     def is_steady(self, step: Step) -> bool:
-        if not self.options.gated:
-            return False
-        return self._gate.is_full and not step.waiting and not step.num_preempted
+        is_full = self.options.gated and self._gate.is_full
+        return is_full and not step.waiting and not step.num_preempted
 
     # --- gated ----------------------------------------------------------------------------------
 

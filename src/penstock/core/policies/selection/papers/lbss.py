@@ -175,8 +175,8 @@ class Lbss(SelectionPolicy):
 
     @property
     def gauges(self) -> Gauges:
-        means = self._observed.by_model.items()
-        return {"drafter_goodput_estimate": {n: m.value for n, m in means if m.count}}
+        means = self._observed.by_model
+        return {"drafter_goodput_estimate": {name: means[name].value for name in means}}
 
     def on_step(self, outcomes: Sequence[Outcome], view: View) -> None:
         self._observed.on_step(outcomes, view)
