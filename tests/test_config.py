@@ -47,7 +47,8 @@ def test_options_without_a_name_are_for_the_policy_of_the_bundle() -> None:
     options = {"options": {"max_num_batched_tokens": 512}}
     admission = parse_config(engine(policy="wait", admission=options)).engine.admission
     assert admission.name == "nested_wait"
-    assert admission.options == {"gated": True, "max_num_batched_tokens": 512}
+    bundled = dict(BUNDLES["wait"].admission_options)
+    assert admission.options == {**bundled, "max_num_batched_tokens": 512}
 
 
 def test_policies_with_options() -> None:
