@@ -123,7 +123,7 @@ async def test_users_are_served(family: dict[str, Path], oracle: Oracle) -> None
         verifier.serving() as port,
         program(
             *("--connect", f"127.0.0.1:{port}", "--model", family["near"], "--listen", 0),
-            *("--dtype", "float32", "--token", "t0", "--max-draft-tokens", 5),
+            *("--token", "t0", "--max-draft-tokens", 5),
             *("--log-format", "json"),
         ) as running,
     ):
@@ -215,9 +215,7 @@ async def test_without_users_no_port_is_opened(family: dict[str, Path], oracle: 
     verifier = ScriptedVerifier(oracle)
     async with (
         verifier.serving() as port,
-        program(
-            *("--connect", f"127.0.0.1:{port}", "--model", family["same"], "--dtype", "float32")
-        ) as running,
+        program(*("--connect", f"127.0.0.1:{port}", "--model", family["same"])) as running,
     ):
         await running.line()
         verifier.assign("@1", [1, 2, 3], 20, GREEDY)

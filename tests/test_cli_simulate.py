@@ -501,7 +501,7 @@ def test_explain_knows_what_policies_know(cli: Cli, tmp_path: Path) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text(
         "from penstock.core.policies.selection.single import Single\n\n\n"
-        "class Mine(Single):\n    name = 'mine'\n    prices = {'saved_seconds': {'3': 0.25}}\n\n\n"
+        "class Mine(Single):\n    name = 'mine'\n    gauges = {'saved_seconds': {'3': 0.25}}\n\n\n"
         "POLICY = Mine\n"
     )
     rows = report_of(cli, *run, "--selection", mine)["explain"]

@@ -7,6 +7,7 @@ import pytest
 from penstock.config import (
     ConfigError,
     ServeConfig,
+    cores_of,
     hash_of_key,
     parse_config,
     parse_plugin_config,
@@ -46,7 +47,8 @@ def test_options_without_a_name_are_for_the_policy_of_the_bundle() -> None:
     options = {"options": {"max_num_batched_tokens": 512}}
     admission = parse_config(engine(policy="wait", admission=options)).engine.admission
     assert admission.name == "nested_wait"
-    assert admission.options == {"gated": True, "max_num_batched_tokens": 512}
+    bundled = dict(BUNDLES["wait"].admission_options)
+    assert admission.options == {**bundled, "max_num_batched_tokens": 512}
 
 
 def test_policies_with_options() -> None:
@@ -216,14 +218,40 @@ def test_a_profile_must_be_one(tmp_path: Path) -> None:
     assert read_profile(path).drafters[0].slowdown == 1.0
 
 
-def test_capacities_are_of_known_drafters() -> None:
-    drafters = {"a": "ngram"}
-    parsed = parse_config(engine(drafters=drafters, drafter_max_num_seqs={"a": 8})).engine
-    assert parsed.drafter_max_num_seqs == {"a": 8}
-    with pytest.raises(ConfigError, match="unknown drafter 'b'; drafters: a"):
-        parse_config(engine(drafters=drafters, drafter_max_num_seqs={"b": 8}))
-    with pytest.raises(ConfigError, match="drafter_max_num_seqs"):
-        parse_config(engine(drafters=drafters, drafter_max_num_seqs={"a": 0}))
+def test_drafters_have_settings_of_their_own() -> None:
+    own = {"path": "small.gguf", "device": "cpu:0,2-3", "weights": "int4", "max_num_seqs": 8}
+    parsed = parse_config(engine(drafters={"a": "ngram", "b": own})).engine
+    assert parsed.drafters["b"].max_num_seqs == 8
+    assert (parsed.weights_of("b"), parsed.weights_of("a")) == ("int4", "auto")
+    assert cores_of(str(parsed.drafters["b"].device)) == (0, 2, 3)
+    assert cores_of("cpu") == cores_of("cuda:1") == ()
+    assert parsed.model_dump(mode="json")["drafters"] == {"a": "ngram", "b": own}
+
+
+@pytest.mark.parametrize(
+    ("drafter", "said"),
+    [
+        ({"device": "cpu"}, "engine.drafters.a.path: Field required"),
+        ({"path": "x", "cores": 2}, "unknown setting 'cores'; settings: path, device, weights"),
+        ({"path": "x", "max_num_seqs": 0}, "engine.drafters.a.max_num_seqs: Input should be"),
+        ({"path": "x", "device": "gpu"}, "'gpu' is unknown; allowed: cpu, cpu:CORES"),
+        ({"path": "x", "device": "cpu:3-1"}, "'cpu:3-1' names no cores"),
+        ({"path": "ngram", "device": "cpu:0"}, "'a' loads no model, so it takes no device"),
+        ({"path": "http://127.0.0.1:1/v1", "weights": "int4"}, "'a' loads no model"),
+    ],
+)
+def test_settings_of_a_drafter_that_are_refused(drafter: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_config(engine(drafters={"a": drafter}))
+    assert said in str(refused.value)
+
+
+def test_bundles_have_further_settings() -> None:
+    """Those that are given come first."""
+    good, spin = (parse_config(engine(policy=name)).engine for name in ("goodspeed", "spin"))
+    assert (good.verification, good.pipeline, spin.attention) == ("ratio", "off", "decomposed")
+    given = engine(policy="goodspeed", verification="coupled")
+    assert parse_config(given).engine.verification == "coupled"
 
 
 @pytest.mark.parametrize(

@@ -59,12 +59,13 @@ def load(
 ) -> Engine:
     """The engine with every drafter of a family and look-up, float32 where nothing else is said,
     room for so many requests. calibrated: as of `load_engine`; `settings` as of `EngineConfig`."""
-    drafters = {n: str(c.path) for n, c in bundled_models(family).items() if c.role == "drafter"}
+    cards = bundled_models(family).items()
+    drafters: dict[str, Any] = {n: str(c.path) for n, c in cards if c.role == "drafter"}
     chosen: dict[str, Any] = {"dtype": "float32", **settings}
     return load_engine(
         EngineConfig(
             target=model_path(target, family),
-            drafters={**drafters, NGRAM: NGRAM},
+            drafters=drafters | {NGRAM: NGRAM},
             kv_tokens=batch * (640 + new_tokens),
             prefix_caching=False,
             # A native engine leaves PyTorch with one thread, which the next would take for all.

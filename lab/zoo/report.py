@@ -161,9 +161,9 @@ def cells(costs: _Costs, times: DecodeTimes) -> list[ChoiceCell]:
 
 def measured_times(weights: Path, target: str, drafters: list[str]) -> DecodeTimes:
     """Step times that the engine measures here and now when it loads the models."""
-    paths = {name: str(weights / name) for name in drafters}
+    paths: dict[str, Any] = {name: str(weights / name) for name in drafters}
     config = EngineConfig(
-        target=weights / target, drafters={**paths, NGRAM: LOOKUP}, kv_tokens=KV_TOKENS
+        target=weights / target, drafters=paths | {NGRAM: LOOKUP}, kv_tokens=KV_TOKENS
     )
     times = load_engine(config).scheduler.learn.times
     return DecodeTimes(times.target, {name: times.curve_of(name)(1) for name in config.drafters})

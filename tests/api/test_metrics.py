@@ -48,11 +48,11 @@ def test_accepted_tokens_are_counted_by_position() -> None:
     assert sum(found.values()) == values(metrics, "spec_decode_num_accepted_tokens_total")["small"]
 
 
-def test_prices_are_those_that_policies_know() -> None:
+def test_gauges_are_those_that_policies_know() -> None:
     metrics = Metrics("toy")
     by_drafter, by_request = {"small": 1e-3}, {"secret": 1.0}
-    prices = {"price_of_second": 500.0, "draft_token_seconds": by_drafter}
-    stats = replace(STATS, prices={**prices, "token_value": by_request})
+    gauges = {"price_of_second": 500.0, "draft_token_seconds": by_drafter}
+    stats = replace(STATS, gauges={**gauges, "token_value": by_request})
     assert values(metrics, "price_of_second", "model_name", stats) == {"toy": 500}
     assert values(metrics, "draft_token_seconds", "drafter", stats) == {"small": 1e-3}
     assert values(metrics, "kv_reserved_tokens", "model_name", stats) == {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -22,14 +22,22 @@ from penstock.serving.messages import EngineStats
 if TYPE_CHECKING:
     from penstock.serving.verification import DraftHub
 
-_PRICES = {
-    "price_of_second": "Value that a second of a step is worth; 1 is a token of the mean request.",
-    "plain_step_seconds": "Expected seconds of a step without drafts.",
-    "draft_token_seconds": "Seconds that one more draft token adds to a step, by drafter.",
-    "tenant_token_value": "Value of a token of a tenant's requests, in the mean.",
-    "kv_reserved_tokens": "Free KV tokens kept from waiting requests, for running ones to grow.",
+_OF_POLICIES = {
+    "price_of_second": (
+        "Value that a second of a step is worth; 1 is a token of the mean request.",
+    ),
+    "plain_step_seconds": ("Expected seconds of a step without drafts.",),
+    "draft_token_seconds": ("Seconds that one more draft token adds to a step.", "drafter"),
+    "tenant_token_value": ("Value of a token of a tenant's requests, in the mean.", "tenant"),
+    "kv_reserved_tokens": ("Free KV tokens kept from waiting requests, for running ones to grow.",),
+    "acceptance_estimate": ("GoodSpeed: smoothed acceptance rate (eq. 3).", "tenant"),
+    "goodput_estimate": ("GoodSpeed: smoothed tokens of a round (eq. 4).", "tenant"),
+    "drafter_goodput_estimate": ("Spin: mean tokens per second of a round.", "drafter"),
+    "segment_requests": ("Nested WAIT: running requests of a segment.", "segment"),
+    "segment_threshold": ("Nested WAIT: requests at a stage of a segment.", "segment"),
+    "segment_end": ("Nested WAIT: output tokens at which a segment ends.", "segment"),
 }
-_LABELS = {"draft_token_seconds": ("drafter",), "tenant_token_value": ("tenant",)}
+"""Text, and label if it has one, of each of `policies.base.Gauges` that is shown."""
 
 _Values = float | Mapping[Any, float]
 """One value, or values by tuples of labels."""
@@ -92,12 +100,12 @@ class EngineCollector(Collector):
         )
         yield self._counter("num_preemptions", "Preemptions.", stats.num_preemptions)
         yield from self._steps(stats)
-        yield from self._prices(stats.prices)
+        yield from self._of_policies(stats.gauges)
 
-    def _prices(self, prices: Mapping[str, Any]) -> Iterator[Metric]:
-        """Yield the prices; without a value those that no policy knows."""
-        for name, text in _PRICES.items():
-            labels, known = _LABELS.get(name, ()), prices.get(name, {})
+    def _of_policies(self, gauges: Mapping[str, Any]) -> Iterator[Metric]:
+        """Yield the policies' gauges; without a value those that no policy knows."""
+        for name, (text, *labels) in _OF_POLICIES.items():
+            known = gauges.get(name, {})
             values = {(of,): v for of, v in known.items()} if isinstance(known, Mapping) else known
             yield self._gauge(name, text, values, labels)
 
@@ -231,7 +239,7 @@ class EngineCollector(Collector):
             audited = {(s,): getattr(a, field) for s, a in hub.audits.by_server.items()}
             yield self._counter(name, text, audited, ("draft_server",))
 
-    def _gauge(self, name: str, text: str, values: _Values, labels: tuple[str, ...] = ()) -> Metric:
+    def _gauge(self, name: str, text: str, values: _Values, labels: Sequence[str] = ()) -> Metric:
         return self._family(GaugeMetricFamily, name, text, values, labels)
 
     def _counter(
@@ -240,7 +248,7 @@ class EngineCollector(Collector):
         return self._family(CounterMetricFamily, name, text, values, labels)
 
     def _family(
-        self, kind: Any, name: str, text: str, values: _Values, labels: tuple[str, ...]
+        self, kind: Any, name: str, text: str, values: _Values, labels: Sequence[str]
     ) -> Metric:
         family = kind(f"penstock:{name}", text, labels=("model_name", *labels))
         for of, value in values.items() if isinstance(values, Mapping) else [((), values)]:

@@ -200,9 +200,9 @@ def _memory(config: ServeConfig) -> Finding:
     if free is None:
         return Finding("memory", "ok", f"the models take {needed / _GIB:.1f} GiB")
     message = f"the models take {needed / _GIB:.1f} GiB of {free / _GIB:.1f} GiB that are free"
-    if config.engine.device == "cpu" and needed > free:
+    if config.engine.device.startswith("cpu") and needed > free:
         return Finding("memory", "failure", message, "smaller or quantised models, or more memory")
-    if config.engine.device == "cpu" and needed > MEMORY_SHARE * free:
+    if config.engine.device.startswith("cpu") and needed > MEMORY_SHARE * free:
         return Finding("memory", "warning", message, "little is left for KV memory")
     return Finding("memory", "ok", message)
 

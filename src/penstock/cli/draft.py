@@ -13,9 +13,6 @@ if TYPE_CHECKING:
     from penstock.serving.link import Endpoint
 
 
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-
-
 def draft(
     connect: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Address of the verification server.")
@@ -51,7 +48,9 @@ def draft(
         bool,
         typer.Option("--no-assignments", help="Draft only for requests to this server's own API."),
     ] = False,
-    dtype: Annotated[Dtype, typer.Option(help="Type of the weights in memory.")] = "auto",
+    device: Annotated[
+        str, typer.Option(metavar="NAME", help="cpu, cpu:CORES as in cpu:0-3, cuda or cuda:N.")
+    ] = "cpu",
     weights: Annotated[
         Literal["stored", "int4"],
         typer.Option(
@@ -68,7 +67,7 @@ def draft(
     import asyncio
 
     from penstock.cli.models import drafter_checkpoint
-    from penstock.config import NGRAM, ConfigError
+    from penstock.config import NGRAM, ConfigError, checked_device
 
     with one_line(ConfigError):
         if no_assignments and listen is None:
@@ -76,9 +75,15 @@ def draft(
         address = None if listen is None else _listen_address(listen)
         name, folder = drafter_checkpoint(model)
         endpoint = _endpoint(connect, token, cert, key, ca)
+        try:
+            checked_device(device)
+        except ValueError as error:
+            raise ConfigError(f"--device: {error}") from error
 
     # Slow imports come after validation.
     from penstock.api.edge import DraftSettings, serve_drafts
+    from penstock.engine.backends import resolved_cores
+    from penstock.engine.lanes import use_cores
     from penstock.engine.models.checkpoint import CheckpointError
     from penstock.serving.drafting import DrafterOptions
     from penstock.serving.link import LinkRefused
@@ -86,11 +91,13 @@ def draft(
 
     configure_logging(log_format)
     with one_line(ConfigError, CheckpointError, LinkRefused):
+        # Before any other thread: all of them inherit it.
+        use_cores(resolved_cores(device))
         options = DrafterOptions(
             name=name,
             model=folder,
             uses_model=name != NGRAM,
-            dtype=dtype,
+            device=device,
             weights=weights,
             max_draft_tokens=max_draft_tokens,
             takes_assignments=not no_assignments,

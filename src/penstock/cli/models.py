@@ -46,17 +46,21 @@ def with_models(engine: dict[str, Any], *, download: bool = True) -> dict[str, A
     is_added = not _is_tiny(path) and engine.get("vllm") is None
     look_up = engine.get("look_up", SUFFIX if is_added else "none")
     if "drafters" in engine:
-        drafters: dict[str, str] = {}
+        drafters: dict[str, Any] = {}
         for name, given in settings_in(engine["drafters"], "engine.drafters").items():
-            if (name, given) == (_AUTOMATIC, _AUTOMATIC):
+            own = given if isinstance(given, dict) else {"path": given}
+            model = str(own.get("path", name))
+            if name == model == _AUTOMATIC:
                 drafters |= automatic_drafter(path, target, say, download=download)
             else:
-                drafters[name] = _drafter_path(name, str(given), download)
+                found = _drafter_path(name, model, download)
+                drafters[name] = {**own, "path": found} if len({*own, "path"}) > 1 else found
     else:
         drafters = _drafters_of(target)
         if not drafters and is_added:
             drafters = automatic_drafter(path, target, say, download=False)
-    is_bare = all(DrafterParts.from_path(path).server for path in drafters.values())
+    paths = [given["path"] if isinstance(given, dict) else given for given in drafters.values()]
+    is_bare = all(DrafterParts.from_path(path).server for path in paths)
     if is_bare and look_up in LOOK_UPS and engine.get("drafters", True):
         drafters[look_up] = look_up
     return {**engine, "target": path, "drafters": drafters, "look_up": look_up}

@@ -103,7 +103,8 @@ KvDtypeOption = Annotated[
     ),
 ]
 DeviceOption = Annotated[
-    str | None, typer.Option(metavar="NAME", help="cpu, cuda or cuda:N. [cpu]")
+    str | None,
+    typer.Option(metavar="NAME", help="cpu, cpu:CORES as in cpu:0-3, cuda or cuda:N. [cpu]"),
 ]
 SettingsOption = Annotated[
     list[str] | None,

@@ -24,6 +24,7 @@ from penstock.config import (
     read_settings,
     yaml_value,
 )
+from penstock.core.policies.bundles import AUTO, BUNDLES
 
 OPTION = "option"
 """Origin of a setting given by its own option."""
@@ -90,7 +91,8 @@ def assembled(given: Settings, *, download: bool = True) -> dict[str, Any]:
     settings = _without_null(given.values)
     engine = _without_null(settings_in(settings.get(_ENGINE), _ENGINE))
     if settings_in(settings.get("drafters"), "drafters"):
-        engine = {"drafters": {}, "verification": "coupled", **engine}
+        bundled = BUNDLES.get(str(engine.get("policy", AUTO)), BUNDLES[AUTO])
+        engine = {"drafters": {}, "verification": "coupled", **bundled.engine, **engine}
     target = str(engine.get("target"))
     if hub_name(target) is not None:
         settings = {"served_model_name": target, **settings}
@@ -110,7 +112,8 @@ def put_options(settings: Settings, options: Mapping[str, Any]) -> None:
     if options.get("no_speculation"):
         settings.put((_ENGINE, "drafters"), {}, OPTION)
     elif drafters:
-        settings.put((_ENGINE, "drafters"), named_drafters(drafters), OPTION)
+        paths = {name: {"path": path} for name, path in named_drafters(drafters).items()}
+        settings.put((_ENGINE, "drafters"), paths, OPTION)
     _put_keys(settings, options.get("api_key") or ())
     pairs = map(_pair, options.get("settings") or ())
     for key, (value, origin) in each_once(pairs, "--set").items():

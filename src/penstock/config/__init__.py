@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.config.completions import CompletionsServer, key_variable
+from penstock.config.devices import checked_device, cores_of
 from penstock.config.drafters import DraftersConfig, DraftServerConfig, TlsConfig, is_loopback
 from penstock.config.engine import (
     LOOK_UPS,
     NGRAM,
     SUFFIX,
+    DrafterConfig,
     DrafterParts,
     DrafterWeights,
     EngineConfig,
@@ -43,6 +45,7 @@ __all__ = [
     "CompletionsServer",
     "ConfigError",
     "DraftServerConfig",
+    "DrafterConfig",
     "DrafterParts",
     "DrafterWeights",
     "DraftersConfig",
@@ -61,6 +64,8 @@ __all__ = [
     "VllmConfig",
     "Where",
     "as_tenants",
+    "checked_device",
+    "cores_of",
     "default_state_folder",
     "each_once",
     "hash_of_key",

@@ -19,12 +19,14 @@ class DraftServerConfig(Model):
 
     It is identified by the SHA-256 (hexadecimal) of its token, or by the common name of its client
     certificate. tenant: its owner. trusted: its `ratio` drafts are accepted; drafts of others are
-    compared with the target's own sample."""
+    compared with the target's own sample. max_num_seqs: most requests that one of its streams
+    drafts for at once (Spin's B_j)."""
 
     tenant: str = Field(default=DEFAULT_TENANT, min_length=1)
     token_sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
     common_name: str | None = Field(default=None, min_length=1)
     trusted: bool = False
+    max_num_seqs: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
     def _has_identity(self) -> Self:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import (
     Field,
+    SerializerFunctionWrapHandler,
     ValidationInfo,
     ValidatorFunctionWrapHandler,
     field_validator,
+    model_serializer,
     model_validator,
 )
 
 from penstock.config.completions import CompletionsServer
+from penstock.config.devices import DeviceName
 from penstock.config.model import ConfigError, Model, address_in
 from penstock.config.profiles import ProfilePath
 from penstock.config.state import StateFolder
@@ -150,11 +153,33 @@ class VllmConfig(Model):
         return self
 
 
+class DrafterConfig(Model):
+    """A drafter: a path, or a mapping with settings of its own.
+
+    path: as `DrafterParts`. device: of its model, which then works beside the target; None shares
+    the target's. weights: in place of `drafter_weights`. max_num_seqs: most requests that it drafts
+    for at once (Spin's B_j)."""
+
+    path: str
+    device: DeviceName | None = None
+    weights: DrafterWeights | None = None
+    max_num_seqs: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_path(cls, given: Any) -> Any:
+        return {"path": given} if isinstance(given, str) else given
+
+    @model_serializer(mode="wrap")
+    def _as_given(self, handler: SerializerFunctionWrapHandler) -> Any:
+        own: dict[str, Any] = handler(self)
+        return own if any(own[name] is not None for name in own if name != "path") else self.path
+
+
 class ModelsConfig(Model):
     """Target, drafters and their computation.
 
     kv_tokens: KV memory of the target in tokens; None takes a share of what is free.
-    drafter_max_num_seqs: most requests that a drafter drafts for at once, by its name.
     look_up: comes before the model of each drafter that names none, as `suffix+MODEL` does.
     drafter_weights: int4 rounds the drafters' matrices of more than 6 bits a weight to 4 bits as
         they are loaded, for the CPU's own kernels; auto does if no cache would hold them.
@@ -168,14 +193,13 @@ class ModelsConfig(Model):
     """
 
     target: Path
-    drafters: dict[str, str] = Field(default_factory=dict)
-    drafter_max_num_seqs: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
+    drafters: dict[str, DrafterConfig] = Field(default_factory=dict)
     look_up: Literal["suffix", "ngram", "none"] = "none"
     drafter_weights: DrafterWeights = "auto"
     profile: ProfilePath | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     kv_dtype: Literal["auto", "int8"] = "auto"
-    device: str = "cpu"
+    device: DeviceName = "cpu"
     backend: Literal["auto", "native", "eager"] = "auto"
     attention: Literal["packed", "decomposed", "reference"] = "packed"
     num_threads: int | None = Field(default=None, ge=1)
@@ -190,21 +214,16 @@ class ModelsConfig(Model):
         """Default name of the target: its folder's or its file's."""
         return model_name(self.target)
 
-    @field_validator("device")
-    @classmethod
-    def _is_device(cls, device: str) -> str:
-        if not re.fullmatch(r"cpu|cuda(:[0-9]+)?", device):
-            raise ValueError(f"{device!r} is unknown; allowed: cpu, cuda, cuda:N")
-        return device
-
     @field_validator("drafters")
     @classmethod
-    def _names(cls, drafters: dict[str, str]) -> dict[str, str]:
-        for name, path in drafters.items():
+    def _names(cls, drafters: dict[str, DrafterConfig]) -> dict[str, DrafterConfig]:
+        for name, drafter in drafters.items():
             if name in (AUTO_DRAFTER, NO_DRAFTER, PREDICTION, TARGET) or not name:
                 raise ValueError(f"a drafter cannot be called {name!r}")
-            is_server = DrafterParts.from_path(path).server is not None
-            if is_server and not re.fullmatch(r"[\w.-]+", name, re.ASCII):
+            parts = DrafterParts.from_path(drafter.path)
+            if parts.model is None and (drafter.device or drafter.weights):
+                raise ValueError(f"{name!r} loads no model, so it takes no device and no weights")
+            if parts.server is not None and not re.fullmatch(r"[\w.-]+", name, re.ASCII):
                 raise ValueError("a server needs a name of letters and digits, as in edge=URL")
         return drafters
 
@@ -222,7 +241,11 @@ class ModelsConfig(Model):
 
     @property
     def _parts(self) -> dict[str, DrafterParts]:
-        return {name: DrafterParts.from_path(path) for name, path in self.drafters.items()}
+        return {name: DrafterParts.from_path(d.path) for name, d in self.drafters.items()}
+
+    def weights_of(self, drafter: str) -> DrafterWeights:
+        """How a drafter's weights are loaded."""
+        return self.drafters[drafter].weights or self.drafter_weights
 
     @property
     def drafter_models(self) -> dict[str, Path]:
@@ -266,6 +289,13 @@ class EngineConfig(ModelsConfig):
     fairness: bool = True
     state: StateFolder = None
     tenants: dict[str, TenantConfig] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_bundled(cls, given: Any) -> Any:
+        """Fill in the bundle's further settings. An unknown bundle is reported by itself."""
+        named = BUNDLES.get(str(given.get("policy", AUTO))) if isinstance(given, dict) else None
+        return given if named is None else {**named.engine, **given}
 
     @field_validator("tenants")
     @classmethod
@@ -313,11 +343,9 @@ class EngineConfig(ModelsConfig):
     @model_validator(mode="after")
     def _drafters_are_known(self) -> Self:
         selected = self.selection.options.get("drafter")
-        named = [("drafter_max_num_seqs", name) for name in self.drafter_max_num_seqs]
-        for setting, name in [("selection", selected), *named]:
-            if name is not None and name not in self.drafters:
-                known = ", ".join(self.drafters) or "none is configured"
-                raise ValueError(f"{setting} names an unknown drafter {name!r}; drafters: {known}")
+        if selected is not None and selected not in self.drafters:
+            known = ", ".join(self.drafters) or "none is configured"
+            raise ValueError(f"selection names an unknown drafter {selected!r}; drafters: {known}")
         return self
 
 

@@ -278,6 +278,7 @@ def up(ctx: Context, event: DrafterUp) -> None:
     if drafter.remote:
         drafter.max_draft_tokens, drafter.tenant = event.max_draft_tokens, event.tenant
         drafter.takes_assignments = event.takes_assignments
+        drafter.max_num_seqs = event.max_num_seqs or drafter.max_num_seqs
     drafter.up, drafter.silent = True, False
     if event.round_trip_s is not None:
         ctx.learn.links.add_round_trip(event.drafter, event.round_trip_s)

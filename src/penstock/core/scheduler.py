@@ -121,11 +121,11 @@ class Scheduler:
         return (*[n for n, d in drafters.items() if self._ctx.is_beside(d)], TARGET)
 
     @property
-    def prices(self) -> dict[str, Any]:
-        """Prices behind the last decisions of all policies (`policies.base.Prices`)."""
+    def gauges(self) -> dict[str, Any]:
+        """Numbers behind the last decisions of all policies (`policies.base.Gauges`)."""
         ctx = self._ctx
-        drafting = {**ctx.selection.prices, **ctx.allocation.prices}
-        return {**ctx.admission.prices, **drafting, **ctx.pipeline.prices}
+        drafting = {**ctx.selection.gauges, **ctx.allocation.gauges}
+        return {**ctx.admission.gauges, **drafting, **ctx.pipeline.gauges}
 
     @property
     def num_unfinished(self) -> int:

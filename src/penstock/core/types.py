@@ -215,6 +215,7 @@ class DrafterUp:
     tenant: str | None = None
     takes_assignments: bool = True
     round_trip_s: float | None = None
+    max_num_seqs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

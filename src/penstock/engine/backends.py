@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from penstock.config import ConfigError, DrafterWeights, EngineConfig
+from penstock.config import ConfigError, DrafterWeights, EngineConfig, cores_of
 from penstock.core.loop import Clock
 from penstock.core.types import TARGET
 from penstock.engine.attention import AttentionFactory
@@ -24,6 +24,7 @@ from penstock.engine.drafters.text import TextDrafter
 from penstock.engine.eager import EagerRunner
 from penstock.engine.executor import LocalExecutor, RunnerExecutor
 from penstock.engine.kv_cache import kv_bytes_per_token
+from penstock.engine.lanes import use_cores
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.dtypes import resolve_dtype
 from penstock.engine.models.weights import weight_bytes
@@ -51,38 +52,75 @@ _BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Device, dtypes and backend of the models. num_threads: of the kernels on a CPU."""
+    """Device, dtypes and backend of a model.
+
+    num_threads: of the kernels on a CPU; cores: that they keep to, if not empty."""
 
     device: torch.device
     dtype: torch.dtype
     kv_dtype: torch.dtype
     backend: str
     num_threads: int
+    cores: tuple[int, ...] = ()
+
+    def shares_cores(self, other: Placement) -> bool:
+        """Return whether two models may compute on one core."""
+        on_cpu = self.device.type == other.device.type == "cpu"
+        apart = self.cores and other.cores and not {*self.cores} & {*other.cores}
+        return on_cpu and not apart
+
+
+def resolve_placements(config: EngineConfig) -> dict[str, Placement]:
+    """Return the placements of the target (`TARGET`) and of the drafters with a model.
+
+    This thread keeps to the target's cores from now on. Raises: ConfigError."""
+    target = resolve_placement(config)
+    places = {TARGET: target}
+    for name in config.drafter_models:
+        device = config.drafters[name].device
+        own = target if device is None else _placed(config, device, target.num_threads)
+        places[name] = own
+        if config.weights_of(name) == "int4":
+            _check_int4(own.backend)
+    if config.vllm is None:
+        use_cores(target.cores)
+    return places
 
 
 def resolve_placement(config: EngineConfig) -> Placement:
-    """Return the placement, and set PyTorch's number of threads. Raises: ConfigError."""
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
-    num_threads = torch.get_num_threads()
-    device = _device(config.device)
-    dtype = resolve_dtype(config.dtype, device)
-    backend = _backend(config, device, dtype)
-    if backend == "native":
+    """Return the target's placement, and set PyTorch's number of threads. Raises: ConfigError."""
+    own = config.num_threads or len(cores_of(config.device))
+    if own:
+        torch.set_num_threads(own)
+    place = _placed(config, config.device, torch.get_num_threads())
+    if place.backend == "native":
         # The kernels have their own threads; PyTorch's would spin on the same cores.
         torch.set_num_threads(1)
-    _check_own_kernels(config, backend)
+    _check_own_kernels(config, place.backend)
+    return place
+
+
+def _placed(config: EngineConfig, name: str, num_threads: int) -> Placement:
+    """Return a placement on a device. num_threads: where it names no cores."""
+    device, cores = _device(name), resolved_cores(name)
+    dtype = resolve_dtype(config.dtype, device)
     kv_dtype = torch.int8 if config.kv_dtype == "int8" else dtype
-    return Placement(device, dtype, kv_dtype, backend, num_threads)
+    backend = _backend(config, device, dtype)
+    return Placement(device, dtype, kv_dtype, backend, len(cores) or num_threads, cores)
 
 
 def _check_own_kernels(config: EngineConfig, backend: str) -> None:
     """Refuse what only the native kernels have. Raises: ConfigError."""
     target = backend if config.vllm is None else "vllm"
-    if config.drafter_weights == "int4" and backend != "native":
-        _refuse("drafter_weights int4", backend, "auto, stored")
+    if config.drafter_weights == "int4":
+        _check_int4(backend)
     if config.kv_dtype == "int8" and target != "native":
         _refuse("kv_dtype int8", target, "auto")
+
+
+def _check_int4(backend: str) -> None:
+    if backend != "native":
+        _refuse("drafter_weights int4", backend, "auto, stored")
 
 
 def _refuse(setting: str, backend: str, allowed: str) -> NoReturn:
@@ -98,8 +136,20 @@ def why_not_native() -> str | None:
     return None
 
 
+def resolved_cores(name: str) -> tuple[int, ...]:
+    """Return the cores that a device names. Raises ConfigError for one that cannot be used."""
+    cores = cores_of(name)
+    allowed = os.sched_getaffinity(os.getpid()) if hasattr(os, "sched_getaffinity") else set[int]()
+    if absent := sorted({*cores} - allowed):
+        raise ConfigError(
+            f"device {name!r}: this process may not use core {absent[0]}, only "
+            f"{', '.join(map(str, sorted(allowed))) or 'those that this system chooses'}"
+        )
+    return cores
+
+
 def _device(name: str) -> torch.device:
-    device = torch.device(name)
+    device = torch.device("cpu" if name.startswith("cpu") else name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device {name!r} was asked for, but PyTorch sees no CUDA device")
     return device
@@ -131,15 +181,26 @@ def resolve_context(config: EngineConfig, target: DecoderConfig) -> int:
 
 
 def resolve_num_blocks(
-    config: EngineConfig, place: Placement, models: Collection[DecoderConfig], max_model_len: int
+    config: EngineConfig,
+    places: Mapping[str, Placement],
+    shapes: Mapping[str, DecoderConfig],
+    max_model_len: int,
 ) -> int:
-    """Return KV blocks of every model: as configured, or from a share of the free memory."""
+    """Return KV blocks of every model: as configured, or from a share of the free memory.
+
+    It is what fits on each device."""
     if config.kv_tokens is not None:
         return -(-config.kv_tokens // config.block_size)
-    weights = sum(weight_bytes(model, place.dtype) for model in models)
-    return affordable_blocks(
-        models, place.kv_dtype, place.device, config.block_size, max_model_len, weights
-    )
+    by_device: dict[torch.device, list[str]] = {}
+    for name in shapes:
+        by_device.setdefault(places[name].device, []).append(name)
+    found = []
+    for device, names in by_device.items():
+        models, place = [shapes[name] for name in names], places[names[0]]
+        weights = sum(weight_bytes(model, place.dtype) for model in models)
+        room = (config.block_size, max_model_len, weights)
+        found.append(affordable_blocks(models, place.kv_dtype, device, *room))
+    return min(found)
 
 
 def affordable_blocks(
@@ -181,12 +242,17 @@ class Models:
     under TARGET. vllm: the target, if it runs in vLLM, without a shape and with its own memory."""
 
     config: EngineConfig
-    place: Placement
+    places: Mapping[str, Placement]
     shapes: Mapping[str, DecoderConfig]
     num_blocks: int
     max_model_len: int
     tokenizers: Mapping[str, Tokenizer]
     vllm: VllmTarget | None = None
+
+    @property
+    def place(self) -> Placement:
+        """The target's placement."""
+        return self.places[TARGET]
 
     @property
     def target(self) -> VllmTarget | DecoderConfig:
@@ -210,8 +276,9 @@ class Models:
         """KV memory of all models; None with vLLM, which has its own."""
         if self.vllm is not None:
             return None
-        tokens, dtype = self.num_blocks * self.config.block_size, self.place.kv_dtype
-        return tokens * sum(kv_bytes_per_token(m, dtype) for m in self.shapes.values())
+        tokens, places = self.num_blocks * self.config.block_size, self.places
+        each = (kv_bytes_per_token(m, places[n].kv_dtype) for n, m in self.shapes.items())
+        return tokens * sum(each)
 
     def drafter(self, name: str, path: Path) -> ModelDrafter | TextDrafter:
         target, own = self.target, self.tokenizers.get(name)
@@ -227,20 +294,26 @@ class Models:
 
     def executor(self, drafters: Sequence[LocalDrafter], clock: Clock) -> LocalExecutor:
         most, threads = self.max_model_len, self.place.num_threads
+        own = {n: p.cores for n, p in self.places.items() if n != TARGET and self.is_apart(n)}
+        cores = {name: numbers for name, numbers in own.items() if numbers}
         if self.vllm is not None:
             from penstock.engine.vllm.executor import VllmExecutor
 
-            return VllmExecutor(self.vllm, drafters, clock, most, threads)
+            return VllmExecutor(self.vllm, drafters, clock, most, threads, cores)
         runner = self._runner(TARGET, self.config.target)
-        return RunnerExecutor(runner, drafters, clock, most, threads)
+        return RunnerExecutor(runner, drafters, clock, most, threads, cores)
+
+    def is_apart(self, drafter: str) -> bool:
+        """Return whether a drafter with a model computes on another device or other cores."""
+        return self.vllm is not None or not self.places[drafter].shares_cores(self.place)
 
     def _runner(self, name: str, path: Path) -> ModelRunner:
-        place, room = self.place, (self.num_blocks, self.config.block_size)
+        place, room = self.places[name], (self.num_blocks, self.config.block_size)
         # A text may have more of a drafter's own tokens than of the target's.
         drafts_text = name != TARGET and name in self.tokenizers
         longest = None if drafts_text else self.max_model_len
         if place.backend == "native":
-            rounding: DrafterWeights = "stored" if name == TARGET else self.config.drafter_weights
+            rounding: DrafterWeights = "stored" if name == TARGET else self.config.weights_of(name)
             return NativeRunner.load(
                 path,
                 place.dtype,
@@ -268,25 +341,29 @@ def run_vllm_node(config: EngineConfig, announce: Callable[[str], None]) -> None
     run_node(config, announce)
 
 
-def load_runner(path: Path, dtype_name: str, *, rounding: DrafterWeights = "stored") -> ModelRunner:
-    """Load one checkpoint on the CPU, with the native kernels if possible.
+def load_runner(
+    path: Path, dtype_name: str, *, rounding: DrafterWeights = "stored", device: str = "cpu"
+) -> ModelRunner:
+    """Load one checkpoint, on the CPU with the native kernels if possible.
 
-    KV memory: as `affordable_blocks`. rounding: as `NativeRunner.load`.
+    KV memory: as `affordable_blocks`. rounding: as `NativeRunner.load`. device: its cores are only
+    counted; threads keep to those of their parent.
 
-    Raises: CheckpointError for an unusable one, ConfigError without kernels for 4 bits."""
-    device = torch.device("cpu")
-    dtype = resolve_dtype(dtype_name, device)
+    Raises: CheckpointError for an unusable one, ConfigError for a device that is not here, or
+    without kernels for 4 bits."""
+    place, cores = _device(device), resolved_cores(device)
+    dtype = resolve_dtype(dtype_name, place)
     config = DecoderConfig.from_pretrained(path)
     num_blocks = affordable_blocks(
-        [config], dtype, device, _BLOCK_SIZE, config.max_position_embeddings, weights=0
+        [config], dtype, place, _BLOCK_SIZE, config.max_position_embeddings, weights=0
     )
-    threads = torch.get_num_threads()
-    if dtype not in DTYPES or why_not_native() is not None:
+    threads = len(cores) or torch.get_num_threads()
+    if place.type != "cpu" or dtype not in DTYPES or why_not_native() is not None:
         if rounding == "int4":
             raise ConfigError(
                 "weights int4 are for the CPU's own kernels, which cannot be had here"
             )
-        return EagerRunner.load(path, dtype, device, num_blocks, _BLOCK_SIZE)
+        return EagerRunner.load(path, dtype, place, num_blocks, _BLOCK_SIZE)
     # As in `resolve_placement`.
     torch.set_num_threads(1)
     return NativeRunner.load(path, dtype, num_blocks, _BLOCK_SIZE, threads, rounding=rounding)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,7 @@ from penstock.engine.backends import (
     load_vllm,
     resolve_context,
     resolve_num_blocks,
-    resolve_placement,
+    resolve_placements,
 )
 from penstock.engine.calibrate import calibrate
 from penstock.engine.drafters.base import LocalDrafter
@@ -106,11 +107,11 @@ def load_engine(config: EngineConfig, *, calibrated: bool = True) -> Engine:
 
     calibrated: measure step times, which some policies need."""
     torch.manual_seed(0)
-    place = resolve_placement(config)
+    places = resolve_placements(config)
     if config.vllm is None:
-        models = _models(config, place)
+        models = _models(config, places)
     else:
-        models = _models_beside_vllm(config, place)
+        models = _models_beside_vllm(config, places)
         config = models.config
     place = models.place
     clock = MonotonicClock()
@@ -153,28 +154,28 @@ def load_engine(config: EngineConfig, *, calibrated: bool = True) -> Engine:
     )
 
 
-def _models(config: EngineConfig, place: Placement) -> Models:
+def _models(config: EngineConfig, places: Mapping[str, Placement]) -> Models:
     """Raises: CheckpointError, ConfigError."""
     shapes = _shapes(config)
     tokenizers = _tokenizers(config)
     max_model_len = resolve_context(config, shapes[TARGET])
-    num_blocks = resolve_num_blocks(config, place, shapes.values(), max_model_len)
-    return Models(config, place, shapes, num_blocks, max_model_len, tokenizers)
+    num_blocks = resolve_num_blocks(config, places, shapes, max_model_len)
+    return Models(config, places, shapes, num_blocks, max_model_len, tokenizers)
 
 
-def _models_beside_vllm(config: EngineConfig, place: Placement) -> Models:
+def _models_beside_vllm(config: EngineConfig, places: Mapping[str, Placement]) -> Models:
     """Raises: CheckpointError, ConfigError."""
     tokenizers = _tokenizers(config)
     shapes = _drafter_shapes(config)
     # vLLM's kernels are PyTorch's, even with native drafters.
-    torch.set_num_threads(place.num_threads)
+    torch.set_num_threads(places[TARGET].num_threads)
     vllm = load_vllm(config)
     config = config.model_copy(update={"block_size": vllm.block_size})
     num_blocks = vllm.num_blocks
     if shapes and config.kv_tokens is None:
-        fitting = resolve_num_blocks(config, place, shapes.values(), vllm.max_model_len)
+        fitting = resolve_num_blocks(config, places, shapes, vllm.max_model_len)
         num_blocks = min(num_blocks, fitting)
-    return Models(config, place, shapes, num_blocks, vllm.max_model_len, tokenizers, vllm)
+    return Models(config, places, shapes, num_blocks, vllm.max_model_len, tokenizers, vllm)
 
 
 def _drafters(config: EngineConfig, models: Models) -> list[LocalDrafter]:
@@ -217,7 +218,10 @@ def _start_servers(
 def _scheduler(config: EngineConfig, models: Models, learn: Estimators) -> Scheduler:
     """Raises: PolicyError."""
     drafters = [_drafter(config, models, name) for name in config.sources]
-    drafters += [Drafter(name, up=False, remote=True, stays=True) for name in config.servers]
+    drafters += [
+        Drafter(n, up=False, remote=True, stays=True, max_num_seqs=config.drafters[n].max_num_seqs)
+        for n in config.servers
+    ]
     return Scheduler(
         _pool(config, models.num_target_blocks),
         drafters,
@@ -239,8 +243,8 @@ def _drafter(config: EngineConfig, models: Models, name: str) -> Drafter:
     drafts_text = name in models.tokenizers
     drafter = Drafter(
         name,
-        has_lane=_has_lane(config, models, shape),
-        max_num_seqs=config.drafter_max_num_seqs.get(name),
+        has_lane=_has_lane(config, models, name),
+        max_num_seqs=config.drafters[name].max_num_seqs,
         is_chained=is_chained,
         stops_early=not (shape is None or is_chained or drafts_text),
     )
@@ -254,14 +258,13 @@ def _drafter(config: EngineConfig, models: Models, name: str) -> Drafter:
     return drafter
 
 
-def _has_lane(config: EngineConfig, models: Models, shape: DecoderConfig | None) -> bool:
+def _has_lane(config: EngineConfig, models: Models, name: str) -> bool:
     """Return whether a drafter may work beside the target.
 
     With `auto` it may not on the target's cores, where nothing can be gained, nor does look-up."""
     if config.pipeline != "auto":
         return config.pipeline != "off"
-    shares_cores = models.place.device.type == "cpu" and config.vllm is None
-    return shape is not None and not shares_cores
+    return name in models.places and models.is_apart(name)
 
 
 def _shapes(config: EngineConfig) -> dict[str, DecoderConfig]:

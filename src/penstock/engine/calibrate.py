@@ -69,8 +69,9 @@ def calibrate(
         if name in known:
             continue
         if times.curve_of(name).is_empty:
-            share_s = budget_s / len(executor.drafters)
-            _measure_drafter(drafter, estimators, clock, share_s, executor.max_model_len)
+            share_s, longest = budget_s / len(executor.drafters), executor.max_model_len
+            measure = partial(_measure_drafter, drafter, estimators, clock, share_s, longest)
+            executor.in_lane(name, measure)
         is_measured = any(d.name == name for d in times.profile.drafters)
         expected_s = slowdowns_seconds(times, name, _TOGETHER_S)
         if name not in together or is_measured or expected_s > left_s:

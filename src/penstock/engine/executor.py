@@ -8,10 +8,11 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -57,6 +58,8 @@ from penstock.engine.steps import (
 )
 from penstock.engine.verifier import Decided, Drafted, PromptScores, Verifier
 
+T = TypeVar("T")
+
 _MOST_FAILURES = 3
 """Failed steps in a row after which a drafter is given up."""
 
@@ -77,7 +80,8 @@ class Computed(NamedTuple):
 class LocalExecutor(ABC):
     """Drafters of this process, and a target that a subclass computes.
 
-    num_threads: of the kernels, shared by the lanes at work"""
+    num_threads: of the kernels, shared by the lanes at work; cores: of drafters that have their
+    own"""
 
     scores_prompts = False
     """True if it can report log-probabilities of a prompt's tokens."""
@@ -89,6 +93,7 @@ class LocalExecutor(ABC):
         clock: Clock,
         max_model_len: int,
         num_threads: int = 1,
+        cores: Mapping[str, Collection[int]] = MappingProxyType({}),
     ) -> None:
         self.target = target
         self.max_model_len = max_model_len
@@ -105,7 +110,8 @@ class LocalExecutor(ABC):
         self._clock = clock
         self._texts: dict[str, TokenBuffer] = {}
         self._held = HeldDrafts()
-        self._lanes = Lanes[Done]((TARGET, *self.drafters))
+        self._cores = cores
+        self._lanes = Lanes[Done]((TARGET, *self.drafters), cores)
         self._queue: deque[StepJob] = deque()
 
     def ready(self, lane: str) -> bool:
@@ -127,7 +133,7 @@ class LocalExecutor(ABC):
             self._queue.append(self._job(plan))
         elif plan.lane in self.drafters:
             job = self._job(plan)
-            job.num_threads = max(1, self.num_threads // (2 + self._lanes.num_busy))
+            job.num_threads = self._threads_beside(plan.lane)
             self._lanes.start(plan.lane, partial(self._draft_beside, job))
         elif plan.lane in self.servers:
             self.remote.end(plan, self._clock.now())
@@ -135,6 +141,20 @@ class LocalExecutor(ABC):
         else:
             # A draft server's lane: its drafts come as events, or never.
             self.remote.send(plan, self._texts, self._clock.now())
+
+    def _threads_beside(self, drafter: str) -> int:
+        """Return the threads of a drafter beside the target."""
+        own = len(self._cores.get(drafter, ()))
+        return own or max(1, self.num_threads // (2 + self._lanes.num_sharing))
+
+    def threads_together(self, drafter: str) -> tuple[int, int]:
+        """Return the threads of the target, and of a drafter that alone works beside it."""
+        shared = self.num_threads if drafter in self._cores else max(1, self.num_threads - 1)
+        return shared, self._threads_beside(drafter)
+
+    def in_lane(self, drafter: str, function: Callable[[], T]) -> T:
+        """Return a function's result, called on the cores of a drafter that has its own."""
+        return self._lanes.call(drafter, function)
 
     def _grammar_of(self, request: Request) -> GrammarState | None:
         """Begin to compile a request's grammar, beside the steps before its own."""
@@ -205,8 +225,7 @@ class LocalExecutor(ABC):
         while self._queue:
             job = self._queue.popleft()
             if results or self._lanes.num_busy:
-                others = self._lanes.num_busy
-                job.num_threads = max(1, self.num_threads - others)
+                job.num_threads = max(1, self.num_threads - self._lanes.num_sharing)
                 self._lanes.start(TARGET, partial(self._verify, job))
             else:
                 # No lane works beside it: another thread would only cost time.
@@ -400,8 +419,9 @@ class RunnerExecutor(LocalExecutor):
         clock: Clock,
         max_model_len: int,
         num_threads: int = 1,
+        cores: Mapping[str, Collection[int]] = MappingProxyType({}),
     ) -> None:
-        super().__init__(target, drafters, clock, max_model_len, num_threads)
+        super().__init__(target, drafters, clock, max_model_len, num_threads, cores)
         self._verifier = Verifier(target)
         self._scores = PromptScores(target)
         self._tables = BlockTables(target.blocks_for(max_model_len) + 1)
@@ -418,6 +438,8 @@ class RunnerExecutor(LocalExecutor):
         built_at = self._clock.now()
         scores = self._verifier.forward(batch, sampled)
         verified_at = self._clock.now()
+        if draft_probs is not None:
+            draft_probs = draft_probs.to(self.target.device)
         decided = self._verifier.decide(scores, sampled, draft_probs)
         if self._scores.num_requests:
             decided = [

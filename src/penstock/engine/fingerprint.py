@@ -38,10 +38,11 @@ def fingerprint(config: EngineConfig, models: Models) -> dict[str, Any]:
     settings = config.model_dump(
         mode="json", include={"drafter_weights", "kv_dtype", "attention", "vllm"}
     )
+    own = {n: [x for x in (d.device, d.weights) if x] for n, d in config.drafters.items()}
     return {
         "target": _hash_of_model(config.target),
         "drafters": {
-            name: [look_up, None if model is None else _hash_of_model(Path(model))]
+            name: [look_up, None if model is None else _hash_of_model(Path(model)), *own[name]]
             for name, (look_up, model, _) in config.sources.items()
         }
         | {name: [url, model] for name, (url, model, _) in config.servers.items()},

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import socket
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from types import MappingProxyType
 from typing import Generic, TypeVar
 
 Change = Callable[[], None]
 _Result = TypeVar("_Result")
+_Value = TypeVar("_Value")
 
 
 class Ticket:
@@ -100,11 +103,18 @@ class Wakeup:
 
 
 class Lanes(Generic[_Result]):
-    """Threads of lanes, which do their jobs in order. models: shared, each with a queue."""
+    """Threads of lanes, which do their jobs in order.
 
-    def __init__(self, models: Iterable[str] = ()) -> None:
+    models: shared, each with a queue. cores: of lanes that have their own."""
+
+    def __init__(
+        self,
+        models: Iterable[str] = (),
+        cores: Mapping[str, Collection[int]] = MappingProxyType({}),
+    ) -> None:
         self.wakeup = Wakeup()
         self.models = {name: TicketQueue() for name in models}
+        self._cores = cores
         self._threads: dict[str, ThreadPoolExecutor] = {}
         self._ended: deque[tuple[str, Future[_Result]]] = deque()
         self._num_jobs: Counter[str] = Counter()
@@ -114,16 +124,31 @@ class Lanes(Generic[_Result]):
         """Number of lanes with a job whose result was not taken."""
         return sum(num > 0 for num in self._num_jobs.values())
 
+    @property
+    def num_sharing(self) -> int:
+        """Number of busy lanes without cores of their own."""
+        return sum(num > 0 and lane not in self._cores for lane, num in self._num_jobs.items())
+
     def is_busy(self, lane: str) -> bool:
         return self._num_jobs[lane] > 0
 
     def start(self, lane: str, job: Callable[[], _Result]) -> None:
         """Run a job in the lane's thread."""
-        if lane not in self._threads:
-            self._threads[lane] = ThreadPoolExecutor(1, thread_name_prefix=lane)
         self._num_jobs[lane] += 1
-        future = self._threads[lane].submit(job)
+        future = self._thread(lane).submit(job)
         future.add_done_callback(partial(_report, lane, self._ended, self.wakeup))
+
+    def call(self, lane: str, function: Callable[[], _Value]) -> _Value:
+        """Return a function's result, called on the lane's own cores, if it has some."""
+        if lane not in self._cores:
+            return function()
+        return self._thread(lane).submit(function).result()
+
+    def _thread(self, lane: str) -> ThreadPoolExecutor:
+        if lane not in self._threads:
+            pin = partial(use_cores, self._cores.get(lane, ()))
+            self._threads[lane] = ThreadPoolExecutor(1, thread_name_prefix=lane, initializer=pin)
+        return self._threads[lane]
 
     def pop_results(self) -> list[_Result]:
         """Return results since the last call, in order of completion. Raises a job's exception."""
@@ -136,6 +161,12 @@ class Lanes(Generic[_Result]):
             self._num_jobs[lane] -= 1
             results.append(future.result())
         return results
+
+
+def use_cores(cores: Collection[int]) -> None:
+    """Keep this thread, and those that it starts, on some cores. None: as they are."""
+    if cores:
+        os.sched_setaffinity(0, cores)
 
 
 def _report(

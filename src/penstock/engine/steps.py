@@ -199,7 +199,8 @@ class DraftsAtHand:
         return draft.token_ids[: item.num_draft_tokens], rows[: item.num_draft_tokens]
 
     def joined_probs(self) -> torch.Tensor | None:
-        return torch.cat(self.probs) if self.probs else None
+        # Of drafters on several devices: on that of the first.
+        return torch.cat([p.to(self.probs[0].device) for p in self.probs]) if self.probs else None
 
 
 @dataclass(slots=True)

@@ -85,11 +85,12 @@ def slowdowns(
     target_slower: list[float] = []
     for _ in range(_ROUNDS):
         share_threads(num_threads, num_threads)
-        alone = pace().run(drafting, seconds)
+        alone = executor.in_lane(drafter.name, partial(pace().run, drafting, seconds))
         target_alone = pace().run(verifying, seconds)
-        share_threads(max(1, num_threads - 1), max(1, num_threads // 2))
+        share_threads(*executor.threads_together(drafter.name))
         beside = pace()
-        thread = threading.Thread(target=beside.run, args=(drafting, 2 * seconds))
+        beside_it = partial(beside.run, drafting, 2 * seconds)
+        thread = threading.Thread(target=executor.in_lane, args=(drafter.name, beside_it))
         thread.start()
         target_beside = pace().run(verifying, seconds)
         thread.join()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from dataclasses import dataclass
 
@@ -55,10 +56,23 @@ def least_iteration_seconds(
     fixed = profile.decode_fixed if decodes else 0.0
     step = profile.granularity
     end = step * max(1, math.ceil(profile.token_counts[-1] / step))
-    for tokens in range(step, end + 1, step):
-        seconds = (profile.linear(tokens) + fixed) / (1 - attention)
-        if token_rate * seconds <= tokens:
-            return seconds
+
+    def seconds_of(granules: int) -> float:
+        return (profile.linear(granules * step) + fixed) / (1 - attention)
+
+    def keeps_up(granules: int) -> bool:
+        return token_rate * seconds_of(granules) <= granules * step
+
+    first = 1
+    # Between two sizes of the table seconds rise in equal steps, so the spare room rises or falls.
+    for last in [*(count // step for count in profile.token_counts), end // step]:
+        if last >= first:
+            found = first
+            if not keeps_up(first):
+                found += bisect.bisect_left(range(first, last), True, key=keeps_up)
+            if keeps_up(found):
+                return seconds_of(found)
+            first = last + 1
     # Beyond the table the profile is one straight line.
     far = 1000 * step
     at_end = profile.linear(end)

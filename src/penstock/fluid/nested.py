@@ -11,7 +11,10 @@ from penstock.fluid.queues import queue_limit
 from penstock.fluid.stages import StageRange, iteration_seconds, peak_kv_tokens
 from penstock.fluid.step_profile import StepProfile
 from penstock.fluid.traffic import Traffic
+from penstock.fluid.wait import roomy_wait_thresholds
 
+MAX_SEGMENTS = 8
+"""Most segments that are tried; a moderate number is enough (appendix B.2)."""
 _MARGIN_SCALES = (0.0, 0.3, 1.0)
 """Shares of `_margins` that are tried: none, a part, all."""
 
@@ -147,6 +150,21 @@ def nested_policy(
         delta=delta,
         iterations=iterations,
     )
+
+
+def fluid_segments(
+    profile: StepProfile, traffic: Traffic, kv_tokens: int
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Return ends, in output tokens, and the fluid's thresholds: the share that enters a segment.
+
+    Raises ValueError where they do not fit."""
+    found = roomy_wait_thresholds(profile, traffic, kv_tokens)
+    num_lengths = len({t.decode_len for t in traffic})
+    ends = segments_of(traffic, min(MAX_SEGMENTS, num_lengths)).ends
+    starts = (-1, *ends[:-1])
+    numbers = list(zip(traffic, found.thresholds, strict=True))
+    thresholds = tuple(sum(n for t, n in numbers if t.decode_len > start) for start in starts)
+    return tuple(end + 1 for end in ends), thresholds
 
 
 def nested_thresholds(

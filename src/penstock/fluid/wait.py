@@ -12,6 +12,9 @@ from penstock.fluid.stages import iteration_seconds, peak_kv_tokens, stages_of
 from penstock.fluid.step_profile import StepProfile
 from penstock.fluid.traffic import Traffic, offered_throughput, scaled
 
+_HEADROOMS = (0.1, 0.05, 0.02, 0.0)
+"""Headroom of the thresholds above the fluid's, tried in this order."""
+
 
 @dataclass(frozen=True)
 class WaitThresholds:
@@ -123,6 +126,17 @@ def fractional_wait_thresholds(
     fluid = equilibrium(profile, scaled(traffic, 1 + headroom))
     _refuse_beyond(kv_tokens, fluid.kv_tokens)
     return WaitThresholds(traffic, fluid.per_stage, fluid.iteration_s, fluid.kv_tokens)
+
+
+def roomy_wait_thresholds(profile: StepProfile, traffic: Traffic, kv_tokens: int) -> WaitThresholds:
+    """Return `fractional_wait_thresholds` with as much headroom as fits. Raises ValueError."""
+    refusal: ValueError | None = None
+    for headroom in _HEADROOMS:
+        try:
+            return fractional_wait_thresholds(profile, traffic, kv_tokens, headroom)
+        except ValueError as error:
+            refusal = error
+    raise refusal or ValueError("no thresholds fit")
 
 
 def _check(traffic: Traffic) -> None:

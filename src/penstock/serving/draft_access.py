@@ -59,11 +59,12 @@ def network_of(peer: str) -> str:
 
 
 class Identity(NamedTuple):
-    """Configured identity of a draft server. `trusted`: its `ratio` drafts are used."""
+    """Configured identity of a draft server, as `DraftServerConfig`."""
 
     name: str
     tenant: str
     trusted: bool = False
+    max_num_seqs: int | None = None
 
     @property
     def client(self) -> str:
@@ -79,7 +80,7 @@ class Identities:
         self._by_common_name: dict[str, Identity] = {}
         self._is_open = not config.servers
         for name, server in config.servers.items():
-            identity = Identity(name, server.tenant, server.trusted)
+            identity = Identity(name, server.tenant, server.trusted, server.max_num_seqs)
             if server.token_sha256 is not None:
                 self._by_token[server.token_sha256] = identity
             if server.common_name is not None:

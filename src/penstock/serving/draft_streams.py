@@ -208,7 +208,9 @@ class DraftStream:
     def _post_up(self, round_trip_s: float | None = None) -> None:
         assert self.drafter is not None
         tenant, takes = self.identity.tenant, self.takes_assignments
-        self._hub.client.post(DrafterUp(self.drafter, self._longest, tenant, takes, round_trip_s))
+        most = self.identity.max_num_seqs
+        up = DrafterUp(self.drafter, self._longest, tenant, takes, round_trip_s, most)
+        self._hub.client.post(up)
 
     def _open(self, message: pb.Open) -> None:
         check_open(message, self.limits, self._edge)

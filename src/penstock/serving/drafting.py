@@ -37,11 +37,12 @@ class DrafterOptions:
     """Options of a draft server's drafter.
 
     model: a checkpoint, whose tokenizer reads texts. uses_model: False for n-gram look-up, which
-    needs the tokenizer alone. weights: rounding, as `drafter_weights`."""
+    needs the tokenizer alone. device, weights: as of `DrafterConfig`."""
 
     name: str
     model: Path
     uses_model: bool = True
+    device: str = "cpu"
     dtype: str = "auto"
     weights: DrafterWeights = "stored"
     max_draft_tokens: int = 16
@@ -62,7 +63,9 @@ def load_drafter(options: DrafterOptions) -> LoadedDrafter:
     tokenizer = load_tokenizer(options.model)
     proposer: Proposer
     if options.uses_model:
-        runner = load_runner(options.model, options.dtype, rounding=options.weights)
+        runner = load_runner(
+            options.model, options.dtype, rounding=options.weights, device=options.device
+        )
         room = runner.num_blocks * runner.block_size
         longest = min(runner.config.max_position_embeddings, room)
         proposer = ModelProposer(ModelDrafter(options.name, runner, longest), quantise)

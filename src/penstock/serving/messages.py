@@ -151,7 +151,7 @@ class EngineStats:
     tenant_weights: of the tenants that are configured, or have sent requests
     num_deferred: waiting requests whose grammar or tokenizer is prepared
     steps_by_tokens, num_step_tokens: as in `engine.steps.Totals`
-    prices: of the scheduler's policies
+    gauges: of the scheduler's policies
     server_failures: failed calls of OpenAI-compatible servers, by drafter"""
 
     num_running: int
@@ -173,7 +173,7 @@ class EngineStats:
     kv_block_size: int = 1
     steps_by_tokens: tuple[int, ...] = (0,) * (len(STEP_TOKENS) + 1)
     num_step_tokens: int = 0
-    prices: dict[str, Any] = field(default_factory=dict)
+    gauges: dict[str, Any] = field(default_factory=dict)
     server_failures: dict[str, int] = field(default_factory=dict)
 
 

@@ -44,7 +44,8 @@ def is_forked(config: EngineConfig) -> bool:
 
     Not with a GPU, since a process that has touched the driver must not be forked, nor with vLLM,
     which starts its own processes."""
-    return config.device == "cpu" and config.vllm is None
+    devices = [config.device, *(d.device or "" for d in config.drafters.values())]
+    return config.vllm is None and not any(name.startswith("cuda") for name in devices)
 
 
 def _exit_seconds(config: EngineConfig) -> float:

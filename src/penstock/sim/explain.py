@@ -91,17 +91,17 @@ class Explanation:
         drafter, name = state.drafter, state.request.id
         if drafter is None:
             return {"why": "no drafter"} if self.scheduler.table.drafters else {}
-        prices, acceptance = self.scheduler.prices, self.scheduler.learn.acceptance
+        gauges, acceptance = self.scheduler.gauges, self.scheduler.learn.acceptance
         own = {
             "drafter": drafter,
-            "saved_seconds": prices.get("saved_seconds", {}).get(name),
+            "saved_seconds": gauges.get("saved_seconds", {}).get(name),
             "acceptance": acceptance.mean(name, drafter),
             "draft_tokens": num_draft_tokens,
-            "price_of_second": prices.get("price_of_second"),
-            "token_value": prices.get("token_value", {}).get(name),
+            "price_of_second": gauges.get("price_of_second"),
+            "token_value": gauges.get("token_value", {}).get(name),
         }
         survival = acceptance.survival(name, drafter, num_draft_tokens + 1)
-        seconds = prices.get("draft_token_seconds", {}).get(drafter)
+        seconds = gauges.get("draft_token_seconds", {}).get(drafter)
         if own["token_value"] and seconds is not None and len(survival) > num_draft_tokens:
             found = acceptance.found(name, drafter)
             own["next_worth"] = own["token_value"] * found * survival[-1]
@@ -126,6 +126,6 @@ def _why_left_out(scheduler: Scheduler, state: RequestState) -> tuple[str, str]:
     free = pool.num_free_blocks * pool.block_size
     if needed > free:
         return "memory", f"{queue}; needs {needed} KV tokens, {free} are free"
-    if scheduler.prices.get("kv_reserved_tokens"):
+    if scheduler.gauges.get("kv_reserved_tokens"):
         return "kept", f"{queue}; {free} free KV tokens kept for running requests"
     return "turn", f"{queue}; admission took no more"

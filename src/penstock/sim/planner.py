@@ -14,7 +14,9 @@ from penstock.fluid.capacity import RequestWork, capacity_bound, output_work
 from penstock.fluid.equilibrium import equilibrium
 from penstock.fluid.memory import DELTA, HORIZON_S, poisson_kv_bound
 from penstock.fluid.nested import (
+    MAX_SEGMENTS,
     NestedThresholds,
+    fluid_segments,
     nested_thresholds,
     segments_of,
 )
@@ -30,21 +32,19 @@ from penstock.fluid.traffic import (
 from penstock.fluid.wait import (
     WaitThresholds,
     best_wait_thresholds,
-    fractional_wait_thresholds,
+    roomy_wait_thresholds,
     wait_thresholds,
     wave_lengths,
 )
 from penstock.sim.acceptance import AcceptanceModel
 from penstock.sim.workloads import Workload
 
-# Bounds of searches: more segments, stages, positions a step and draft tokens are not tried.
-_MAX_SEGMENTS, _MAX_STAGES, _MAX_BUDGET, _MAX_DRAFT = 8, 64, 8192, 16
+# Bounds of searches: more stages, positions a step and draft tokens are not tried.
+_MAX_STAGES, _MAX_BUDGET, _MAX_DRAFT = 64, 8192, 16
 _CLOSE = 0.99
 """Share of the best throughput that a smaller budget must reach, to have shorter steps."""
 _BEYOND = 4
 """Memory bounds are searched up to this multiple of the memory."""
-_HEADROOMS = (0.1, 0.05, 0.02, 0.0)
-"""Headroom of the thresholds above the fluid's, tried in this order."""
 
 
 class PlanError(ValueError):
@@ -140,19 +140,8 @@ def _wait(profile: StepProfile, traffic: Traffic, kv_tokens: int) -> dict[str, A
 
 
 def _wait_gated(profile: StepProfile, traffic: Traffic, kv_tokens: int) -> dict[str, Any]:
-    found = _fractional(profile, traffic, kv_tokens)
+    found = roomy_wait_thresholds(profile, traffic, kv_tokens)
     return _wait_options(found, tuple(float(n) for n in found.thresholds))
-
-
-def _fractional(profile: StepProfile, traffic: Traffic, kv_tokens: int) -> WaitThresholds:
-    """Return the fluid's own thresholds, with as much headroom as fits."""
-    refusal: ValueError | None = None
-    for headroom in _HEADROOMS:
-        try:
-            return fractional_wait_thresholds(profile, traffic, kv_tokens, headroom)
-        except ValueError as error:
-            refusal = error
-    raise refusal or PlanError("no thresholds fit")
 
 
 def _wait_options(found: WaitThresholds, thresholds: tuple[float, ...]) -> dict[str, Any]:
@@ -182,14 +171,8 @@ def _nested(profile: StepProfile, traffic: Traffic, kv_tokens: int) -> dict[str,
 
 
 def _nested_gated(profile: StepProfile, traffic: Traffic, kv_tokens: int) -> dict[str, Any]:
-    """Return segments whose thresholds are the share that enters them, in the fluid."""
-    found = _fractional(profile, traffic, kv_tokens)
-    num_lengths = len({t.decode_len for t in traffic})
-    ends = segments_of(traffic, min(_MAX_SEGMENTS, num_lengths)).ends
-    starts = (-1, *ends[:-1])
-    numbers = list(zip(traffic, found.thresholds, strict=True))
-    thresholds = tuple(sum(n for t, n in numbers if t.decode_len > start) for start in starts)
-    return {"segment_ends": tuple(end + 1 for end in ends), "thresholds": thresholds}
+    ends, thresholds = fluid_segments(profile, traffic, kv_tokens)
+    return {"segment_ends": ends, "thresholds": thresholds}
 
 
 def _least_nested(
@@ -205,7 +188,7 @@ def _least_nested(
     for wave in wave_lengths(last_step + 1):
         if last_step > wave * _MAX_STAGES:
             continue
-        for count in range(1, _MAX_SEGMENTS + 1):
+        for count in range(1, MAX_SEGMENTS + 1):
             try:
                 segments = segments_of(traffic, count, wave)
                 limit = _BEYOND * kv_tokens

@@ -15,6 +15,15 @@ const PHASES = [
 ];
 const AWAY = "unknown: the engine is away";
 const LOADS = [{ name: "running", css: "s0", fill: true }, { name: "waiting", css: "s1", dashed: true }];
+/** Gauges of policies, by the label that tells them apart. */
+const GAUGES = [
+  ["GoodSpeed: acceptance (α̂)", "acceptance_estimate", "tenant"],
+  ["GoodSpeed: tokens of a round (X)", "goodput_estimate", "tenant"],
+  ["Spin: tokens/s of a round", "drafter_goodput_estimate", "drafter"],
+  ["Nested WAIT: requests by segment", "segment_requests", "segment"],
+  ["Nested WAIT: thresholds", "segment_threshold", "segment"],
+  ["Nested WAIT: ends, tokens", "segment_end", "segment"],
+];
 const MEMORY = [
   { name: "in use", field: "used", css: "s0", fill: true },
   { name: "fluid, mean", field: "mean", css: "s2", dashed: true },
@@ -43,6 +52,7 @@ export class Overview {
     this.#drafters();
     this.#tenants();
     this.#prices();
+    this.#gauges();
     this.#totals();
     this.draw();
   }
@@ -125,10 +135,11 @@ export class Overview {
         .map(n => f.growth(`spec_decode_num_${n}_total`, { drafter }, QUANTILE_S));
       const share = proposed ? accepted / proposed : 0, kv = memory(drafter);
       return [{ content: drafter, title: drafter }, f.rate(names, { drafter }).toFixed(1),
+        count(f.total("drafter_switches_total", { drafter })),
         drafts ? (1 + accepted / drafts).toFixed(2) : "–", kv === undefined ? "–" : percent(kv), seconds(price(drafter)),
         proposed ? percent(share) : "–", meter(share)];
     });
-    table("drafters", ["", "drafts/s", "mean acceptance length", "KV in use", "a token more", "accepted", ""], rows, "no drafts yet");
+    table("drafters", ["", "drafts/s", "switches to it", "mean acceptance length", "KV in use", "a token more", "accepted", ""], rows, "no drafts yet");
   }
 
   #tenants() {
@@ -154,6 +165,13 @@ export class Overview {
       known("kv_reserved_tokens", x => count(x) + " tokens")];
     table("prices", ["a second is worth", "step without drafts", "KV kept free to grow"],
       row.every(cell => cell === "–") ? [] : [row], "no policy has prices, or nothing was planned yet");
+  }
+
+  #gauges() {
+    const rows = GAUGES.map(([title, name, label]) => [title, this.#figures.series(name)
+      .map(s => `${s.labels[label]}: ${s.value.toPrecision(3) * 1}`).join(", ")]).filter(row => row[1]);
+    $("policy").hidden = !rows.length;
+    table("gauges", ["", "by tenant, drafter or segment"], rows);
   }
 
   #totals() {

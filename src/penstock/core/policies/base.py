@@ -117,13 +117,14 @@ class Loads(Mapping[str, int]):
         return len(self._counted())
 
 
-Prices = Mapping[str, Any]
-"""Prices behind a policy's last decisions, by name; what it does not know is left out.
+Gauges = Mapping[str, Any]
+"""Numbers behind a policy's last decisions, by name; what it does not know is left out.
 
 price_of_second: value that it is worth; a token of the mean request is worth 1. plain_step_seconds:
 of a step without drafts. draft_token_seconds: that one more adds to a step, by drafter.
 token_value: by request id; tenant_token_value: the mean. saved_seconds: by the drafter, to the
-request's end, by id. kv_reserved_tokens: free, but kept for running requests."""
+request's end, by id. kv_reserved_tokens: free, but kept for running requests. GoodSpeed's, Spin's
+and Nested WAIT's are explained where `/metrics` is written (`penstock.api.collectors`)."""
 
 
 class Policy:
@@ -133,8 +134,8 @@ class Policy:
         self.options = options
 
     @property
-    def prices(self) -> Prices:
-        """Prices behind the last decisions, worked out when they are read."""
+    def gauges(self) -> Gauges:
+        """Numbers behind the last decisions, worked out when they are read."""
         return {}
 
 

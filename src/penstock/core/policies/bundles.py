@@ -11,7 +11,7 @@ from penstock.core.policies.registry import PolicyError
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """One policy of each kind, with its own default options but for those given here."""
+    """Policies with their default options but for those given here, and other engine settings."""
 
     admission: str = "vllm_v1"
     selection: str = "single"
@@ -19,6 +19,7 @@ class Bundle:
     pipeline: str = "off"
     admission_options: Mapping[str, Any] = field(default_factory=dict)
     selection_options: Mapping[str, Any] = field(default_factory=dict)
+    engine: Mapping[str, Any] = field(default_factory=dict)
 
 
 AUTO = "auto"
@@ -34,11 +35,16 @@ BUNDLES = {
     "vllm": Bundle(),
     "sarathi": Bundle(admission="sarathi"),
     # Rounds of the paper wait for all draft servers.
-    "goodspeed": Bundle(allocation="goodspeed"),
+    "goodspeed": Bundle(allocation="goodspeed", engine={"verification": "ratio"}),
     # To the letter; lanes, and micro-batches by the paper's heuristic.
-    "spin": Bundle(selection="lbss", selection_options={"corrections": ()}, pipeline="5%"),
+    "spin": Bundle(
+        selection="lbss",
+        selection_options={"corrections": ()},
+        pipeline="5%",
+        engine={"attention": "decomposed"},
+    ),
     # To the letter it may never answer a client that is alone.
-    "wait": Bundle(admission="nested_wait", admission_options={"gated": True}),
+    "wait": Bundle(admission="nested_wait", admission_options={"gated": True, "thresholds": ()}),
 }
 
 

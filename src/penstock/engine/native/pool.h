@@ -11,8 +11,10 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -124,9 +126,10 @@ class Worker {
 
 class Pool {
  public:
-  // The process's pool; it outlives everything, so that threads may sleep in it at exit.
+  // The pool of the cores that the calling thread may use, as they were at its first call: helpers
+  // inherit them. Pools outlive everything, so that threads may sleep in them at exit.
   static Pool& instance() {
-    static Pool& pool = *new Pool;
+    thread_local Pool& pool = of_own_cores();
     return pool;
   }
 
@@ -147,6 +150,22 @@ class Pool {
   static bool is_idle(const Job& job) { return job.inside_.load() == 0; }
 
  private:
+  static Pool& of_own_cores() {
+    static std::mutex& mutex = *new std::mutex;
+    static auto& pools = *new std::map<std::string, Pool*>;
+    std::string cores;
+#ifdef __linux__
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    sched_getaffinity(0, sizeof set, &set);
+    cores.assign(reinterpret_cast<const char*>(&set), sizeof set);
+#endif
+    std::lock_guard<std::mutex> lock(mutex);
+    Pool*& pool = pools[cores];
+    if (!pool) pool = new Pool;
+    return *pool;
+  }
+
   void post(Job& job, int num_phases) {
     if ((int)job.phases_.size() < num_phases) job.phases_ = std::vector<Phase>(num_phases);
     const int num_ranges = num_phases * job.threads_;

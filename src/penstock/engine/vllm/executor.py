@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -26,8 +27,9 @@ class VllmExecutor(LocalExecutor):
         clock: Clock,
         max_model_len: int,
         num_threads: int = 1,
+        cores: Mapping[str, Collection[int]] = MappingProxyType({}),
     ) -> None:
-        super().__init__(target, drafters, clock, max_model_len, num_threads)
+        super().__init__(target, drafters, clock, max_model_len, num_threads, cores)
         self._vllm = target
         self._writer = StepWriter(target.max_num_rows, target.max_num_seqs)
 

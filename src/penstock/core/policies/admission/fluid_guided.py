@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from penstock.core.policies.admission.parts.growth import num_that_fit
 from penstock.core.policies.admission.parts.targets import Targets, time_left_of_own
-from penstock.core.policies.base import AdmissionPolicy, Prices
+from penstock.core.policies.base import AdmissionPolicy, Gauges
 from penstock.core.policies.options import PositiveFloat, PositiveInt
 from penstock.core.queues import OrderName
 from penstock.core.state import RequestState
@@ -71,7 +71,7 @@ class FluidGuided(AdmissionPolicy):
         self._step: Step | None = None
 
     @property
-    def prices(self) -> Prices:
+    def gauges(self) -> Gauges:
         if self._step is None:
             return {}
         pool, running = self._step.pool, len(self._step.running)

@@ -33,7 +33,7 @@ from penstock.core.learn.times import round_seconds
 from penstock.core.policies.allocation.parts.drafters import fade_unused, reading_seconds
 from penstock.core.policies.allocation.parts.gradient import Fairness
 from penstock.core.policies.allocation.parts.values import TokenValues
-from penstock.core.policies.base import AllocationPolicy, DraftCandidate, Prices, View
+from penstock.core.policies.base import AllocationPolicy, DraftCandidate, Gauges, View
 from penstock.core.policies.options import MaxDraftTokens, NonNegativeFloat
 from penstock.core.state import Grant, Outcome
 from penstock.fluid.step_profile import StepWork
@@ -102,8 +102,8 @@ class Priced(AllocationPolicy):
         return grants
 
     @property
-    def prices(self) -> Prices:
-        return {} if self._offers is None else self._offers.prices
+    def gauges(self) -> Gauges:
+        return {} if self._offers is None else self._offers.gauges
 
     def on_step(self, outcomes: Sequence[Outcome], now: float) -> None:
         self._values.on_step(outcomes, now)
@@ -310,8 +310,8 @@ class _Offers:
         return grants
 
     @property
-    def prices(self) -> Prices:
-        """Prices of the plan that was granted."""
+    def gauges(self) -> Gauges:
+        """Gauges of the plan that was granted."""
         values = zip(self._candidates, self._worth.tolist(), strict=True)
         owned = [(c.state.request, value) for c, value in values]
         tenants = {r.tenant for r, _ in owned}

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from penstock.core.learn.acceptance import MOST_POSITIONS
 from penstock.core.learn.prior import AcceptancePrior
-from penstock.core.policies.base import Prices, ReplayProposal, SelectionPolicy, View, usable
+from penstock.core.policies.base import Gauges, ReplayProposal, SelectionPolicy, View, usable
 from penstock.core.policies.options import LONGEST_DRAFT, Range, Seed, Share
 from penstock.core.policies.selection.parts.places import assign
 from penstock.core.policies.selection.parts.savings import Savings
@@ -122,7 +122,7 @@ class Auto(SelectionPolicy):
         self._saved: dict[str, float] = {}
 
     @property
-    def prices(self) -> Prices:
+    def gauges(self) -> Gauges:
         return {"saved_seconds": self._saved}
 
     # --- choosing -------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
 from collections.abc import Sized
 from dataclasses import dataclass
@@ -10,12 +9,11 @@ from typing import ClassVar
 
 from penstock.core.policies.admission.papers.wait import check_thresholds
 from penstock.core.policies.admission.parts.gate import Gate, schedule_running
-from penstock.core.policies.base import AdmissionPolicy
+from penstock.core.policies.base import AdmissionPolicy, Gauges
 from penstock.core.policies.options import PositiveFloat, PositiveInt
 from penstock.core.state import RequestState
 from penstock.core.step import Step
-
-_SLACK = 1.5  # factor of its threshold that a segment may hold, gated; chosen by hand
+from penstock.fluid.live import LiveSegments
 
 
 class NestedWait(AdmissionPolicy):
@@ -26,8 +24,9 @@ class NestedWait(AdmissionPolicy):
     is preempted: paused requests can fill the memory, and the deadlock is reported.
 
     Gated, prompts are admitted in waves of the first threshold and decoding never waits. Prompts
-    are held back while a segment holds more than 1.5 times its threshold a stage. Memory is
-    reserved for each request up to its segment's end."""
+    are held back while a segment holds more than 1.5 times its threshold a stage, but not where
+    nothing else runs. Memory is reserved for each request up to its segment's end. Without
+    thresholds they, and the segments, follow the arrivals and lengths that are learned."""
 
     name: ClassVar[str] = "nested_wait"
     cuts_prompts = False
@@ -36,12 +35,14 @@ class NestedWait(AdmissionPolicy):
     class Options:
         # Output tokens at which a request leaves each segment, rising.
         segment_ends: tuple[PositiveInt, ...] = (64, 256, 1024)
-        thresholds: tuple[PositiveInt | PositiveFloat, ...] = (1, 1, 1)  # n_i of each segment
+        # n_i of each segment; none: planned, gated, for the traffic that comes.
+        thresholds: tuple[PositiveInt | PositiveFloat, ...] = (1, 1, 1)
         gated: bool = False  # decoding never waits; allows fractional thresholds
         max_num_batched_tokens: PositiveInt = 2048  # positions a step, gated
 
         def __post_init__(self) -> None:
-            check_thresholds(self.segment_ends, self.thresholds, self.gated)
+            planned = (1,) * len(self.segment_ends) if self.gated else ()
+            check_thresholds(self.segment_ends, self.thresholds or planned, self.gated)
 
     options: Options
 
@@ -51,19 +52,23 @@ class NestedWait(AdmissionPolicy):
         self.cuts_prompts = options.gated
         # The papers have no drafts.
         self.token_budget = options.max_num_batched_tokens if options.gated else 0
-        self._thresholds = [int(n) for n in options.thresholds]
-        self._gate = Gate(options.thresholds[0], self._expected)
+        thresholds = options.thresholds or (1.0,) * len(options.segment_ends)
+        self._segments = LiveSegments(options.segment_ends, thresholds)
+        self._gate = Gate(thresholds[0], self._expected)
+        self._step: Step | None = None
+
+    @property
+    def gauges(self) -> Gauges:
+        return {} if self._step is None else self._segments.gauges(self._step.running_lengths())
 
     def compose(self, step: Step) -> None:
-        if self.options.gated:
-            self._compose_gated(step)
-        else:
-            self._compose_literally(step)
+        self._step = step
+        compose = self._compose_gated if self.options.gated else self._compose_literally
+        compose(step)
 
     def is_steady(self, step: Step) -> bool:
-        if not self.options.gated:
-            return False
-        return self._gate.is_full and not step.waiting and not step.num_preempted
+        is_full = self.options.gated and self._gate.is_full
+        return is_full and not step.waiting and not step.num_preempted
 
     # --- gated ----------------------------------------------------------------------------------
 
@@ -72,6 +77,8 @@ class NestedWait(AdmissionPolicy):
         if step.num_preempted:
             return
         gate, queue = self._gate, step.waiting.queue()
+        if queue and not self.options.thresholds:
+            self._plan(step)
         gate.earn()
         if step.num_tokens and (gate.waits(step, queue) or self._is_over(step)):
             return
@@ -80,31 +87,26 @@ class NestedWait(AdmissionPolicy):
         gate.credit = max(0.0, gate.credit - (before - len(queue)))
 
     def _is_over(self, step: Step) -> bool:
-        held = [0] * len(self.options.thresholds)
-        for state in step.running.values():
-            held[self._segment_of(state)] += 1
-        start = 0
-        for number, end, most in zip(
-            held, self.options.segment_ends, self.options.thresholds, strict=True
-        ):
-            if number > _SLACK * most * (end - start) + 1:
-                return True
-            start = end
-        return False
+        return self._segments.is_over(step.running_lengths())
 
-    def _segment_of(self, state: RequestState) -> int:
-        ends = self.options.segment_ends
-        return min(bisect.bisect_right(ends, state.num_output_tokens), len(ends) - 1)
+    def _plan(self, step: Step) -> None:
+        """Plan segments and thresholds anew if the learned traffic has drifted."""
+        learn, prompt_len = step.learn, step.learn.traffic.mean_prompt_len
+        survival = learn.lengths.survival(step.running_lengths()[:, 1])
+        rate = learn.traffic.prompt_tokens_per_s(step.now) / prompt_len
+        memory = step.pool.capacity_tokens
+        self._segments.follow(learn.times.profile, survival, prompt_len, rate, memory)
+        self._gate.threshold = self._segments.thresholds[0]
 
     def _expected(self, state: RequestState) -> int:
         """Return the tokens that the request holds at the end of its segment."""
-        end = self.options.segment_ends[self._segment_of(state)]
+        end = min(self._segments.end_of(state.num_output_tokens), state.request.max_tokens)
         return state.request.prompt_len + max(end, state.num_output_tokens)
 
     # --- to the letter --------------------------------------------------------------------------
 
     def _compose_literally(self, step: Step) -> None:
-        thresholds = self._thresholds
+        thresholds = [int(n) for n in self._segments.thresholds]
         paused = self._pause(step)
         waiting: list[Sized] = [step.waiting.queue(), *paused[1:]]
         num = 0
@@ -124,7 +126,7 @@ class NestedWait(AdmissionPolicy):
 
     def _pause(self, step: Step) -> list[list[RequestState]]:
         """Return requests between segments, by the segment they wait for, oldest first."""
-        ends = self.options.segment_ends
+        ends = self._segments.ends
         paused: list[list[RequestState]] = [[] for _ in ends]
         for state in step.ungrouped():
             segment = step.key_of(state)
@@ -138,8 +140,8 @@ class NestedWait(AdmissionPolicy):
         return paused
 
     def _enter(self, step: Step, state: RequestState, segment: int) -> None:
-        ends = self.options.segment_ends
-        step.assign(state, segment, ends[segment] if segment < len(ends) - 1 else None)
+        last = segment == len(self._segments.ends) - 1
+        step.assign(state, segment, None if last else self._segments.ends[segment])
 
     def _admit(self, step: Step, threshold: int) -> None:
         for state in list(itertools.islice(step.waiting.queue(), threshold)):

@@ -18,24 +18,24 @@ class Gate:
 
     def __init__(self, threshold: float, expected: Callable[[RequestState], int]) -> None:
         """Create a gate; `expected` returns the tokens that a request holds in the end."""
-        self._threshold = threshold
+        self.threshold = threshold
         self._expected = expected
         self.credit = 0.0
 
     @property
     def is_full(self) -> bool:
         """True if another iteration adds nothing to the credit."""
-        return self.credit >= max(self._threshold, 1.0)
+        return self.credit >= self.threshold + 1
 
     def earn(self) -> None:
-        self.credit = min(self.credit + self._threshold, max(self._threshold, 1.0))
+        self.credit = min(self.credit, 1.0) + self.threshold
 
     def waits(self, step: Step, queue: ArrivalQueue) -> bool:
         """Return whether the queue has too few prompts for a wave, and none that is overdue."""
         if queue.oldest is None:
             return True
         due = queue.oldest.request.arrival_time + _MAX_WAIT_S
-        if len(queue) >= self._threshold or step.now >= due:
+        if len(queue) >= self.threshold or step.now >= due:
             return False
         step.wake_at = due if step.wake_at is None else min(due, step.wake_at)
         return True

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from penstock.core.policies.allocation.parts.gradient import Fairness, draft_budget, tenant_weight
-from penstock.core.policies.base import AllocationPolicy, DraftCandidate, View
+from penstock.core.policies.base import AllocationPolicy, DraftCandidate, Gauges, View
 from penstock.core.policies.options import MaxDraftTokens, NonNegativeInt, Probability, Range
 from penstock.core.state import Grant, Outcome
 from penstock.core.types import Verdict
@@ -88,6 +88,13 @@ class GoodSpeed(AllocationPolicy):
         state, verdict = outcome
         left_out = self._left_out.get(state.request.id)
         return verdict.num_proposed > 0 or left_out == (verdict.epoch, verdict.round)
+
+    @property
+    def gauges(self) -> Gauges:
+        return {
+            "acceptance_estimate": {n: c.acceptance for n, c in self._clients.items()},
+            "goodput_estimate": {n: c.goodput for n, c in self._clients.items()},
+        }
 
     def goodput(self, tenant: str) -> float:
         """Return X of eq. 4, the estimate that figure 2 compares with realised goodput."""

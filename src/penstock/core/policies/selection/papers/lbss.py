@@ -13,7 +13,7 @@ from typing import ClassVar, Literal, get_args
 
 import numpy as np
 
-from penstock.core.policies.base import ReplayProposal, SelectionPolicy, View, usable
+from penstock.core.policies.base import Gauges, ReplayProposal, SelectionPolicy, View, usable
 from penstock.core.policies.options import PositiveInt, Seed
 from penstock.core.policies.selection.parts.goodput import ObservedGoodput, RoundTimes, model_of
 from penstock.core.policies.selection.parts.places import Places, assign
@@ -179,6 +179,11 @@ class Lbss(SelectionPolicy):
         return max(worth, key=worth.__getitem__)
 
     # --- learning -------------------------------------------------------------------------------
+
+    @property
+    def gauges(self) -> Gauges:
+        means = self._observed.by_model
+        return {"drafter_goodput_estimate": {name: means[name].value for name in means}}
 
     def on_step(self, outcomes: Sequence[Outcome], view: View) -> None:
         self._observed.on_step(outcomes, view)
