@@ -2,13 +2,15 @@
 
 U(x̄(T)) = Σ log of realised tokens a round since the first. Acceptance jumps by 0.3 every hundred
 rounds, each client in its own time, in place of the paper's changing prompts; with recorded data
-(`--data`) eight clients play the acceptance of look-up and EAGLE on two data sets back, too. Beside
-are drawn `priced` and x*, the optimum for who knows acceptance. Utilities are totals over the
-clients, in nats; bands are intervals of 95% over the seeds.
+(`--data`) eight clients play the acceptance of look-up and EAGLE on two data sets back, too. Drawn
+beside is x*, the optimum for known acceptance. Utilities are totals over the clients, in nats;
+bands are intervals of 95% over the seeds.
 
 Three controls. That a mean over 400 rounds and more hardly moves is true of Random-S as well.
 `goodspeed` that is told of every client what another one did must lose what it gains by learning.
-And what is as close to x* as Fixed-S is not close.
+And what is as close to x* as Fixed-S is not close. The oracle is `goodspeed` that knows acceptance
+(of recorded clients, its mean over the record), for Jain's index with a utility that is nearly
+max-min fair.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import numpy as np
 from lab.common.claims import ClaimVerdict, Measurement, check
 from lab.common.experiment import Experiment, Trial
 from lab.common.fair_path import fair_optimum_of_rounds
-from lab.common.oracles import Misled
+from lab.common.oracles import Misled, Told
 from lab.common.report import Plot, draw, write_table
 from lab.common.rounds import (
     Client,
@@ -33,8 +35,10 @@ from lab.common.rounds import (
     jumping_rates,
     play,
 )
-from lab.common.statistics import interval
+from lab.common.statistics import interval, ratio
+from penstock.core.policies.base import AllocationPolicy
 from penstock.core.policies.registry import make_policy
+from penstock.fluid.shares import jain_index
 from penstock.sim.acceptance import read_records
 
 NAME = "goodspeed_fig4"
@@ -46,9 +50,13 @@ _STEADY = 0.02
 _FIRST = 50
 _NEAR = 0.02
 _BASELINES = ("fixed", "random")
-_MISLED, _PRICED = "goodspeed, misled", "priced"
-_POLICIES = (*_BASELINES, "goodspeed", _PRICED, _MISLED)
-_LONGEST = 16  # draft of `priced`, as by default of the others
+_MISLED = "goodspeed, misled"
+_SHOWN = (*_BASELINES, "goodspeed", _MISLED)
+_TOLD = {"goodspeed, told": 1.0, "max-min, told": 8.0}
+"""Exponents of the oracles' utilities."""
+_AVERAGING = {"beta": 1.0, "beta_decay": 0.9, "eta_decay": 1.0}
+"""Of goodput, since the first round."""
+_POLICIES = (*_SHOWN, *_TOLD)
 OPTIMUM = "x*"
 
 
@@ -70,15 +78,18 @@ _RECORDED_BUDGET = 20
 
 Curves = Mapping[Setting, Mapping[str, FloatArray]]
 """By policy U(x̄(T)), shape [seeds, rounds], and U(x*), shape [seeds, 1]."""
+Means = Mapping[Setting, Mapping[str, FloatArray]]
+"""By policy x̄ after the last round, shape [seeds, clients]."""
 
 
 def run(job: Trial) -> list[ClaimVerdict]:
     seeds = range(job.effort.repetitions)
     settings = settings_of(job)
     cells = [(name, where) for where in settings for name in _POLICIES]
-    drawn = job.by_cell(utility, cells, seeds, what=lambda _, where, __: f"{NAME}: {where}")
+    drawn = job.by_cell(mean_goodput, cells, seeds, what=lambda _, where, __: f"{NAME}: {where}")
+    means = {w: {p: np.stack([m[-1] for m in drawn[p, w]]) for p in _POLICIES} for w in settings}
     curves: dict[Setting, dict[str, FloatArray]] = {
-        where: {name: np.stack(drawn[name, where]) for name in _POLICIES} for where in settings
+        where: {p: np.log(drawn[p, where]).sum(axis=2) for p in _POLICIES} for where in settings
     }
     for where, found in curves.items():
         if not where.records:
@@ -99,7 +110,7 @@ def run(job: Trial) -> list[ClaimVerdict]:
         ),
     )
     _draw(job, curves)
-    return verdicts(curves)
+    return [*verdicts(curves), *of_the_abstract(means)]
 
 
 def settings_of(job: Trial) -> list[Setting]:
@@ -114,36 +125,56 @@ def settings_of(job: Trial) -> list[Setting]:
     return settings
 
 
-def utility(name: str, where: Setting, seed: int) -> FloatArray:
-    """U(x̄(T)) for T = 1, 2, … in one run, shape [rounds]."""
-    options = {"k_max": _LONGEST} if name == _PRICED else {"total": where.budget}
-    policy = make_policy("allocation", name.partition(",")[0], options)
-    if name == _MISLED:
-        policy = Misled(policy)
-    tokens = play(policy, clients_of(where, seed), where.budget, _ROUNDS).tokens
-    means = tokens.cumsum(axis=0) / np.arange(1, _ROUNDS + 1)[:, None]
-    return np.asarray(np.log(means).sum(axis=1))
+def mean_goodput(name: str, where: Setting, seed: int) -> FloatArray:
+    """x̄(T) for T = 1, 2, … in one run, shape [rounds, clients]."""
+    tokens = play(
+        policy_of(name, where, seed), clients_of(where, seed), where.budget, _ROUNDS
+    ).tokens
+    return np.asarray(tokens.cumsum(axis=0) / np.arange(1, _ROUNDS + 1)[:, None])
+
+
+def policy_of(name: str, where: Setting, seed: int) -> AllocationPolicy:
+    if name in _TOLD:
+        options = {"total": where.budget, "fairness": _TOLD[name], **_AVERAGING}
+        return Told(rates_of(where, seed), **options)
+    policy = make_policy("allocation", name.partition(",")[0], {"total": where.budget})
+    return Misled(policy) if name == _MISLED else policy
+
+
+def rates_of(where: Setting, seed: int) -> FloatArray:
+    """[rounds, clients]; of a recorded client the mean of its record."""
+    if not where.records:
+        return jumping_rates(_ROUNDS, where.clients, _DWELL, seed)
+    means = []
+    for rows in recorded_rows(where):
+        runs = np.concatenate([np.array(row) for row in rows])
+        means += 2 * [1 - len(runs) / runs.sum()]
+    return np.tile(means, (_ROUNDS, 1))
+
+
+def recorded_rows(where: Setting) -> list[list[list[int]]]:
+    """Of each drafter on each data set."""
+    return [read_records(path, [drafter])[drafter] for drafter, path in where.records]
 
 
 def clients_of(where: Setting, seed: int) -> list[Client]:
     """Recorded ones are each drafter on each data set, twice."""
     if not where.records:
-        rates = jumping_rates(_ROUNDS, where.clients, _DWELL, seed)
-        return GeometricClients(rates, seed).clients()
-    rows = [read_records(path, [drafter])[drafter] for drafter, path in where.records]
+        return GeometricClients(rates_of(where, seed), seed).clients()
+    rows = recorded_rows(where)
     return [RecordedClient(rows[i // 2], (seed, i)) for i in range(where.clients)]
 
 
 def optimum(where: Setting, seed: int) -> float:
     """U(x*) of the acceptance that jumps, known to its holder."""
-    rates = jumping_rates(_ROUNDS, where.clients, _DWELL, seed)
-    return float(np.log(fair_optimum_of_rounds(rates, where.budget)).sum())
+    return float(np.log(fair_optimum_of_rounds(rates_of(where, seed), where.budget)).sum())
 
 
 def verdicts(curves: Curves) -> list[ClaimVerdict]:
     found = []
     for where, by_policy in curves.items():
         ours, misled = by_policy["goodspeed"], by_policy[_MISLED]
+        told = "known acceptance", by_policy["goodspeed, told"]
         baselines = {name: by_policy[name] for name in _BASELINES}
         found += [
             check(
@@ -152,6 +183,7 @@ def verdicts(curves: Curves) -> list[ClaimVerdict]:
                 ours / where.clients,
                 "Random-S, which learns nothing",
                 by_policy["random"] / where.clients,
+                (told[0], told[1] / where.clients),
             ),
             check(
                 f"utility is above Fixed-S and Random-S from round {_FIRST} on ({where})",
@@ -159,6 +191,7 @@ def verdicts(curves: Curves) -> list[ClaimVerdict]:
                 (ours, baselines),
                 "told of every client what another one did",
                 (misled, baselines),
+                (told[0], (told[1], baselines)),
             ),
         ]
         if OPTIMUM in by_policy:
@@ -170,9 +203,50 @@ def verdicts(curves: Curves) -> list[ClaimVerdict]:
                     (ours / where.clients, best),
                     "Fixed-S in its place",
                     (by_policy["fixed"] / where.clients, best),
+                    (told[0], (told[1] / where.clients, best)),
                 )
             )
     return found
+
+
+def of_the_abstract(means: Means) -> list[ClaimVerdict]:
+    """Goodput, and fairness, over all settings."""
+    found = []
+    for claim, figure, oracle in (
+        ("system-wide goodput is above Fixed-S's and Random-S's (abstract)", _total, 0),
+        (
+            "Jain's index of goodput is above Fixed-S's and Random-S's (abstract: fairness)",
+            _jain,
+            1,
+        ),
+    ):
+        by_setting = {w: {p: figure(m) for p, m in by.items()} for w, by in means.items()}
+
+        def of(name: str, figures: Any = by_setting) -> Any:
+            return [(by[name], {b: by[b] for b in _BASELINES}) for by in figures.values()]
+
+        told = [*_TOLD][oracle]
+        misled = "told of every client what another one did", of(_MISLED)
+        found.append(check(claim, above, of("goodspeed"), *misled, (told, of(told))))
+    return found
+
+
+def _total(means: FloatArray) -> FloatArray:
+    return np.asarray(means.sum(axis=1))
+
+
+def _jain(means: FloatArray) -> FloatArray:
+    return np.array([jain_index(own) for own in means])
+
+
+def above(settings: list[tuple[FloatArray, Mapping[str, FloatArray]]]) -> Measurement:
+    """Figures of a policy and of its baselines, [seeds] each, by setting."""
+    shown, parts = [], []
+    for name in _BASELINES:
+        gains = [ratio(ours, baselines[name]) for ours, baselines in settings]
+        shown.append(f"{', '.join(f'{g.mean:.3f}' for g in gains)} times {name}'s")
+        parts.append(all(g.low > 1 for g in gains))
+    return Measurement("; ".join(shown), tuple(parts))
 
 
 def steadiness(utilities: FloatArray) -> Measurement:
@@ -208,7 +282,7 @@ def _draw(job: Trial, curves: Curves) -> None:
     rounds = np.arange(1, _ROUNDS + 1)
     plots = []
     for where, found in curves.items():
-        shown = {p: [interval(u) for u in found[p].T] for p in _POLICIES if p != _MISLED}
+        shown = {p: [interval(u) for u in found[p].T] for p in _SHOWN if p != _MISLED}
         lines: dict[str, Any] = {p: (rounds, [u.mean for u in of]) for p, of in shown.items()}
         if OPTIMUM in found:
             lines[OPTIMUM] = [1, _ROUNDS], 2 * [found[OPTIMUM].mean()]
