@@ -66,7 +66,8 @@ def test_the_largest_experiments_do_with_all_their_cells(name: str, tmp_path: Pa
 
 
 def is_whole(name: str, tmp_path: Path) -> None:
-    """A tiny run tells what it does, writes its files and judges every claim against a control."""
+    """A tiny run tells what it does, writes its files and judges every claim against a control, and
+    what does not hold against an oracle."""
     told: list[str] = []
     verdicts = experiments()[name].run(Trial(tmp_path, TINY, tell=told.append))
     assert verdicts
@@ -78,6 +79,8 @@ def is_whole(name: str, tmp_path: Path) -> None:
             # What the claim is false of must not pass for it; but so few live turns are noise.
             untold = experiments()[name].is_live or any(part in v.claim for part in UNTOLD)
             assert v.control.outcome != "holds" or untold, v.claim
+            # And what does not hold must be able to.
+            assert v.oracle is not None or v.outcome != "does not hold", v.claim
     assert told
     assert all(what.startswith(name) for what in told)
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
