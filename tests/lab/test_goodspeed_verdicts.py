@@ -63,9 +63,9 @@ def test_figure_4_sees_a_baseline_that_wins_and_a_curve_that_moves() -> None:
 @pytest.mark.parametrize(
     ("goodput", "outcomes"),
     [
-        ([3.0, 2.0], ["holds", "does not hold"]),
+        ([3.0, 1.0], ["holds", "does not hold"]),
         ([2.1, 2.2], ["holds", "holds"]),
-        ([1.0, 1.0], ["does not hold", "holds"]),
+        ([1.6, 1.6], ["does not hold", "holds"]),
     ],
 )
 def test_figure_4_tells_goodput_from_fairness(goodput: list[float], outcomes: list[str]) -> None:
