@@ -45,7 +45,8 @@ class Regret:
 
 class Slots:
     """rates: acceptance of a draft token, [requests, drafters of `profile`]. prompts: tokens of
-    each request, [requests]. length: draft tokens in a slot."""
+    each request, [requests]. length: draft tokens in a slot. worth: of a request's slot by drafter,
+    1 for the best."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class Slots:
         tokens = (rates[..., None] ** np.arange(length + 1)).sum(axis=-1)
         goodput = tokens / (self._verifying + self._drafting)
         best = goodput.max(axis=1)
-        self._worth: list[dict[str | None, float]] = [
+        self.worth: list[dict[str | None, float]] = [
             {None: 1 / (profile.linear(num) * most), **dict(zip(self._names, own, strict=True))}
             for own, most in zip((goodput.T / best).T.tolist(), best.tolist(), strict=True)
         ]
@@ -97,7 +98,7 @@ class Slots:
         chosen = self._policy.select(self._states, self._view())
         for i, state in enumerate(self._states):
             name = state.drafter = chosen[state.request.id]
-            worth = self._worth[i][name]
+            worth = self.worth[i][name]
             self._lost["goodput"] += 1 - worth
             self._lost["best"] += worth == 1
             if name is not None and before[state.request.id] not in (name, None):
