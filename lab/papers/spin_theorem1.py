@@ -2,7 +2,7 @@
 
 Eight requests of all texts that never end, Spin's five drafters on a device each, four draft tokens
 in a slot (`lab.common.slots`, `lab.common.families`). Counted in slots of each request's best
-drafter is what is lost by worse drafters (eq. 6) and by reading the text after a switch.
+choice is what is lost by worse drafters (eq. 6) and by reading the text after a switch.
 
 T doubles from horizon to horizon. A regret of log T grows by as much each time, one of T by twice
 as much: claimed is an exponent of 0, and one below a half is nearer to that than to 1. The paper
@@ -62,11 +62,11 @@ class Averaging(Lbss):
 class Knowing(Averaging):
     """The same with true goodput, by request and drafter, in place of estimates."""
 
-    worth: Mapping[str, Mapping[str | None, float]]
+    goodput: Mapping[str, Mapping[str | None, float]]
 
     def __init__(self, options: Lbss.Options) -> None:
         super().__init__(options)
-        self._observed.estimate = lambda request, model: self.worth[request][model]  # type: ignore[method-assign]
+        self._observed.estimate = lambda request, model: self.goodput[request][model]  # type: ignore[method-assign]
 
 
 def _averaging(**options: object) -> Callable[[int], SelectionPolicy]:
@@ -158,7 +158,7 @@ def regret(policy: str, horizons: list[int], seed: int) -> Regret:
         seed,
     )
     if isinstance(made, Knowing):
-        made.worth = {str(i): worth for i, worth in enumerate(slots.worth)}
+        made.goodput = {str(i): own for i, own in enumerate(slots.goodput)}
     return slots.play(horizons)
 
 
