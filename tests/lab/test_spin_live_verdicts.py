@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from lab.common.experiment import LabError, Trial
 from lab.papers import spin_fig2, spin_fig4, spin_fig10
 from lab.papers.spin_fig2 import ServedRequests
-from lab.papers.spin_fig10 import CHOICE, NONE, PACKED, RANDOM, WHOLE, Batch
+from lab.papers.spin_fig10 import CHOICE, FAST, NONE, RANDOM, WHOLE, Batch
 from penstock.cli import app
 
 NOISE = np.array([1.0, 1.01, 0.99, 1.005])
@@ -18,10 +18,10 @@ RANDOM_STATE = 7
 
 def batch(**rates: float) -> Batch:
     """Two Vanillas of 20 and 30 tokens a second, 25 without drafts."""
-    known = {"Vanilla a": 20.0, "Vanilla b": 30.0, NONE: 25.0, CHOICE: 30.0, PACKED: 30.0}
+    known = {"Vanilla a": 20.0, "Vanilla b": 30.0, NONE: 25.0, CHOICE: 30.0, FAST: 30.0}
     known |= {WHOLE: 30.0, RANDOM: 22.0}
     known |= {
-        {"choice": CHOICE, "packed": PACKED, "whole": WHOLE}.get(n, n): r for n, r in rates.items()
+        {"choice": CHOICE, "packed": FAST, "whole": WHOLE}.get(n, n): r for n, r in rates.items()
     }
     return Batch({name: rate * NOISE for name, rate in known.items()}, 1.1)
 

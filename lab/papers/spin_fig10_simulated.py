@@ -1,0 +1,190 @@
+"""Spin, figure 10 on a simulated A100: the whole system against one drafter for everybody.
+
+No batch on this project's processors has what the paper presumes: that a verification takes about
+as long as a step, and that requests are many enough for decomposition and micro-batches to act.
+Here a target takes the measured times of `a100-llama2-7b`. Acceptance and sizes of five drafters
+are the bundled family's (`spin_fig11`: easy and hard text together), each on a device like the
+target's. Requests are ShareGPT's (`--data`; else log-normal), in the middle of their outputs.
+
+All wait for all (section V-B), or the batch is split into micro-batches while the target's
+throughput is within a tenth of the unsplit one's. Padding multiplies the tokens that attention
+reads by what the longest context has over the mean; decomposition and merging cost nothing. The
+oracle knows what each request's drafts are worth, and the best number of micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from lab.common.claims import ClaimVerdict
+from lab.common.experiment import Experiment, Trial
+from lab.common.families import prompt_lengths
+from lab.common.recorded import RECORDED
+from lab.common.report import write_rates
+from lab.common.slots import Slots
+from lab.common.statistics import SEEDS
+from lab.papers.spin_fig10 import CHOICE, FAST, NONE, RANDOM, WHOLE, Batch, draw_systems, verdicts
+from lab.papers.spin_fig11 import EASY, FAMILY, HARD, acceptance
+from lab.papers.spin_theorem1 import Knowing
+from penstock.config import PolicyConfig
+from penstock.core.policies.base import SelectionPolicy, View
+from penstock.core.policies.pipeline.parts.planner import (
+    MOST_MICRO_BATCHES,
+    Lane,
+    Round,
+    best_num,
+    cycle_seconds,
+    split,
+)
+from penstock.core.policies.selection.papers.lbss import Lbss
+from penstock.core.state import RequestState
+from penstock.fluid.step_profile import DrafterProfile, StepProfile, StepWork
+from penstock.sim.profiles import load_profile
+from penstock.sim.workloads import load_workload
+
+NAME = "spin_fig10_simulated"
+
+_BATCHES = (8, 32, 64)
+_DRAFTED = 4
+_SLOTS, _FEW_SLOTS = 512, 128
+_TARGET_BILLIONS, _LAUNCH_S = 6.74, 0.5e-3
+_DROP = 0.1
+IDEAL = ("in hindsight", "in hindsight, decomposed", "in hindsight, all")
+_COUNTS = (1, 2, 4, 8, 16, 32, 64)
+IntArray = npt.NDArray[np.int64]
+
+
+def profile() -> StepProfile:
+    """A drafter's step reads its share of the target's weights."""
+    target = load_profile("a100-llama2-7b")
+    drafters = tuple(
+        DrafterProfile(
+            name,
+            _COUNTS,
+            tuple(_LAUNCH_S + size / _TARGET_BILLIONS * target.linear(n) for n in _COUNTS),
+            size / _TARGET_BILLIONS * target.linear(512) / 512,
+        )
+        for name, size in FAMILY.items()
+    )
+    return replace(target, drafters=drafters)
+
+
+def run(job: Trial) -> list[ClaimVerdict]:
+    slots = _SLOTS if job.effort.curve_arrivals >= 10_000 else _FEW_SLOTS
+    seeds = SEEDS[: job.effort.repetitions]
+    systems = (*(f"Vanilla {n}" for n in FAMILY), CHOICE, FAST, WHOLE, RANDOM, NONE, *IDEAL)
+    texts = contexts_of(job)
+    cells = [(batch, system) for batch in _BATCHES for system in systems]
+    drawn = job.by_cell(
+        rate, cells, seeds, texts, slots, what=lambda batch, *_: f"{NAME}: batch {batch}"
+    )
+    found = {b: {s: np.array(drawn[b, s]) for s in systems} for b in _BATCHES}
+    write_rates(job.out / f"{NAME}.csv", "batch", found)
+    draw_systems(job.out / f"{NAME}.png", found)
+    told = []
+    for batch, rates in found.items():
+        mean = np.mean([drawn_contexts(texts, batch, seed) for seed in seeds], axis=0)
+        padded, plain = (seconds_of(mean, drafts, True)(batch) for drafts in (_DRAFTED, 0))
+        oracle = "each request's best drafter, the best number", [rates[name] for name in IDEAL]
+        shown = {name: own for name, own in rates.items() if name not in IDEAL}
+        told += verdicts(batch, Batch(shown, padded / plain, oracle))
+    return told
+
+
+def contexts_of(job: Trial) -> IntArray:
+    """[requests, 2] tokens of prompts and outputs."""
+    if job.data is None or not (job.data / RECORDED).is_file():
+        job.tell(f"{NAME}: log-normal lengths, for want of {RECORDED}")
+        rng = np.random.default_rng(0)
+        return np.stack([prompt_lengths(rng, 1000), 2 * prompt_lengths(rng, 1000)], axis=1)
+    load = load_workload(job.data / RECORDED)
+    return np.stack([load.prompt_len, load.output_len], axis=1)
+
+
+def drawn_contexts(texts: IntArray, batch: int, seed: int) -> IntArray:
+    """[batch], from the longest down."""
+    rng = np.random.default_rng((10, seed))
+    prompts, outputs = rng.choice(texts, batch).T
+    found = prompts + (outputs * rng.random(batch)).astype(np.int64)
+    return np.sort(found)[::-1]
+
+
+def seconds_of(contexts: IntArray, drafted: int, padded: bool) -> Callable[[int], float]:
+    """Time of a verification by number of requests. contexts: of the whole batch."""
+    each = int(contexts.max() if padded else contexts.mean())
+    target = load_profile("a100-llama2-7b")
+    return lambda n: target.seconds(StepWork(0, 0.0, n, n * each, n * drafted))
+
+
+def rate(batch: int, system: str, texts: IntArray, slots: int, seed: int) -> float:
+    """Tokens per second of a system, with requests of a seed."""
+    contexts = drawn_contexts(texts, batch, seed)
+    if system == NONE:
+        return batch / seconds_of(contexts, 0, False)(batch)
+    requests = range(batch)
+    drawn = [acceptance(text, None, seed) for text in (EASY, HARD)]
+    rates = [[drawn[i % 2].rates(str(i))[name] for name in FAMILY] for i in requests]
+    drafters = {d.name: d for d in profile().drafters}
+    padded = system in (CHOICE, IDEAL[0]) or system.startswith("Vanilla")
+    verify = seconds_of(contexts, _DRAFTED, padded)
+    number = _NUMBERS.get(system, lambda _: 1)
+
+    def seconds(loads: Mapping[str, int]) -> float:
+        lanes = [
+            Lane(n, partial(drafters[name].seconds, num_steps=_DRAFTED))
+            for name, n in loads.items()
+        ]
+        work = Round(tuple(lanes), lambda group: verify(sum(group)))
+        return cycle_seconds(work, number(work))
+
+    policy = policy_of(system, seed)
+    played = Slots(policy, profile(), np.array(rates), contexts, _DRAFTED, seed)
+    if isinstance(policy, Knowing):
+        policy.goodput = {str(i): own for i, own in enumerate(played.goodput)}
+    return played.tokens_per_s(slots, seconds)
+
+
+class Best(Knowing):
+    """Each request's best drafter, or none."""
+
+    def select(self, states: Sequence[RequestState], view: View) -> dict[str, str | None]:
+        ids = [s.request.id for s in states]
+        return {i: max(self.goodput[i], key=self.goodput[i].__getitem__) for i in ids}
+
+
+def policy_of(system: str, seed: int) -> SelectionPolicy:
+    if system in IDEAL:
+        return Best(Lbss.Options(seed=seed))
+    if system.startswith("Vanilla"):
+        single = PolicyConfig.from_name("single", drafter=system.removeprefix("Vanilla "))
+        return single.make("selection")
+    name, options = ("epsilon_greedy", {"explore": 1.0}) if system == RANDOM else ("lbss", {})
+    return PolicyConfig.from_name(name, seed=seed, **options).make("selection")
+
+
+def spin_num(work: Round) -> int:
+    """Section V-B: one more micro-batch while verifying them costs no obvious throughput."""
+    whole, num = work.verify(work.batches), 1
+    while num < MOST_MICRO_BATCHES:
+        if (1 - _DROP) * sum(map(work.verify, split(work.batches, num + 1))) > whole:
+            break
+        num += 1
+    return num
+
+
+def _best_num(work: Round) -> int:
+    return max(1, best_num(lambda n: cycle_seconds(work, n or 1), MOST_MICRO_BATCHES))
+
+
+_NUMBERS: Mapping[str, Callable[[Round], int]] = {
+    WHOLE: spin_num,
+    RANDOM: spin_num,
+    IDEAL[-1]: _best_num,
+}
+
+EXPERIMENT = Experiment(NAME, "Figure 10: the whole system, simulated", run)
