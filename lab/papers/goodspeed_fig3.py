@@ -12,8 +12,7 @@ the same number of tokens.
 
 Controls: Fixed-S against itself with other luck, Random-S in GoodSpeed's place, and verdicts that
 take longer to send. Oracles know acceptance: one drafts for most tokens per second, one for most
-tokens of C. For Random-S it is one whose drafts are at most a token longer than Fixed-S's, and for
-sending, rounds in which the slowest drafter drafts all of C.
+tokens of C. For Random-S it is one whose drafts are at most a token longer than Fixed-S's.
 """
 
 from __future__ import annotations
@@ -203,16 +202,6 @@ def spent(played: PlayedRounds, times: BarrierTimes) -> Spent:
     )
 
 
-def longest_rounds(where: Where) -> Spent:
-    """One whose slowest drafter drafts all of C."""
-    kind, name, budget = where
-    c = next(c for c in TABLE_I if c.name == name)
-    lengths = np.zeros((1, c.clients), dtype=np.int64)
-    times = c.times(budget)[kind]
-    lengths[0, int(times.per_token.argmax())] = budget
-    return spent(PlayedRounds(lengths, lengths + 1), times)
-
-
 def verdicts(found: Found) -> list[ClaimVerdict]:
     """By kind of times, over all configurations and budgets."""
     kinds = dict.fromkeys(kind for kind, *_ in found)
@@ -281,7 +270,7 @@ def _of_kind(kind: str, found: Found) -> list[ClaimVerdict]:
             ours,
             "verdicts that carry a tenth of a round's time more",
             carried,
-            ("the longest rounds of C tokens", [[longest_rounds(where)] for where in found]),
+            ("longer rounds, for most tokens of C", most),
         ),
         check(
             f"{kind}: drafts pay: Fixed-S takes less than no drafts at all",

@@ -30,6 +30,7 @@ from lab.common.slots import Slots
 from lab.common.statistics import SEEDS
 from lab.papers.spin_fig10 import CHOICE, FAST, NONE, RANDOM, WHOLE, Batch, draw_systems, verdicts
 from lab.papers.spin_fig11 import EASY, FAMILY, HARD, acceptance
+from lab.papers.spin_fig13 import drafter
 from lab.papers.spin_theorem1 import Knowing
 from penstock.config import PolicyConfig
 from penstock.core.policies.base import SelectionPolicy, View
@@ -43,7 +44,7 @@ from penstock.core.policies.pipeline.parts.planner import (
 )
 from penstock.core.policies.selection.papers.lbss import Lbss
 from penstock.core.state import RequestState
-from penstock.fluid.step_profile import DrafterProfile, StepProfile, StepWork
+from penstock.fluid.step_profile import StepProfile, StepWork
 from penstock.sim.profiles import load_profile
 from penstock.sim.workloads import load_workload
 
@@ -52,66 +53,48 @@ NAME = "spin_fig10_simulated"
 _BATCHES = (8, 32, 64)
 _DRAFTED = 4
 _SLOTS, _FEW_SLOTS = 512, 128
-_TARGET_BILLIONS, _LAUNCH_S = 6.74, 0.5e-3
+_LIKE = [*zip(FAMILY, ("68M", "265M", "265M", "265M", "616M"), strict=True)]
+"""Whose times they take."""
 _DROP = 0.1
 IDEAL = ("in hindsight", "in hindsight, decomposed", "in hindsight, all")
-_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 IntArray = npt.NDArray[np.int64]
 
 
 def profile() -> StepProfile:
-    """A drafter's step reads its share of the target's weights."""
-    target = load_profile("a100-llama2-7b")
-    drafters = tuple(
-        DrafterProfile(
-            name,
-            _COUNTS,
-            tuple(_LAUNCH_S + size / _TARGET_BILLIONS * target.linear(n) for n in _COUNTS),
-            size / _TARGET_BILLIONS * target.linear(512) / 512,
-        )
-        for name, size in FAMILY.items()
-    )
-    return replace(target, drafters=drafters)
+    target = replace(load_profile("a100-llama2-7b"), name="streaming")
+    return replace(target, drafters=tuple(replace(drafter(m, target), name=n) for n, m in _LIKE))
 
 
 def run(job: Trial) -> list[ClaimVerdict]:
     slots = _SLOTS if job.effort.curve_arrivals >= 10_000 else _FEW_SLOTS
     seeds = SEEDS[: job.effort.repetitions]
     systems = (*(f"Vanilla {n}" for n in FAMILY), CHOICE, FAST, WHOLE, RANDOM, NONE, *IDEAL)
-    texts = contexts_of(job)
-    cells = [(batch, system) for batch in _BATCHES for system in systems]
-    drawn = job.by_cell(
-        rate, cells, seeds, texts, slots, what=lambda batch, *_: f"{NAME}: batch {batch}"
-    )
-    found = {b: {s: np.array(drawn[b, s]) for s in systems} for b in _BATCHES}
+    texts = {b: [contexts_of(job, b, seed) for seed in seeds] for b in _BATCHES}
+    cells = [(s, b, texts[b][i], slots, i) for b in _BATCHES for s in systems for i in seeds]
+    drawn = iter([*job.each(rate, cells, lambda _, batch, *__: f"{NAME}: batch {batch}")])
+    found = {b: {s: np.array([next(drawn) for _ in seeds]) for s in systems} for b in _BATCHES}
     write_rates(job.out / f"{NAME}.csv", "batch", found)
     draw_systems(job.out / f"{NAME}.png", found)
     told = []
     for batch, rates in found.items():
-        mean = np.mean([drawn_contexts(texts, batch, seed) for seed in seeds], axis=0)
-        padded, plain = (seconds_of(mean, drafts, True)(batch) for drafts in (_DRAFTED, 0))
+        times = [seconds_of(c, n, True)(batch) for n in (_DRAFTED, 0) for c in texts[batch]]
+        padded, plain = np.sum(np.split(np.array(times), 2), axis=1)
         oracle = "each request's best drafter, the best number", [rates[name] for name in IDEAL]
         shown = {name: own for name, own in rates.items() if name not in IDEAL}
         told += verdicts(batch, Batch(shown, padded / plain, oracle))
     return told
 
 
-def contexts_of(job: Trial) -> IntArray:
-    """[requests, 2] tokens of prompts and outputs."""
-    if job.data is None or not (job.data / RECORDED).is_file():
-        job.tell(f"{NAME}: log-normal lengths, for want of {RECORDED}")
-        rng = np.random.default_rng(0)
-        return np.stack([prompt_lengths(rng, 1000), 2 * prompt_lengths(rng, 1000)], axis=1)
-    load = load_workload(job.data / RECORDED)
-    return np.stack([load.prompt_len, load.output_len], axis=1)
-
-
-def drawn_contexts(texts: IntArray, batch: int, seed: int) -> IntArray:
-    """[batch], from the longest down."""
+def contexts_of(job: Trial, batch: int, seed: int) -> IntArray:
+    """[batch] tokens of prompts and of a part of the outputs."""
     rng = np.random.default_rng((10, seed))
-    prompts, outputs = rng.choice(texts, batch).T
-    found = prompts + (outputs * rng.random(batch)).astype(np.int64)
-    return np.sort(found)[::-1]
+    if job.data is not None and (job.data / RECORDED).is_file():
+        load = load_workload(job.data / RECORDED)
+        drawn = rng.integers(len(load.prompt_len), size=batch)
+        prompts, outputs = load.prompt_len[drawn], load.output_len[drawn]
+    else:
+        prompts, outputs = prompt_lengths(rng, batch), 2 * prompt_lengths(rng, batch)
+    return np.asarray(prompts + outputs * rng.random(batch), dtype=np.int64)
 
 
 def seconds_of(contexts: IntArray, drafted: int, padded: bool) -> Callable[[int], float]:
@@ -121,9 +104,8 @@ def seconds_of(contexts: IntArray, drafted: int, padded: bool) -> Callable[[int]
     return lambda n: target.seconds(StepWork(0, 0.0, n, n * each, n * drafted))
 
 
-def rate(batch: int, system: str, texts: IntArray, slots: int, seed: int) -> float:
+def rate(system: str, batch: int, contexts: IntArray, slots: int, seed: int) -> float:
     """Tokens per second of a system, with requests of a seed."""
-    contexts = drawn_contexts(texts, batch, seed)
     if system == NONE:
         return batch / seconds_of(contexts, 0, False)(batch)
     requests = range(batch)

@@ -104,7 +104,7 @@ def test_figure_3_sees_who_waits_longer() -> None:
         "holds",
         "holds",
         "holds in part",
-        "cannot be told here",
+        "does not hold",
         "does not hold",
     ]
     level = figure_3()

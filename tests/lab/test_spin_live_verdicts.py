@@ -1,5 +1,6 @@
 """What the live figures of Spin make of figures that are known."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,8 @@ def batch(**rates: float) -> Batch:
     known |= {
         {"choice": CHOICE, "packed": FAST, "whole": WHOLE}.get(n, n): r for n, r in rates.items()
     }
-    return Batch({name: rate * NOISE for name, rate in known.items()}, 1.1)
+    oracle = "hindsight", [rate * NOISE for rate in (40.0, 50.0, 60.0)]
+    return Batch({name: rate * NOISE for name, rate in known.items()}, 1.1, oracle)
 
 
 def test_the_papers_gain_is_over_all_vanillas_and_ahead_of_each() -> None:
@@ -32,6 +34,8 @@ def test_the_papers_gain_is_over_all_vanillas_and_ahead_of_each() -> None:
     told = spin_fig10.verdicts(1, batch(whole=60.0))[0]
     assert "verification takes 1.10 times a plain step" in told.claim
     assert "2.00× (2.00 to 2.00) the best of them" in told.measured
+    alone = replace(batch(whole=29.0), oracle=None)
+    assert spin_fig10.verdicts(1, alone)[0].outcome == "cannot be told here"
     as_random = batch(whole=60.0)
     as_random.rates[RANDOM][:] = as_random.rates[WHOLE]
     assert spin_fig10.verdicts(1, as_random)[0].outcome == "not shown"

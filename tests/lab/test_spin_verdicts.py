@@ -36,13 +36,13 @@ def figures(**rates: float) -> Goodput:
     return {
         (t, x, p): rates.get(p, 100.0) * noise
         for t in spin_fig11.TARGETS
-        for x in (*TEXTS, *spin_fig11.OWN)
+        for x in TEXTS
         for p in (*spin_fig11.POLICIES, spin_fig11.HINDSIGHT, *spin_fig11.singles(x))
     }
 
 
 def told(**rates: float) -> list[str]:
-    return [v.outcome for v in verdicts(figures(**rates), TEXTS)]
+    return [v.outcome for v in verdicts(figures(**rates), TEXTS)[:-1]]
 
 
 def test_verdicts_say_who_is_ahead_and_what_hindsight_could_not_reach() -> None:
@@ -57,21 +57,6 @@ def test_verdicts_say_who_is_ahead_and_what_hindsight_could_not_reach() -> None:
     assert told(LBSS=190.0, greedy=95.0, **far, **{"ε-greedy, printed": 130.0})[6] == "holds"
 
 
-def test_what_is_said_of_single_drafters_is_judged() -> None:
-    found = figures()
-    for (_, text, policy), rates in found.items():
-        middle = {"Vanilla draft-code": 1.0, "Vanilla draft-data": 0.9, "Vanilla draft-lang": 0.95}
-        if policy in middle:
-            rates *= middle[policy] * (1.2 if policy.endswith("lang") and text == "hard" else 1.0)
-        elif policy.startswith("Vanilla"):
-            rates *= 0.5
-    assert [v.outcome for v in verdicts(found, TEXTS)][7:] == ["holds"] * 2
-    for (_, _, policy), rates in found.items():
-        if policy == "Vanilla draft-tiny":
-            rates *= 3
-    assert [v.outcome for v in verdicts(found, TEXTS)][7:] == ["cannot be told here"] * 2
-
-
 def test_records_say_how_requests_differ(tmp_path: Path) -> None:
     rows = [{"ngram": [6] * 60, "eagle": [1] * 60}, {"ngram": [1] * 60, "eagle": [5] * 60}]
     for file in spin_fig11.RECORDS.values():
@@ -80,8 +65,11 @@ def test_records_say_how_requests_differ(tmp_path: Path) -> None:
     found = worth("7B", "gsm8k", tmp_path, range(40))
     assert set(found.argmax(axis=1)) == {0, 1}
     assert "hindsight gains 2" in differ("gsm8k", found)
-    chosen = goodput("7B", "gsm8k", spin_fig11.HINDSIGHT, tmp_path, 0.8, 0)
-    assert chosen > 1.2 * goodput("7B", "gsm8k", "Vanilla eagle", tmp_path, 0.8, 0)
+    chosen, eagle = (
+        goodput("7B", "gsm8k", policy, tmp_path, 2.0, 1)
+        for policy in (spin_fig11.HINDSIGHT, "Vanilla eagle")
+    )
+    assert chosen > 1.2 * eagle
 
 
 def test_a_run_keeps_eight_requests_live_and_is_reproducible() -> None:
