@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from lab.common.claims import ClaimVerdict
 from lab.common.experiment import Experiment, Trial
-from lab.common.families import prompt_lengths
+from lab.common.families import SPIN_DRAFTERS, prompt_lengths
 from lab.common.recorded import RECORDED
 from lab.common.report import write_rates
 from lab.common.slots import Slots
@@ -53,8 +53,11 @@ NAME = "spin_fig10_simulated"
 _BATCHES = (8, 32, 64)
 _DRAFTED = 4
 _SLOTS, _FEW_SLOTS = 512, 128
-_LIKE = [*zip(FAMILY, ("68M", "265M", "265M", "265M", "616M"), strict=True)]
-"""Whose times they take."""
+_LIKE = [
+    (name, next(n for n, s in SPIN_DRAFTERS.items() if s.billions == size), size / 6.74)
+    for name, size in FAMILY.items()
+]
+"""Drafters, whose times they take, and their share of the target's parameters."""
 _DROP = 0.1
 IDEAL = ("in hindsight", "in hindsight, decomposed", "in hindsight, all")
 IntArray = npt.NDArray[np.int64]
@@ -62,7 +65,14 @@ IntArray = npt.NDArray[np.int64]
 
 def profile() -> StepProfile:
     target = replace(load_profile("a100-llama2-7b"), name="streaming")
-    return replace(target, drafters=tuple(replace(drafter(m, target), name=n) for n, m in _LIKE))
+    reading = (target.linear(1024) - target.linear(512)) / 512
+    return replace(
+        target,
+        drafters=tuple(
+            replace(drafter(like, target), name=n, per_catch_up_token=share * reading)
+            for n, like, share in _LIKE
+        ),
+    )
 
 
 def run(job: Trial) -> list[ClaimVerdict]:
