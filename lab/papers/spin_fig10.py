@@ -74,7 +74,7 @@ class Batch:
 def run(job: Trial) -> list[ClaimVerdict]:
     from lab.common.live import LiveScene
 
-    scene = LiveScene.from_trial(job)
+    scene = LiveScene.from_trial(job, NAME)
     job.tell(f"{NAME}: loading")
     engines = Engines.from_scene(scene)
     found = {}

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,7 +27,8 @@ from lab.common.statistics import FloatArray, ratio
 from penstock.config import PolicyConfig
 
 if TYPE_CHECKING:
-    from lab.common.live import LiveScene
+    from lab.common.live import LiveScene, LiveSystem
+    from penstock.core.types import Request
     from penstock.engine.build import Engine
 
 NAME = "spin_fig2"
@@ -75,7 +77,7 @@ class ServedRequests:
 def run(job: Trial) -> list[ClaimVerdict]:
     from lab.common.live import LiveScene
 
-    scene = LiveScene.from_trial(job)
+    scene = LiveScene.from_trial(job, NAME)
     job.tell(f"{NAME}: loading")
     found = served(scene, scene.load(1), job)
     write_table(
@@ -116,20 +118,33 @@ def served(scene: LiveScene, engine: Engine, job: Trial) -> ServedRequests:
             for j in np.roll(np.arange(len(names)), i):
                 seed = i + number * _OTHER_SEEDS
                 request = request_of(prompt, seed, scene.new_tokens, 1.0, drafter=names[j])
-                before = engine.executor.totals.drafter_seconds[names[j]]
-                done = systems[j].serve([request], 1)
-                spent = engine.executor.totals.drafter_seconds[names[j]] - before
-                seconds[number, i, j] = 1 / done.tokens_per_s
+                figures = scene.kept.measure(
+                    f"{scene.family.name}, {scene.new_tokens} tokens, {names[j]}/{seed}",
+                    partial(_measured, engine, systems[j], request),
+                )
+                seconds[number, i, j] = figures["seconds"]
                 if not number:
-                    usage = done.completions[0].usage
-                    drafting[i, j] = spent / max(1, usage.num_draft_tokens)
-                    accepted[i, j] = usage.num_accepted_tokens / max(1, usage.num_draft_tokens)
+                    drafting[i, j], accepted[i, j] = figures["drafting"], figures["accepted"]
     # The first request of every domain warms up.
     warm = len(scene.prompts)
     domains = [domain for domain, _ in prompts]
     return ServedRequests(
         domains[warm:], names, seconds[:, warm:], drafting[warm:], accepted[warm:]
     )
+
+
+def _measured(engine: Engine, system: LiveSystem, request: Request) -> dict[str, float]:
+    """Of one request: seconds a token and a draft token, and the share that is accepted."""
+    before = engine.executor.totals.drafter_seconds[system.name]
+    done = system.serve([request], 1)
+    spent = engine.executor.totals.drafter_seconds[system.name] - before
+    usage = done.completions[0].usage
+    num = max(1, usage.num_draft_tokens)
+    return {
+        "seconds": 1 / done.tokens_per_s,
+        "drafting": spent / num,
+        "accepted": usage.num_accepted_tokens / num,
+    }
 
 
 def verdicts(found: ServedRequests) -> list[ClaimVerdict]:

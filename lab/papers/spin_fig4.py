@@ -53,7 +53,7 @@ def run(job: Trial) -> list[ClaimVerdict]:
     from lab.common.live import LiveScene
     from lab.common.padded_attention import load_padded
 
-    scene = LiveScene.from_trial(job)
+    scene = LiveScene.from_trial(job, NAME)
     batches: tuple[int, ...] = _BATCHES
     if job.effort.seeds <= QUICK.seeds:
         scene, batches = replace(scene, new_tokens=scene.new_tokens // 2), _JUDGED

@@ -1,12 +1,13 @@
 """What the live figures of Spin make of figures that are known."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from lab.common.cells import Cells
 from lab.common.experiment import LabError, Trial
 from lab.papers import spin_fig2, spin_fig4, spin_fig10
 from lab.papers.spin_fig2 import ServedRequests
@@ -97,6 +98,38 @@ def test_the_best_drafter_of_a_request_must_be_the_best_again() -> None:
     drawn = np.random.default_rng(RANDOM_STATE).integers(0, 3, (2, 40))
     luck = spin_fig2.verdicts(requests(*drawn.tolist()))
     assert [v.outcome for v in luck[:2]] == ["does not hold", "cannot be told here"]
+
+
+def test_a_live_run_that_was_cut_goes_on_where_it_was(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from lab.common.live import LiveScene, Served
+
+    class Cut(Exception):
+        """The run ends here."""
+
+    @dataclass
+    class Counted:
+        name: str = "counted"
+        drafter: str = "none"
+        served: int = 0
+        last: int = 4
+
+        def serve(self, requests: object, batch: int) -> Served:
+            self.served += 1
+            if self.served == self.last:
+                raise Cut
+            return Served([], 100.0 * self.last + self.served)
+
+    def rates(system: Counted) -> list[float]:
+        scene = LiveScene(tmp_path, {}, 5, new_tokens=8, kept=Cells(tmp_path / "x", silent=True))
+        return scene.rates([system], 1, lambda _: None)[system.name].tolist()
+
+    with pytest.raises(Cut):
+        rates(Counted())
+    again = Counted(last=9)
+    # Turn 0 is served again, to learn in; turns 1 and 2 are kept.
+    assert rates(again) == [402, 403, 902, 903, 904]
+    assert rates(Counted(last=1)) == [402, 403, 902, 903, 904]
 
 
 def test_a_family_is_for_live_experiments(tmp_path: Path) -> None:
