@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,7 +110,7 @@ def run(job: Trial) -> list[ClaimVerdict]:
         ),
     )
     _draw(job, curves)
-    return [*verdicts(curves), *of_the_abstract(means)]
+    return verdicts(curves, means)
 
 
 def settings_of(job: Trial) -> list[Setting]:
@@ -169,108 +170,95 @@ def optimum(where: Setting, seed: int) -> float:
     return float(np.log(fair_optimum_of_rounds(rates_of(where, seed), where.budget)).sum())
 
 
-def verdicts(curves: Curves) -> list[ClaimVerdict]:
-    found = []
-    for where, by_policy in curves.items():
-        ours, misled = by_policy["goodspeed"], by_policy[_MISLED]
-        told = "known acceptance", by_policy["goodspeed, told"]
-        baselines = {name: by_policy[name] for name in _BASELINES}
-        found += [
-            check(
-                f"utility is steady from round {_SETTLED} on ({where})",
-                steadiness,
-                ours / where.clients,
-                "Random-S, which learns nothing",
-                by_policy["random"] / where.clients,
-                (told[0], told[1] / where.clients),
+def verdicts(curves: Curves, means: Means) -> list[ClaimVerdict]:
+    """Over all settings; each test is of a policy, by name."""
+    told, even = _TOLD
+    misled = "told of every client what another one did", _MISLED
+    tests = [
+        (
+            f"utility is steady from round {_SETTLED} on",
+            partial(steadiness, curves),
+            ("Random-S, which learns nothing", "random"),
+            told,
+        ),
+        (
+            f"utility is above Fixed-S's and Random-S's from round {_FIRST} on",
+            partial(advantage, curves),
+            misled,
+            told,
+        ),
+        (
+            "utility levels off at U(x*)",
+            partial(nearness, curves),
+            ("Fixed-S in its place", "fixed"),
+            told,
+        ),
+        (
+            "system-wide goodput is above Fixed-S's and Random-S's (abstract)",
+            partial(
+                above, {w: {p: m.sum(axis=1) for p, m in by.items()} for w, by in means.items()}
             ),
-            check(
-                f"utility is above Fixed-S and Random-S from round {_FIRST} on ({where})",
-                advantage,
-                (ours, baselines),
-                "told of every client what another one did",
-                (misled, baselines),
-                (told[0], (told[1], baselines)),
+            misled,
+            told,
+        ),
+        (
+            "the least client's goodput is above theirs (abstract: fairness)",
+            partial(
+                above, {w: {p: m.min(axis=1) for p, m in by.items()} for w, by in means.items()}
             ),
-        ]
-        if OPTIMUM in by_policy:
-            best = by_policy[OPTIMUM][:, 0] / where.clients
-            found.append(
-                check(
-                    f"utility levels off at U(x*) ({where})",
-                    nearness,
-                    (ours / where.clients, best),
-                    "Fixed-S in its place",
-                    (by_policy["fixed"] / where.clients, best),
-                    (told[0], (told[1] / where.clients, best)),
-                )
-            )
-    return found
+            misled,
+            even,
+        ),
+    ]
+    return [
+        check(claim, test, "goodspeed", *control, ("known acceptance", oracle))
+        for claim, test, control, oracle in tests
+    ]
 
 
-def of_the_abstract(means: Means) -> list[ClaimVerdict]:
-    """Goodput, and fairness, over all settings."""
-    found = []
-    for claim, figure, oracle in (
-        ("system-wide goodput is above Fixed-S's and Random-S's (abstract)", _total, 0),
-        ("the least client's goodput is above theirs (abstract: fairness)", _least, 1),
-    ):
-        by_setting = {w: {p: figure(m) for p, m in by.items()} for w, by in means.items()}
-
-        def of(name: str, figures: Any = by_setting) -> Any:
-            return [(by[name], {b: by[b] for b in _BASELINES}) for by in figures.values()]
-
-        told = [*_TOLD][oracle]
-        misled = "told of every client what another one did", of(_MISLED)
-        found.append(check(claim, above, of("goodspeed"), *misled, (told, of(told))))
-    return found
+def steadiness(curves: Curves, policy: str) -> Measurement:
+    moved = [
+        float(np.ptp(by[policy].mean(axis=0)[_SETTLED:])) / w.clients for w, by in curves.items()
+    ]
+    told = ", ".join(f"{m:.3f}" for m in moved)
+    return Measurement(f"moves by {told} nats a client", tuple(m <= _STEADY for m in moved))
 
 
-def _total(means: FloatArray) -> FloatArray:
-    return np.asarray(means.sum(axis=1))
-
-
-def _least(means: FloatArray) -> FloatArray:
-    return np.asarray(means.min(axis=1))
-
-
-def above(settings: list[tuple[FloatArray, Mapping[str, FloatArray]]]) -> Measurement:
-    """Figures of a policy and of its baselines, [seeds] each, by setting."""
+def advantage(curves: Curves, policy: str) -> Measurement:
+    """With certainty at the end, and in the mean at all times."""
     shown, parts = [], []
     for name in _BASELINES:
-        gains = [ratio(ours, baselines[name]) for ours, baselines in settings]
+        ahead = [by[policy] - by[name] for by in curves.values()]
+        last = [interval(a[:, -1]) for a in ahead]
+        least = [float(a.mean(axis=0)[_FIRST:].min()) for a in ahead]
+        shown.append(f"{'; '.join(map(str, last))} against {name}")
+        parts.append(all(x.low > 0 for x in last) and min(least) > 0)
+    return Measurement(
+        f"nats, all clients together, after {_ROUNDS}: " + ", ".join(shown), tuple(parts)
+    )
+
+
+def nearness(curves: Curves, policy: str) -> Measurement:
+    """Where x* is known."""
+    short = [
+        interval((by[OPTIMUM][:, 0] - by[policy][:, -1]) / w.clients)
+        for w, by in curves.items()
+        if OPTIMUM in by
+    ]
+    return Measurement(
+        f"{'; '.join(map(str, short))} nats a client below after {_ROUNDS} rounds (near: {_NEAR})",
+        tuple(x.mean <= _NEAR for x in short),
+    )
+
+
+def above(figures: Mapping[Setting, Mapping[str, FloatArray]], policy: str) -> Measurement:
+    """[seeds] by setting and policy."""
+    shown, parts = [], []
+    for name in _BASELINES:
+        gains = [ratio(by[policy], by[name]) for by in figures.values()]
         shown.append(f"{', '.join(f'{g.mean:.3f}' for g in gains)} times {name}'s")
         parts.append(all(g.low > 1 for g in gains))
     return Measurement("; ".join(shown), tuple(parts))
-
-
-def steadiness(utilities: FloatArray) -> Measurement:
-    """utilities: [seeds, rounds], in nats a client."""
-    moved = float(np.ptp(utilities.mean(axis=0)[_SETTLED:]))
-    return Measurement(f"moves by {moved:.3f} nats a client", (moved <= _STEADY,))
-
-
-def advantage(found: tuple[FloatArray, dict[str, FloatArray]]) -> Measurement:
-    """Utilities of a policy and of its baselines, [seeds, rounds] each."""
-    ours, baselines = found
-    shown, parts = [], []
-    for name, theirs in baselines.items():
-        ahead = ours - theirs
-        last = interval(ahead[:, -1].tolist())
-        least = float(ahead.mean(axis=0)[_FIRST:].min())
-        shown.append(f"{last} against {name} after {_ROUNDS} (smallest mean {least:+.2f})")
-        parts.append(last.low > 0 and least > 0)
-    return Measurement("nats, all clients together: " + ", ".join(shown), tuple(parts))
-
-
-def nearness(found: tuple[FloatArray, FloatArray]) -> Measurement:
-    """Utilities, [seeds, rounds], and that of x*, [seeds], in nats a client."""
-    ours, best = found
-    short = interval(best - ours[:, -1])
-    return Measurement(
-        f"{short} nats a client below after {_ROUNDS} rounds (near: {_NEAR})",
-        (short.mean <= _NEAR,),
-    )
 
 
 def _draw(job: Trial, curves: Curves) -> None:
