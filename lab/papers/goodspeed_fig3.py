@@ -337,8 +337,8 @@ def sends_little(given: list[list[Spent]]) -> Measurement:
 
 
 def _span(found: list[Interval]) -> str:
-    """Of all configurations."""
-    return ", ".join(f"{r.mean:.2f}" for r in found) + " times"
+    """Over all configurations."""
+    return f"{min(r.mean for r in found):.2f} to {max(r.mean for r in found):.2f} times"
 
 
 def _draw(job: Trial, found: Found) -> None:

@@ -148,7 +148,7 @@ def verdicts(batch: int, found: Batch) -> list[ClaimVerdict]:
             (name, (oracle[-1], found)),
         ),
         check(
-            f"each of its parts adds to it ({where})",
+            f"each of its parts adds to it (batch {batch})",
             parts,
             (found.best, found.rates[CHOICE], found.rates[FAST], found.rates[WHOLE]),
             "the best Vanilla against its own next turns",

@@ -205,7 +205,8 @@ def verdicts(
 def rises_and_falls(curves: Curves) -> Measurement:
     return Measurement(
         "; ".join(
-            f"{name}: best {c.best} ({c.gain(c.best):.2f}x), {_MOST} give {c.gain(_MOST):.2f}x"
+            f"{name.replace(', ', '-')} {c.gain(c.best):.2f}x with {c.best}, {c.gain(_MOST):.2f}x "
+            f"with {_MOST}"
             for name, c in curves.items()
         ),
         tuple(
@@ -221,7 +222,7 @@ def gains_of_four(curves: Curves) -> Measurement:
     gains = [(c.gain(4), c.gain(_MOST)) for c in hard.values()]
     return Measurement(
         "; ".join(
-            f"{name}: {c.gain(4):.2f}x with 4, {c.gain(_MOST):.2f}x with {_MOST}"
+            f"{name.replace(', ', '-')} {c.gain(4):.2f}x with 4, {c.gain(_MOST):.2f}x with {_MOST}"
             for name, c in hard.items()
         ),
         (
@@ -242,7 +243,7 @@ def near_the_best(found: tuple[Curves, Mapping[str, int]]) -> Measurement:
     curves, chosen = found
     shares = {n: c.rates[max(1, chosen[n])] / c.rates[c.best] for n, c in curves.items()}
     return Measurement(
-        "; ".join(f"{n}: {chosen[n]}, {share:.1%} of the best" for n, share in shares.items()),
+        ", ".join(f"{n.replace(', ', '-')} {chosen[n]} ({x:.0%})" for n, x in shares.items()),
         tuple(share >= 1 - _CLOSE for share in shares.values()),
     )
 

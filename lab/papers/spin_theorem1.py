@@ -217,11 +217,9 @@ def like_log(given: tuple[FloatArray, Losses]) -> Measurement:
     lost, found = given
     power = exponent(lost)
     ends = lost.mean(axis=0)
-    middle = len(ends) // 2
     return Measurement(
-        f"{ends[0]:.3g} after {found.horizons[0]} slots, {ends[middle]:.3g} after "
-        f"{found.horizons[middle]:,}, {ends[-1]:.3g} after {found.horizons[-1]:,}: growth like "
-        f"T^{power}",
+        f"{ends[0]:.3g} after {found.horizons[0]} slots, {ends[-1]:.3g} after "
+        f"{found.horizons[-1]:,}: T^{power}",
         (power.high < 0.5,),
     )
 
