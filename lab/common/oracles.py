@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -65,9 +65,9 @@ class Misled(AllocationPolicy):
 class Told(GoodSpeed):
     """GoodSpeed that knows acceptance, [rounds, clients]."""
 
-    def __init__(self, rates: FloatArray, **options: Any) -> None:
+    def __init__(self, rates: Iterable[Sequence[float] | FloatArray], **options: Any) -> None:
         super().__init__(GoodSpeed.Options(**options))
-        self._rates = iter(rates.tolist())
+        self._rates = iter(rates)
 
     def allocate(self, candidates: Sequence[DraftCandidate], view: View) -> list[Grant]:
         for candidate, rate in zip(candidates, next(self._rates), strict=True):

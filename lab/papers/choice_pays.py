@@ -30,7 +30,7 @@ from lab.common.families import (
     specialists_profile,
 )
 from lab.common.oracles import assigned
-from lab.common.report import pyplot, save_figure, write_table
+from lab.common.report import Plot, draw, write_table
 from penstock.config import PolicyConfig
 from penstock.sim.acceptance import DomainAcceptance
 from penstock.sim.run import Report
@@ -277,31 +277,20 @@ def _least_contrasts(found: Map) -> str:
 
 
 def _draw(job: Trial, grid: MapGrid, found: Map) -> None:
-    rows, columns = len(CHOOSERS), len(grid.machines)
-    figure, axes = pyplot().subplots(
-        rows, columns, figsize=(3.4 * columns + 1, 12), layout="constrained", squeeze=False
-    )
-    for (row, chooser), (column, machine) in itertools.product(
-        enumerate(CHOOSERS), enumerate(grid.machines)
-    ):
-        gains = np.array(
-            [
-                [found[Spot(machine, r, c)].over(chooser) for c in grid.contrasts]
-                for r in grid.ratios
-            ]
-        )
-        axis = axes[row, column]
-        image = axis.imshow(gains, vmin=0.5, vmax=1.5, cmap="RdBu", aspect="auto", origin="lower")
-        for (y, x), gain in np.ndenumerate(gains):
-            color = "white" if abs(gain - 1) > 0.35 else "black"
-            axis.text(x, y, f"{gain:.2f}", ha="center", va="center", fontsize="medium", color=color)
-        axis.set_xticks(range(len(grid.contrasts)), [f"{c:g}" for c in grid.contrasts])
-        axis.set_yticks(range(len(grid.ratios)), [f"{r:g}" for r in grid.ratios])
-        axis.set_title(f"{chooser}: {machine.title}", fontsize="medium")
-    figure.supxlabel("contrast of acceptance")
-    figure.supylabel("drafter's step over the target's")
-    figure.colorbar(image, ax=axes, label="tokens/s over the best single drafter or none")
-    save_figure(figure, job.out / f"{NAME}.png")
+    def gains(chooser: str, machine: Machine, ratio: float) -> list[float]:
+        return [found[Spot(machine, ratio, c)].over(chooser) for c in grid.contrasts]
+
+    plots = []
+    for chooser, machine in itertools.product(CHOOSERS, grid.machines):
+        lines = {
+            f"a drafter's step {r:g} of the target's": (grid.contrasts, gains(chooser, machine, r))
+            for r in grid.ratios
+        }
+        axes = {"title": f"{chooser}: {machine.title}", "xlabel": "contrast", "ylabel": "gain"}
+        plots.append(Plot(lines, {**axes, "ylim": (0.5, None)}, "o-"))
+    num = len(grid.machines)
+    title = "Tokens/s over the best single drafter or none"
+    draw(job.out / f"{NAME}.png", title, [plots[i : i + num] for i in range(0, len(plots), num)])
 
 
 EXPERIMENT = Experiment(NAME, "Where choosing a drafter for every request pays", run)

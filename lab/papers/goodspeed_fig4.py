@@ -9,14 +9,14 @@ bands are intervals of 95% over the seeds.
 Three controls. That a mean over 400 rounds and more hardly moves is true of Random-S as well.
 `goodspeed` that is told of every client what another one did must lose what it gains by learning.
 And what is as close to x* as Fixed-S is not close. The oracle is `goodspeed` that knows acceptance
-(of recorded clients, its mean over the record), for the least goodput with a utility that is nearly
-max-min fair.
+(of recorded clients, that of the round that comes), for the least goodput with a utility that is
+nearly max-min fair.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -127,41 +127,33 @@ def settings_of(job: Trial) -> list[Setting]:
 
 def mean_goodput(name: str, where: Setting, seed: int) -> FloatArray:
     """x̄(T) for T = 1, 2, … in one run, shape [rounds, clients]."""
-    tokens = play(
-        policy_of(name, where, seed), clients_of(where, seed), where.budget, _ROUNDS
-    ).tokens
+    clients = clients_of(where, seed)
+    policy = policy_of(name, where, seed, clients)
+    tokens = play(policy, clients, where.budget, _ROUNDS).tokens
     return np.asarray(tokens.cumsum(axis=0) / np.arange(1, _ROUNDS + 1)[:, None])
 
 
-def policy_of(name: str, where: Setting, seed: int) -> AllocationPolicy:
+def policy_of(name: str, where: Setting, seed: int, clients: Sequence[Client]) -> AllocationPolicy:
     if name in _TOLD:
+        rates: Iterable[Any] = rates_of(where, seed)
+        if where.records:
+            rates = ([1 - 1 / (c.most_accepted() + 1) for c in clients] for _ in range(_ROUNDS))  # type: ignore[attr-defined]
         options = {"total": where.budget, "fairness": _TOLD[name], **_AVERAGING}
-        return Told(rates_of(where, seed), **options)
+        return Told(rates, **options)
     policy = make_policy("allocation", name.partition(",")[0], {"total": where.budget})
     return Misled(policy) if name == _MISLED else policy
 
 
 def rates_of(where: Setting, seed: int) -> FloatArray:
-    """[rounds, clients]; of a recorded client the mean of its record."""
-    if not where.records:
-        return jumping_rates(_ROUNDS, where.clients, _DWELL, seed)
-    means = []
-    for rows in recorded_rows(where):
-        runs = np.concatenate([np.array(row) for row in rows])
-        means += 2 * [1 - len(runs) / runs.sum()]
-    return np.tile(means, (_ROUNDS, 1))
-
-
-def recorded_rows(where: Setting) -> list[list[list[int]]]:
-    """Of each drafter on each data set."""
-    return [read_records(path, [drafter])[drafter] for drafter, path in where.records]
+    """[rounds, clients], where they jump."""
+    return jumping_rates(_ROUNDS, where.clients, _DWELL, seed)
 
 
 def clients_of(where: Setting, seed: int) -> list[Client]:
     """Recorded ones are each drafter on each data set, twice."""
     if not where.records:
         return GeometricClients(rates_of(where, seed), seed).clients()
-    rows = recorded_rows(where)
+    rows = [read_records(path, [drafter])[drafter] for drafter, path in where.records]
     return [RecordedClient(rows[i // 2], (seed, i)) for i in range(where.clients)]
 
 
