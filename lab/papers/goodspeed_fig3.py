@@ -188,7 +188,8 @@ def made(policy: str, rates: FloatArray, times: BarrierTimes, budget: int) -> Al
         MILD: {"total": budget, "k_max": equal + 1},
     }.get(policy, {"total": budget})
     names = {NONE: FIXED, MILD: RANDOM}
-    return make_policy("allocation", names.get(policy, policy), options)
+    chosen: AllocationPolicy = make_policy("allocation", names.get(policy, policy), options)
+    return chosen
 
 
 def spent(played: PlayedRounds, times: BarrierTimes) -> Spent:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -119,7 +120,7 @@ def rate(system: str, batch: int, contexts: IntArray, slots: int, seed: int) -> 
     if system == NONE:
         return batch / seconds_of(contexts, 0, False)(batch)
     requests = range(batch)
-    drawn = [acceptance(text, None, seed) for text in (EASY, HARD)]
+    drawn: list[Any] = [acceptance(text, None, seed) for text in (EASY, HARD)]
     rates = [[drawn[i % 2].rates(str(i))[name] for name in FAMILY] for i in requests]
     drafters = {d.name: d for d in profile().drafters}
     padded = system in (CHOICE, IDEAL[0]) or system.startswith("Vanilla")
@@ -154,9 +155,11 @@ def policy_of(system: str, seed: int) -> SelectionPolicy:
         return Best(Lbss.Options(seed=seed))
     if system.startswith("Vanilla"):
         single = PolicyConfig.from_name("single", drafter=system.removeprefix("Vanilla "))
-        return single.make("selection")
+        chosen: SelectionPolicy = single.make("selection")
+        return chosen
     name, options = ("epsilon_greedy", {"explore": 1.0}) if system == RANDOM else ("lbss", {})
-    return PolicyConfig.from_name(name, seed=seed, **options).make("selection")
+    made: SelectionPolicy = PolicyConfig.from_name(name, seed=seed, **options).make("selection")
+    return made
 
 
 def spin_num(work: Round) -> int:

@@ -242,6 +242,10 @@ def latency(cells: Cells, layout: str = "decomposed") -> ClaimVerdict:
         step={**cell.step, layout: _turned(cell.step["padded"])},
         attention={**cell.attention, layout: _turned(cell.attention["padded"])},
     )
+
+    def packed(times: dict[str, list[float]]) -> dict[str, list[float]]:
+        return {**times, layout: times["packed"]}
+
     rows = "as many rows as requests, B = n" if layout == _SPIN_ROWS else "rows searched"
     return check(
         f"decomposition cuts verification latency by {_PAPER_REDUCTION:.1%} (Alpaca, batch 16; "
@@ -250,16 +254,8 @@ def latency(cells: Cells, layout: str = "decomposed") -> ClaimVerdict:
         cell,
         "padding against its own next turn",
         itself,
-        ("packing", replace(cell, **{what: _as_packed(cell, what, layout) for what in _TIMED})),
+        ("packing", replace(cell, step=packed(cell.step), attention=packed(cell.attention))),
     )
-
-
-_TIMED = ("step", "attention")
-
-
-def _as_packed(cell: LayoutTimes, what: str, layout: str) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = getattr(cell, what)
-    return {**times, layout: times["packed"]}
 
 
 def _turned(times: list[float]) -> list[float]:

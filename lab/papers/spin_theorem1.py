@@ -66,7 +66,7 @@ class Knowing(Averaging):
 
     def __init__(self, options: Lbss.Options) -> None:
         super().__init__(options)
-        self._observed.estimate = lambda request, model: self.goodput[request][model]  # type: ignore[method-assign]
+        self._observed.estimate = lambda request_id, model: self.goodput[request_id][model]  # type: ignore[method-assign]
 
 
 def _averaging(**options: object) -> Callable[[int], SelectionPolicy]:
