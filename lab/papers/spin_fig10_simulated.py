@@ -125,7 +125,7 @@ def rate(system: str, batch: int, contexts: IntArray, slots: int, seed: int) -> 
     drafters = {d.name: d for d in profile().drafters}
     padded = system in (CHOICE, IDEAL[0]) or system.startswith("Vanilla")
     verify = seconds_of(contexts, _DRAFTED, padded)
-    number = _NUMBERS.get(system, lambda _: 1)
+    number: Callable[[Round], int] = _NUMBERS.get(system, lambda _: 1)
 
     def seconds(loads: Mapping[str, int]) -> float:
         lanes = [
