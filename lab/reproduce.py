@@ -84,6 +84,7 @@ def _outcome(entry: Experiment, job: Trial) -> dict[str, Any]:
     verdicts, skipped = [], None
     try:
         found = entry.run(job)
+        job.kept(entry.name).unlink(missing_ok=True)
         quick = "" if job.effort == FULL else " --quick"
         family = "" if job.family is None else f" --family {job.family}"
         data = "" if job.data is None else " --data DIR"

@@ -19,9 +19,9 @@ Figures = dict[str, Any]
 class Cells:
     """What was measured so far. Raises: OSError, ValueError (a file that holds something else)."""
 
-    def __init__(self, out: Path) -> None:
-        """out: read, and where new figures go."""
-        self._out = out
+    def __init__(self, out: Path, *, silent: bool = False) -> None:
+        """out: read, and where new figures go; silent: only there, not on standard output."""
+        self._out, self._silent = out, silent
         self.done: dict[str, Figures] = {}
         self.dates: dict[str, date] = {}
         if out.exists():
@@ -44,7 +44,8 @@ class Cells:
             self.dates[key] = date.today()
             with self._out.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(figures) + "\n")
-            print(json.dumps(figures), flush=True)
+            if not self._silent:
+                print(json.dumps(figures), flush=True)
         return [self.done[key] for key in cells]
 
     def values(self, key: str, figure: str) -> list[float]:

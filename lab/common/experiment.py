@@ -63,6 +63,10 @@ class Trial:
     workers: Workers = HERE
     family: Path | None = None
 
+    def kept(self, name: str) -> Path:
+        """The file of what a live experiment has measured so far: where it was cut, it goes on."""
+        return self.out / f"{name}.kept.jsonl"
+
     def each(
         self,
         call: Callable[..., _R],

@@ -14,7 +14,7 @@ Four specialists: equally fast, and each accepted more often in a domain of its 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -117,9 +117,10 @@ _TOGETHER, _ALONE = 0.6, 0.6
 _MOST_ROWS = 8
 
 
-def spin_profile(target: str) -> StepProfile:
-    """Roofline times of a target and of all drafters."""
+def spin_profile(target: str, drafters: Mapping[str, float] | None = None) -> StepProfile:
+    """Roofline times of a target and of all drafters: Spin's, or others' billions by name."""
     parameters, gpus = SPIN_TARGETS[target]
+    sizes = drafters or {name: size.billions for name, size in SPIN_DRAFTERS.items()}
     rows = (1, 4096)
     return StepProfile(
         f"llama-{target}-v100",
@@ -131,10 +132,10 @@ def spin_profile(target: str) -> StepProfile:
             DrafterProfile(
                 name,
                 batch_counts=(1, _MOST_ROWS),
-                batch_seconds=tuple(_roofline(size.billions, n) for n in (1, _MOST_ROWS)),
-                per_catch_up_token=_roofline(size.billions, 2) - _roofline(size.billions, 1),
+                batch_seconds=tuple(_roofline(billions, n) for n in (1, _MOST_ROWS)),
+                per_catch_up_token=_roofline(billions, 2) - _roofline(billions, 1),
             )
-            for name, size in SPIN_DRAFTERS.items()
+            for name, billions in sizes.items()
         ),
     )
 

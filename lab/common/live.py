@@ -13,12 +13,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from lab.common.cells import Cells
 from lab.common.experiment import LabError, Trial
 from lab.common.statistics import FloatArray, rotated
 from penstock.config import NGRAM, EngineConfig, PolicyConfig
@@ -160,15 +162,17 @@ class LiveScene:
     """What an experiment serves: so many turns of requests of all domains, new ones in each.
 
     prompts: by domain. num_turns: those that count; one before them warms up, and is to learn in.
+    kept: what was measured so far.
     """
 
     family: Path
     prompts: Mapping[str, Sequence[Prompt]]
     num_turns: int
     new_tokens: int
+    kept: Cells
 
     @classmethod
-    def from_trial(cls, job: Trial) -> LiveScene:
+    def from_trial(cls, job: Trial, name: str) -> LiveScene:
         """Raises: LabError where there is no such family."""
         family = job.family or WEIGHTS
         try:
@@ -179,7 +183,7 @@ class LiveScene:
         prompts = {d: [tuple(tokenizer.encode(p.prompt)) for p in load_prompts(d)] for d in DOMAINS}
         turns = max(_TURNS[0], min(_TURNS[1], job.effort.seeds - 1))
         tokens = max(_TOKENS[0], min(_TOKENS[1], job.effort.curve_arrivals // 125))
-        return cls(family, prompts, turns, tokens)
+        return cls(family, prompts, turns, tokens, Cells(job.kept(name), silent=True))
 
     def load(self, batch: int, **settings: Any) -> Engine:
         """The family's target with all drafters, in the number format that it is served in."""
@@ -207,16 +211,29 @@ class LiveScene:
     ) -> dict[str, FloatArray]:
         """[turns] tokens per second of each system, all of which serve the same requests, in
         another order in each turn. per_domain: requests of a turn; to_learn: of the one before
-        those that count, if that is another number; first: the number of the first that counts."""
+        those that count, if that is another number; first: the number of the first that counts.
+        Turns that are kept are not served again."""
+
+        def key(system: LiveSystem, turn: int) -> str:
+            scene = f"{self.family.name}, {self.new_tokens} tokens, batch {batch}, from {first}"
+            return f"{scene}/{system.name}/{turn}"
+
+        def serve(system: LiveSystem, numbers: Iterable[int]) -> dict[str, float]:
+            served = system.serve(self.requests(numbers, system.drafter), batch)
+            return {"tokens_per_s": served.tokens_per_s}
+
+        turns = range(1, self.num_turns + 1)
+        missing = any(key(s, turn) not in self.kept.done for s in systems for turn in turns)
         found: dict[str, list[float]] = {s.name: [] for s in systems}
-        for turn in range(self.num_turns + 1):
+        for turn in range(0 if missing else 1, self.num_turns + 1):
             tell(f"batch {batch}, turn {turn} of {self.num_turns}")
             # To learn from are the last ones of each domain, so that they do not come again.
             begin = first + (turn - 1) * per_domain if turn else -(to_learn or per_domain)
             numbers = range(begin, begin + per_domain if turn else 0)
             for system in rotated(systems, turn):
-                requests = self.requests(numbers, system.drafter)
-                served = system.serve(requests, batch)
-                if turn:
-                    found[system.name].append(served.tokens_per_s)
+                if not turn:
+                    serve(system, numbers)
+                    continue
+                figures = self.kept.measure(key(system, turn), partial(serve, system, numbers))
+                found[system.name].append(figures["tokens_per_s"])
         return {name: np.array(rates) for name, rates in found.items()}

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
+
+from lab.common.fair_path import expected_goodput
+from lab.common.rounds import BarrierTimes, FloatArray
+from penstock.core.learn.streams import Smoothed
+from penstock.core.policies.allocation.papers.goodspeed import GoodSpeed
 from penstock.core.policies.base import AllocationPolicy, DraftCandidate, SelectionPolicy, View
 from penstock.core.policies.registry import policies, register
 from penstock.core.state import Grant, Outcome, RequestState
+from penstock.fluid.fair import geometric_lengths
 
 
 @contextmanager
@@ -53,3 +60,40 @@ class Misled(AllocationPolicy):
         verdicts = [o.verdict for o in outcomes]
         turned = zip(outcomes, verdicts[1:] + verdicts[:1], strict=True)
         self._policy.on_step([Outcome(o.state, verdict) for o, verdict in turned], now)
+
+
+class Told(GoodSpeed):
+    """GoodSpeed that knows acceptance, [rounds, clients]."""
+
+    def __init__(self, rates: Iterable[Sequence[float] | FloatArray], **options: Any) -> None:
+        super().__init__(GoodSpeed.Options(**options))
+        self._rates = iter(rates)
+
+    def allocate(self, candidates: Sequence[DraftCandidate], view: View) -> list[Grant]:
+        for candidate, rate in zip(candidates, next(self._rates), strict=True):
+            self._client(candidate.state.request.tenant).acceptance = Smoothed(rate, 0.0)
+        return super().allocate(candidates, view)
+
+
+class Fastest(AllocationPolicy):
+    """Most expected tokens per second of a round, by known acceptance, [rounds, clients]."""
+
+    def __init__(self, rates: FloatArray, times: BarrierTimes, budget: int) -> None:
+        self._rates, self._times, self._budget = iter(map(tuple, rates.tolist())), times, budget
+        self._known: dict[tuple[float, ...], list[Grant]] = {}
+
+    def allocate(self, candidates: Sequence[DraftCandidate], view: View) -> list[Grant]:
+        rates = next(self._rates)
+        if rates not in self._known:
+            self._known[rates] = self._best(rates)
+        return self._known[rates]
+
+    def _best(self, rates: tuple[float, ...]) -> list[Grant]:
+        """Try every time that the slowest drafter could be waited for."""
+        times, best = self._times, (0.0, [0] * len(rates))
+        for longest in range(self._budget + 1):
+            limits = (longest * times.per_token.max() / times.per_token + 1e-9).astype(int)
+            lengths, _ = geometric_lengths(np.ones(len(rates)), rates, self._budget, limits)
+            seconds = times.drafts(lengths).max() + times.verify(len(rates) + int(lengths.sum()))
+            best = max(best, (float(expected_goodput(rates, lengths).sum()) / seconds, [*lengths]))
+        return [Grant(int(n)) for n in best[1]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,21 +98,20 @@ class BarrierTimes:
     verify_per_row: float
 
     def drafts(self, lengths: IntArray) -> FloatArray:
-        """Seconds until each draft is here; 0 for who has none."""
+        """Seconds until each draft is here; 0 for who has none. lengths: [..., clients]."""
         return np.where(lengths > 0, self.round_trip + self.per_token * lengths, 0.0)
 
-    def verify(self, num_rows: int) -> float:
+    def verify(self, num_rows: Any) -> Any:
+        """Seconds of a verification, or of each, [rounds]."""
         return self.verify_start + self.verify_per_row * num_rows
 
 
 @dataclass(frozen=True)
 class PlayedRounds:
-    """What rounds came to: draft lengths and realised goodput (accepted + 1), both of shape
-    [rounds, clients], and seconds, shape [rounds]."""
+    """Draft lengths and realised goodput (accepted + 1) of rounds, both [rounds, clients]."""
 
     lengths: IntArray
     tokens: IntArray
-    seconds: FloatArray
 
 
 def play(
@@ -122,11 +121,10 @@ def play(
     rounds: int,
     weights: Mapping[str, float] | None = None,
     watch: Callable[[], None] = lambda: None,
-    times: BarrierTimes | None = None,
 ) -> PlayedRounds:
     """Let a policy allocate `budget` draft tokens a round among clients, each a tenant (c0, c1, …)
     with one request that never ends, and drafting beside the target. `watch` is called after every
-    round; without `times` each takes a second, and no times are measured."""
+    round, of which no times are measured."""
     names = [f"c{i}" for i in range(len(clients))]
     tenants = {name: Tenant(name, (weights or {}).get(name, 1.0)) for name in names}
     states = [
@@ -136,14 +134,12 @@ def play(
     estimators = Estimators()
     lengths = np.zeros((rounds, len(clients)), dtype=np.int64)
     tokens = np.zeros_like(lengths)
-    seconds = np.ones(rounds)
-    now = 0.0
     for t in range(rounds):
         room = Room(budget, len(clients), len(clients))
         view = View(
             {},
             estimators,
-            now,
+            float(t),
             loads=dict.fromkeys(names, 1),
             tenants=tenants,
             beside=frozenset(names),
@@ -159,27 +155,11 @@ def play(
             verdict = _verdict(state, t, length, accepted, over_all)
             estimators.acceptance.on_verdict(verdict)
             outcomes.append(Outcome(state, verdict))
-        if times is not None:
-            seconds[t] = _measure(times, lengths[t], estimators, names)
-        now += seconds[t]
-        policy.on_step(outcomes, now)
+        policy.on_step(outcomes, t + 1.0)
         for state in states:
             state.next_round()
         watch()
-    return PlayedRounds(lengths, tokens, seconds)
-
-
-def _measure(
-    times: BarrierTimes, lengths: IntArray, estimators: Estimators, names: Sequence[str]
-) -> float:
-    """Seconds of a round, of which the estimators are told what a verifier can measure."""
-    drafts = times.drafts(lengths)
-    for name, length, seconds in zip(names, lengths.tolist(), drafts.tolist(), strict=True):
-        if length:
-            estimators.links.add_transfer(name, length, seconds)
-    rows = len(names) + int(lengths.sum())
-    estimators.times.target.add_measurement(rows, times.verify(rows))
-    return float(drafts.max()) + times.verify(rows)
+    return PlayedRounds(lengths, tokens)
 
 
 def _verdict(state: RequestState, t: int, length: int, accepted: int, over_all: float) -> Verdict:

@@ -9,7 +9,7 @@ device of its own: in what a slot leaves it, it reads ahead where the policy ask
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +28,7 @@ _ENDLESS = 10**9
 
 @dataclass(frozen=True)
 class Regret:
-    """What was lost by the end of some slots, in slots of each request's best drafter, means over
+    """What was lost by the end of some slots, in slots of each request's best choice, means over
     the requests: [horizons] each.
 
     goodput: by drafters that are not the best. reading: by those who read the text after a switch.
@@ -45,7 +45,8 @@ class Regret:
 
 class Slots:
     """rates: acceptance of a draft token, [requests, drafters of `profile`]. prompts: tokens of
-    each request, [requests]. length: draft tokens in a slot."""
+    each request, [requests]. length: draft tokens in a slot. goodput: tokens per second of each
+    request, by drafter and by none (None)."""
 
     def __init__(
         self,
@@ -68,13 +69,15 @@ class Slots:
         self._verifying = profile.linear(num * (1 + length))
         self._rng = np.random.default_rng(seed)
         tokens = (rates[..., None] ** np.arange(length + 1)).sum(axis=-1)
-        goodput = tokens / (self._verifying + self._drafting)
-        best = goodput.max(axis=1)
-        self._worth: list[dict[str | None, float]] = [
-            {None: 1 / (profile.linear(num) * most), **dict(zip(self._names, own, strict=True))}
-            for own, most in zip((goodput.T / best).T.tolist(), best.tolist(), strict=True)
+        drafted = tokens / (self._verifying + self._drafting)
+        alone = 1 / profile.linear(num)
+        self.goodput: list[dict[str | None, float]] = [
+            {None: alone, **dict(zip(self._names, own, strict=True))} for own in drafted.tolist()
         ]
-        self._slot_s = (self._verifying + self._drafting)[goodput.argmax(axis=1)]
+        self._best = [max(own.values()) for own in self.goodput]
+        slots = np.append(self._verifying + self._drafting, profile.linear(num))
+        best = np.append(drafted, np.full((num, 1), alone), axis=1).argmax(axis=1)
+        self._slot_s = slots[best]
         self._lost: defaultdict[str, float] = defaultdict(float)
 
     def play(self, horizons: Sequence[int]) -> Regret:
@@ -92,12 +95,27 @@ class Slots:
             before = slot
         return Regret(**{name: np.array(lost) for name, lost in found.items()})
 
+    def tokens_per_s(self, num_slots: int, seconds: Callable[[Mapping[str, int]], float]) -> float:
+        """Of so many slots, with reading after switches. seconds: of a slot, by each drafter's
+        requests."""
+        begun, spent = self._num_tokens, 0.0
+        for _ in range(num_slots):
+            read = self._lost["reading_s"]
+            self._slot()
+            loads = Counter(s.drafter for s in self._states if s.drafter is not None)
+            spent += seconds(loads) + self._lost["reading_s"] - read
+        return (self._num_tokens - begun) / spent
+
+    @property
+    def _num_tokens(self) -> int:
+        return sum(s.num_known_tokens for s in self._states)
+
     def _slot(self) -> None:
         before = {s.request.id: s.drafter for s in self._states}
         chosen = self._policy.select(self._states, self._view())
         for i, state in enumerate(self._states):
             name = state.drafter = chosen[state.request.id]
-            worth = self._worth[i][name]
+            worth = self.goodput[i][name] / self._best[i]
             self._lost["goodput"] += 1 - worth
             self._lost["best"] += worth == 1
             if name is not None and before[state.request.id] not in (name, None):
@@ -121,6 +139,7 @@ class Slots:
         unread = state.num_known_tokens - state.kv_of(name).num_computed_tokens
         self._lost["switches"] += 1
         self._lost["reading"] += unread * second
+        self._lost["reading_s"] += unread * self._reading[name]
         self._lost["if_constant"] += state.request.prompt_len * second
         state.kv_of(name).num_computed_tokens = state.num_known_tokens
 

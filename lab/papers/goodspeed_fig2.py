@@ -3,19 +3,20 @@
 Sums over eight clients. The estimate that a round is compared with is the one before it: one that
 contains the round follows it whatever happens, also where goodput is drawn anew in every round. As
 a control the same rounds in random order are smoothed again, of which no forecast can know
-anything. The paper's prompts change their domain; here acceptance jumps by 0.3 every hundred
-rounds, each client in its own time.
+anything; the oracle expects what known acceptance says of the granted drafts. The paper's prompts
+change their domain; here acceptance jumps by 0.3 every hundred rounds, each client in its own time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from lab.common.claims import ClaimVerdict, Measurement, check
 from lab.common.experiment import Experiment, Trial
+from lab.common.fair_path import expected_goodput
 from lab.common.report import Plot, draw, write_table
 from lab.common.rounds import FloatArray, GeometricClients, jumping_rates, play
 from lab.common.statistics import interval
@@ -33,11 +34,12 @@ _CLOSE = 0.05
 
 @dataclass(frozen=True)
 class Forecast:
-    """Tokens a round of all clients together, shape [rounds]: realised, and forecast by the
-    estimate before the round."""
+    """Tokens a round of all clients together, shape [rounds]: realised, forecast by the estimate
+    before the round, and expected from acceptance."""
 
     real: FloatArray
     forecast: FloatArray
+    expected: FloatArray
 
     @property
     def correlation(self) -> float:
@@ -50,7 +52,7 @@ class Forecast:
         for tokens in real.tolist():
             forecast.append(estimate)
             estimate += beta * (tokens - estimate)
-        return Forecast(real, np.array(forecast))
+        return Forecast(real, np.array(forecast), self.expected)
 
 
 def run(job: Trial) -> list[ClaimVerdict]:
@@ -76,7 +78,8 @@ def run(job: Trial) -> list[ClaimVerdict]:
 def curve(budget: int, rounds: int, seed: int) -> Forecast:
     """A run of `goodspeed` as the paper sets it (β = 0.5)."""
     policy = GoodSpeed(GoodSpeed.Options())
-    world = GeometricClients(jumping_rates(rounds, _CLIENTS, _DWELL, seed), seed)
+    rates = jumping_rates(rounds, _CLIENTS, _DWELL, seed)
+    world = GeometricClients(rates, seed)
     estimates: list[float] = []
 
     def watch() -> None:
@@ -84,7 +87,9 @@ def curve(budget: int, rounds: int, seed: int) -> Forecast:
 
     watch()
     played = play(policy, world.clients(), budget, rounds, watch=watch)
-    return Forecast(played.tokens.sum(axis=1).astype(np.float64), np.array(estimates[:-1]))
+    expected = expected_goodput(rates, played.lengths).sum(axis=1)
+    real = played.tokens.sum(axis=1).astype(np.float64)
+    return Forecast(real, np.array(estimates[:-1]), expected)
 
 
 def verdict(budget: int, found: Sequence[Forecast]) -> ClaimVerdict:
@@ -94,6 +99,7 @@ def verdict(budget: int, found: Sequence[Forecast]) -> ClaimVerdict:
         found,
         "the same rounds in random order, smoothed again",
         [c.shuffled(seed) for seed, c in enumerate(found)],
+        ("known acceptance", [replace(c, forecast=c.expected) for c in found]),
     )
 
 

@@ -7,12 +7,14 @@ as well. So the wait here is T/β and another time for α̂, in proportion to 1/
 min(1, target/draft) over all positions as eq. 3 has it; again as 0/1 outcomes over all positions,
 which is what a `coupled` verification shows; and up to the first rejection only, whose mean over a
 round is no unbiased estimate. Controls: the optimum of other clients, and β that does not fall.
+Oracles: a path straight to x*, and known acceptance.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +23,7 @@ import numpy as np
 from lab.common.claims import ClaimVerdict, Measurement, check
 from lab.common.experiment import Experiment, Trial
 from lab.common.fair_path import FluidPath, fair_optimum, fluid_path
+from lab.common.oracles import Told
 from lab.common.report import Plot, draw, write_table
 from lab.common.rounds import FloatArray, GeometricClients, play
 from penstock.core.policies.allocation.papers.goodspeed import GoodSpeed
@@ -41,6 +44,7 @@ _KINDS: dict[str, tuple[bool, dict[str, Any]]] = {
     "overlaps": (True, {}),
     "outcomes": (False, {}),
     "decided": (False, {"evidence": "decided"}),
+    "known": (True, {}),
 }
 """Whether evidence is min(1, target / draft), else 0 or 1, and options of the policy."""
 _STUCK = "β stays at 0.5"
@@ -81,11 +85,13 @@ def run(job: Trial) -> list[ClaimVerdict]:
     _draw(job, paths, best, samples)
     return [
         attraction(paths, best),
-        concentration(samples["overlaps"]),
-        averages(samples["overlaps"]),
+        concentration(samples["overlaps"], samples["known"]),
+        averages(samples["overlaps"], samples["known"]),
         *(
             averages(
-                samples[kind], f"the same from 0/1 outcomes {where} (not claimed by the paper)"
+                samples[kind],
+                samples["known"],
+                f"the same from 0/1 outcomes {where} (not claimed by the paper)",
             )
             for kind, where in _OUTCOMES.items()
         ),
@@ -103,7 +109,7 @@ def sample(beta: float, best: FloatArray, kind: str, seeds: Sequence[int]) -> At
     """The scheduler at one β, from every start, over several seeds."""
     overlaps, options = _KINDS[kind]
     eta = beta**1.5
-    skip = round(_BURN_IN / beta + _LEARNING / eta)
+    skip = round(_BURN_IN / beta + (0 if kind == "known" else _LEARNING / eta))
     rounds = skip + round(_LENGTH / beta)
     norm = float(np.linalg.norm(best))
     exceeded, errors = [], []
@@ -113,7 +119,8 @@ def sample(beta: float, best: FloatArray, kind: str, seeds: Sequence[int]) -> At
             steady = np.tile(rates(), (rounds, 1))
             world = GeometricClients(steady, seed, most=_BUDGET, overlaps=overlaps)
             steps = {"beta": beta, "eta": eta, "initial_goodput": start}
-            policy = GoodSpeed(GoodSpeed.Options(**steps, **options))
+            made = partial(Told, steady) if kind == "known" else _estimating
+            policy = made(**steps, **options)
             estimates: list[list[float]] = []
 
             def watch(policy: GoodSpeed = policy, seen: list[list[float]] = estimates) -> None:
@@ -128,6 +135,10 @@ def sample(beta: float, best: FloatArray, kind: str, seeds: Sequence[int]) -> At
     return AtBeta(beta, max(exceeded), max(errors))
 
 
+def _estimating(**options: Any) -> GoodSpeed:
+    return GoodSpeed(GoodSpeed.Options(**options))
+
+
 def attraction(paths: dict[float, FluidPath], best: FloatArray) -> ClaimVerdict:
     return check(
         "fluid sample paths go to x* from anywhere, uniformly (theorem 3)",
@@ -135,7 +146,13 @@ def attraction(paths: dict[float, FluidPath], best: FloatArray) -> ClaimVerdict:
         (paths, best),
         "x* of the same clients in reverse order",
         (paths, best[::-1]),
+        ("paths straight to x*", ({start: _straight(p, best) for start, p in paths.items()}, best)),
     )
+
+
+def _straight(path: FluidPath, best: FloatArray) -> FluidPath:
+    left = np.exp(-path.times)[:, None]
+    return FluidPath(path.times, best + (path.goodput[0] - best) * left)
 
 
 def attracted(found: tuple[dict[float, FluidPath], FloatArray]) -> Measurement:
@@ -156,9 +173,10 @@ def attracted(found: tuple[dict[float, FluidPath], FloatArray]) -> Measurement:
     )
 
 
-def concentration(samples: Sequence[AtBeta]) -> ClaimVerdict:
+def concentration(samples: Sequence[AtBeta], known: Sequence[AtBeta]) -> ClaimVerdict:
     claim = f"Pr(‖X − x*‖ > {_EPSILON:g} ‖x*‖) goes to 0 with β (theorem 1)"
-    return check(claim, concentrated, samples, _STUCK, [samples[0]] * len(samples))
+    stuck = [samples[0]] * len(samples)
+    return check(claim, concentrated, samples, _STUCK, stuck, ("known acceptance", known))
 
 
 def concentrated(samples: Sequence[AtBeta]) -> Measurement:
@@ -172,9 +190,12 @@ def concentrated(samples: Sequence[AtBeta]) -> Measurement:
 
 
 def averages(
-    samples: Sequence[AtBeta], claim: str = "mean realised goodput goes to x* with β (theorem 4)"
+    samples: Sequence[AtBeta],
+    known: Sequence[AtBeta],
+    claim: str = "mean realised goodput goes to x* with β (theorem 4)",
 ) -> ClaimVerdict:
-    return check(claim, average, samples, _STUCK, [samples[0]] * len(samples))
+    stuck = [samples[0]] * len(samples)
+    return check(claim, average, samples, _STUCK, stuck, ("known acceptance", known))
 
 
 def average(samples: Sequence[AtBeta]) -> Measurement:

@@ -8,7 +8,9 @@ prompt and the tokens of some rounds of four drafts at its own acceptance.
 Decomposition searches its rows; beside it stands the paper's number of them (B = n). Layouts take
 turns. In the picture one memory is the same for all data sets: it holds what decomposition needs,
 and padding up to a batch of 16. Controls: padding against itself, data sets under each other's
-names, requests of one length or of one acceptance, pieces merged without eq. 13.
+names, requests of one length or of one acceptance, pieces merged without eq. 13. Oracles: packing
+in decomposition's place, time in proportion to the tokens held, no padding at all or none on CP and
+Mix, a request whose drafts are all accepted, and plain attention.
 """
 
 from __future__ import annotations
@@ -240,6 +242,10 @@ def latency(cells: Cells, layout: str = "decomposed") -> ClaimVerdict:
         step={**cell.step, layout: _turned(cell.step["padded"])},
         attention={**cell.attention, layout: _turned(cell.attention["padded"])},
     )
+
+    def packed(times: dict[str, list[float]]) -> dict[str, list[float]]:
+        return {**times, layout: times["packed"]}
+
     rows = "as many rows as requests, B = n" if layout == _SPIN_ROWS else "rows searched"
     return check(
         f"decomposition cuts verification latency by {_PAPER_REDUCTION:.1%} (Alpaca, batch 16; "
@@ -248,6 +254,7 @@ def latency(cells: Cells, layout: str = "decomposed") -> ClaimVerdict:
         cell,
         "padding against its own next turn",
         itself,
+        ("packing", replace(cell, step=packed(cell.step), attention=packed(cell.attention))),
     )
 
 
@@ -282,7 +289,13 @@ def order(cells: Cells) -> ClaimVerdict:
         found,
         "each data set under the name of another",
         turned,
+        ("time in proportion to tokens held", {n: _held(cells[n, 32]) for n in DATA_SETS}),
     )
+
+
+def _held(cell: LayoutTimes) -> Interval:
+    share = 1 - cell.held["decomposed"] / cell.held["padded"]
+    return Interval(share, share, share)
 
 
 def extremes(found: dict[str, Interval]) -> Measurement:
@@ -305,7 +318,18 @@ def exhaustion(cells: Cells) -> ClaimVerdict:
         cells,
         "all requests of a batch equally long",
         _alike(cells),
+        ("no padding at all", _without_padding(cells, "decomposed")),
     )
+
+
+def _without_padding(cells: Cells, layout: str, *names: str) -> Cells:
+    """Of these data sets, or all."""
+    return {
+        key: replace(cell, held={**cell.held, layout: cell.real})
+        if not names or key[0] in names
+        else cell
+        for key, cell in cells.items()
+    }
 
 
 def _alike(cells: Cells) -> Cells:
@@ -330,6 +354,7 @@ def one_memory(cells: Cells) -> ClaimVerdict:
         cells,
         "all requests of a batch equally long",
         _alike(cells),
+        ("no padding on CP and Mix", _without_padding(cells, "padded", "CP", "Mix")),
     )
 
 
@@ -343,9 +368,10 @@ def one_memory_tells(cells: Cells) -> Measurement:
     )
 
 
-def grown(seed: int) -> tuple[float, float, float]:
+def grown(seed: int) -> tuple[float, float, float, float]:
     """KV tokens of a padded batch of 32 that has begun together, after some rounds: with drafts,
-    after as many tokens in the mean without, and with drafts that all fare alike."""
+    after as many tokens in the mean without, with drafts that all fare alike, and with a request
+    whose drafts are all accepted."""
     prompts, tokens = DATA_SETS["Alpaca"].drawn(32, np.random.default_rng((4, seed)))
     mean = tokens.mean()
 
@@ -353,17 +379,19 @@ def grown(seed: int) -> tuple[float, float, float]:
         return 32 * (float((prompts + _ROUNDS * made).max()) + positions)
 
     alike = np.full_like(tokens, mean)
-    return padded(tokens, _WINDOW), padded(alike, 1), padded(alike, _WINDOW)
+    right = np.where(prompts == prompts.max(), float(_WINDOW), alike)
+    return padded(tokens, _WINDOW), padded(alike, 1), padded(alike, _WINDOW), padded(right, _WINDOW)
 
 
-def without_drafts(batches: Sequence[tuple[float, float, float]]) -> ClaimVerdict:
-    drafted, plain, alike = zip(*batches, strict=True)
+def without_drafts(batches: Sequence[tuple[float, float, float, float]]) -> ClaimVerdict:
+    drafted, plain, alike, right = zip(*batches, strict=True)
     return check(
         "at batch 32 drafts run out of memory that is enough without them (figure 4)",
         needs_more,
         (drafted, plain),
         "drafts that are accepted alike",
         (alike, plain),
+        ("all accepted of the longest request", (right, plain)),
     )
 
 
@@ -380,6 +408,7 @@ def accuracy(cell: LayoutTimes) -> ClaimVerdict:
         cell.errors[0],
         "pieces of a request that all weigh alike",
         cell.errors[1],
+        ("plain attention", 0.0),
     )
 
 

@@ -12,7 +12,9 @@ prompts, and four specialists with a device each (`lab.common.families`): drafte
 and work beside the target. `cpu` is a processor with the bundled family's copies of 507 M and less
 (`zoo-grown`): everything shares the same cores, and a verified row costs nearly a step's worth.
 
-The placebo is the base itself with other luck in its drafts: the same requests, accepted anew.
+The placebo is the base itself with other luck in its drafts: the same requests, accepted anew. The
+oracle is the best of all systems in hindsight in each run and phase; for all together it is the
+product of the parts' gains.
 """
 
 from __future__ import annotations
@@ -159,6 +161,9 @@ def verdicts(name: str, found: Latencies) -> list[ClaimVerdict]:
     base, all_ = found[name, BASE], found[name, ALL]
     alone = {part: found[name, part] for part in PARTS}
     best = min(alone, key=lambda part: float(np.log(alone[part]).mean()))
+    known = np.min([*alone.values(), all_], axis=0)
+    hindsight = "the best system of each run and phase"
+    product = base * np.prod([part / base for part in alone.values()], axis=0)
     told = [
         check(
             f"{name}: {what} makes requests faster",
@@ -166,6 +171,7 @@ def verdicts(name: str, found: Latencies) -> list[ClaimVerdict]:
             (base, found[name, system]),
             "the base with other luck",
             (base, found[name, PLACEBO]),
+            (hindsight, (base, known)),
         )
         for system, what in (
             *((part, f"{next(iter(PARTS[part].values())).name} alone") for part in PARTS),
@@ -180,6 +186,7 @@ def verdicts(name: str, found: Latencies) -> list[ClaimVerdict]:
             (alone[best], all_),
             "that one in place of all",
             (alone[best], alone[best]),
+            ("the product of the parts' gains", (alone[best], product)),
         ),
         check(
             f"{name}: gains multiply, to {_CLOSE:.0%}",
@@ -187,6 +194,7 @@ def verdicts(name: str, found: Latencies) -> list[ClaimVerdict]:
             (base, all_, *alone.values()),
             "only the best part counted",
             (base, all_, alone[best], base, base),
+            ("the product of the parts' gains", (base, product, *alone.values())),
         ),
     ]
 

@@ -38,7 +38,7 @@ _MACHINE = "live"
 def run(job: Trial) -> list[ClaimVerdict]:
     from lab.common.live import LiveScene
 
-    scene = LiveScene.from_trial(job)
+    scene = LiveScene.from_trial(job, NAME)
     job.tell(f"{NAME}: loading")
     engine = scene.load(max(_BATCHES.values()))
     systems = systems_of(engine)

@@ -51,3 +51,4 @@ def test_verdicts_say_where_it_pays_and_who_gains() -> None:
     assert "one device, batch 2: contrast 0.2 at 0.05, never at 0.5" in clairvoyant.measured
     assert (words.outcome, words_elsewhere.outcome) == ("holds", "holds")
     assert (lbss.outcome, lbss_elsewhere.outcome) == ("does not hold", "does not hold")
+    assert (lbss.oracle.outcome, lbss_elsewhere.oracle.outcome) == ("holds", "holds")

@@ -30,5 +30,6 @@ def test_who_gains_everywhere_holds() -> None:
     assert outcomes(**gains) == ["holds"] * 7
 
 
-def test_what_changes_nothing_does_not_hold() -> None:
-    assert outcomes() == [*["does not hold"] * 6, "holds"]
+def test_what_changes_nothing_cannot_be_told_but_where_another_gains() -> None:
+    assert outcomes() == [*["cannot be told here"] * 6, "holds"]
+    assert outcomes(auto=1.3) == [*["does not hold"] * 5, "holds", "holds"]

@@ -1,9 +1,12 @@
 """Padded attention equals plain attention, and is as wide as the longest sequence."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from tests.engine.test_attention import BATCHES, HEADS, make_scene, seen_in_window
 
+from lab.common.cells import Cells
 from lab.common.live import LiveScene
 from lab.common.padded_attention import PaddedAttention, load_padded
 from penstock.zoo.registry import WEIGHTS
@@ -36,7 +39,7 @@ def test_it_is_as_wide_as_the_longest() -> None:
 
 @pytest.mark.slow
 def test_every_model_of_a_padded_engine_has_it() -> None:
-    engine = load_padded(LiveScene(WEIGHTS, {}, num_turns=2, new_tokens=8), batch=1)
+    engine = load_padded(LiveScene(WEIGHTS, {}, 2, new_tokens=8, kept=Cells(Path("none"))), batch=1)
     runners = [engine.executor.target, *(d.runner for d in engine.executor.drafters.values())]
     found = [r.attention for r in runners if r is not None]
     assert len(found) > 1

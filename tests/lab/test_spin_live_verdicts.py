@@ -1,15 +1,17 @@
 """What the live figures of Spin make of figures that are known."""
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from lab.common.cells import Cells
 from lab.common.experiment import LabError, Trial
 from lab.papers import spin_fig2, spin_fig4, spin_fig10
 from lab.papers.spin_fig2 import ServedRequests
-from lab.papers.spin_fig10 import CHOICE, NONE, PACKED, RANDOM, WHOLE, Batch
+from lab.papers.spin_fig10 import CHOICE, FAST, NONE, RANDOM, WHOLE, Batch
 from penstock.cli import app
 
 NOISE = np.array([1.0, 1.01, 0.99, 1.005])
@@ -18,12 +20,13 @@ RANDOM_STATE = 7
 
 def batch(**rates: float) -> Batch:
     """Two Vanillas of 20 and 30 tokens a second, 25 without drafts."""
-    known = {"Vanilla a": 20.0, "Vanilla b": 30.0, NONE: 25.0, CHOICE: 30.0, PACKED: 30.0}
+    known = {"Vanilla a": 20.0, "Vanilla b": 30.0, NONE: 25.0, CHOICE: 30.0, FAST: 30.0}
     known |= {WHOLE: 30.0, RANDOM: 22.0}
     known |= {
-        {"choice": CHOICE, "packed": PACKED, "whole": WHOLE}.get(n, n): r for n, r in rates.items()
+        {"choice": CHOICE, "packed": FAST, "whole": WHOLE}.get(n, n): r for n, r in rates.items()
     }
-    return Batch({name: rate * NOISE for name, rate in known.items()}, 1.1)
+    oracle = "hindsight", [rate * NOISE for rate in (40.0, 50.0, 60.0)]
+    return Batch({name: rate * NOISE for name, rate in known.items()}, 1.1, oracle)
 
 
 def test_the_papers_gain_is_over_all_vanillas_and_ahead_of_each() -> None:
@@ -32,6 +35,8 @@ def test_the_papers_gain_is_over_all_vanillas_and_ahead_of_each() -> None:
     told = spin_fig10.verdicts(1, batch(whole=60.0))[0]
     assert "verification takes 1.10 times a plain step" in told.claim
     assert "2.00× (2.00 to 2.00) the best of them" in told.measured
+    alone = replace(batch(whole=29.0), oracle=None)
+    assert spin_fig10.verdicts(1, alone)[0].outcome == "cannot be told here"
     as_random = batch(whole=60.0)
     as_random.rates[RANDOM][:] = as_random.rates[WHOLE]
     assert spin_fig10.verdicts(1, as_random)[0].outcome == "not shown"
@@ -46,7 +51,7 @@ def test_each_part_is_judged_by_what_it_adds() -> None:
     assert spin_fig10.verdicts(1, batch())[1].outcome == "does not hold"
 
 
-def by_batch(padded: list[float], served: float = 1.0) -> spin_fig4.Rates:
+def by_batch(padded: list[float], served: float = 1.0, right: float = 3.0) -> spin_fig4.Rates:
     """Gains at batches 1, 8 and 32, the same on both paths."""
     return {
         size: {
@@ -55,6 +60,8 @@ def by_batch(padded: list[float], served: float = 1.0) -> spin_fig4.Rates:
             spin_fig4.NATIVE: 40 * NOISE,
             spin_fig4.FIXED: 40 * gain * NOISE,
             spin_fig4.SERVED: 40 * served * NOISE,
+            spin_fig4.RIGHT: 20 * right / size**0.17 * NOISE,
+            spin_fig4.RIGHT_NATIVE: 40 * right / size**0.17 * NOISE,
         }
         for size, gain in zip((1, 8, 32), padded, strict=True)
     }
@@ -65,7 +72,10 @@ def test_gains_that_fall_with_the_batch() -> None:
     assert found == ["holds"] * 6
     found = [v.outcome for v in spin_fig4.verdicts(by_batch([1.2, 1.2, 1.2], served=0.9))]
     # Of drafts that never lose, the control shows as much.
-    assert found == ["does not hold"] * 4 + ["not shown", "does not hold"]
+    flat = ["does not hold"] * 4 + ["not shown"]
+    assert found == [*flat, "does not hold"]
+    low = spin_fig4.verdicts(by_batch([1.2, 1.2, 1.2], right=1.3))
+    assert low[0].outcome == "cannot be told here", "drafts that are never wrong gain 1.3"
 
 
 def requests(best: list[int], again: list[int]) -> ServedRequests:
@@ -87,7 +97,39 @@ def test_the_best_drafter_of_a_request_must_be_the_best_again() -> None:
     assert [v.outcome for v in spin_fig2.verdicts(lasting)] == ["holds"] * 3
     drawn = np.random.default_rng(RANDOM_STATE).integers(0, 3, (2, 40))
     luck = spin_fig2.verdicts(requests(*drawn.tolist()))
-    assert [v.outcome for v in luck[:2]] == ["does not hold"] * 2
+    assert [v.outcome for v in luck[:2]] == ["does not hold", "cannot be told here"]
+
+
+def test_a_live_run_that_was_cut_goes_on_where_it_was(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from lab.common.live import LiveScene, Served
+
+    class Cut(Exception):
+        """The run ends here."""
+
+    @dataclass
+    class Counted:
+        name: str = "counted"
+        drafter: str = "none"
+        served: int = 0
+        last: int = 4
+
+        def serve(self, requests: object, batch: int) -> Served:
+            self.served += 1
+            if self.served == self.last:
+                raise Cut
+            return Served([], 100.0 * self.last + self.served)
+
+    def rates(system: Counted) -> list[float]:
+        scene = LiveScene(tmp_path, {}, 5, new_tokens=8, kept=Cells(tmp_path / "x", silent=True))
+        return scene.rates([system], 1, lambda _: None)[system.name].tolist()
+
+    with pytest.raises(Cut):
+        rates(Counted())
+    again = Counted(last=9)
+    # Turn 0 is served again, to learn in; turns 1 and 2 are kept.
+    assert rates(again) == [402, 403, 902, 903, 904]
+    assert rates(Counted(last=1)) == [402, 403, 902, 903, 904]
 
 
 def test_a_family_is_for_live_experiments(tmp_path: Path) -> None:

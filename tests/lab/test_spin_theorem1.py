@@ -40,16 +40,23 @@ def outcomes(found: Losses) -> list[str]:
 
 
 def test_a_logarithm_is_told_from_a_line() -> None:
-    assert outcomes(losses(LOG, LOG)) == ["holds"] * 7
+    assert outcomes(losses(LOG, LOG)) == ["holds"] * 9
     assert spin_theorem1.exponent(seeds(LOG)).mean == pytest.approx(0, abs=0.01)
     assert spin_theorem1.exponent(seeds(LINEAR)).mean == pytest.approx(1, abs=0.01)
+
+
+def test_what_known_goodput_does_not_reach_cannot_be_told() -> None:
+    line = losses(LINEAR, LOG)
+    assert set(outcomes(line)[:2]) == {"cannot be told here"}
+    line.goodput[spin_theorem1.KNOWING] = seeds(LOG)
+    assert set(outcomes(line)[:2]) == {"does not hold"}
 
 
 def test_what_changes_nothing_does_not_hold() -> None:
     same = losses(LOG, LOG, best=0.2)
     same.switches[SINGLE] = same.switches[SLOW]
     same.reading[SLOW] = same.reading[PRINTED]
-    assert outcomes(same)[4:] == ["does not hold"] * 3
+    assert outcomes(same)[6:] == ["cannot be told here", *["does not hold"] * 2]
 
 
 def slots(policy: PolicyConfig, rates: FloatArray) -> Slots:

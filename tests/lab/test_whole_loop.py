@@ -24,7 +24,8 @@ def test_parts_that_gain_and_multiply() -> None:
 
 
 def test_parts_that_do_nothing_gain_nothing() -> None:
-    assert outcomes() == [*["does not hold"] * 5, "not shown"]
+    assert outcomes() == [*["cannot be told here"] * 5, "not shown"]
+    assert outcomes(selection=1.3)[:3] == ["does not hold", "does not hold", "holds"]
 
 
 def test_parts_that_stand_in_each_others_way() -> None:
