@@ -38,7 +38,15 @@ class FakeWorker:
     longest_drafts: verified in a step, by request.
     """
 
-    def __init__(self, block_size: int, num_drafts: int, accuracy: float, *, is_async: bool, keeps_drafts: bool = False):
+    def __init__(
+        self,
+        block_size: int,
+        num_drafts: int,
+        accuracy: float,
+        *,
+        is_async: bool,
+        keeps_drafts: bool = False,
+    ):
         self._block_size = block_size
         self._num_drafts = num_drafts
         self._accuracy = accuracy

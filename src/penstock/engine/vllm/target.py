@@ -41,7 +41,9 @@ class VllmTarget(Model):
         self._config = config
         self._executor = executor = Executor.get_class(config)(config)
         if asked.kv_tokens is not None:
-            layers = [layer for worker in executor.get_kv_cache_specs() for layer in worker.values()]
+            layers = [
+                layer for worker in executor.get_kv_cache_specs() for layer in worker.values()
+            ]
             # One more, for vLLM's null block.
             num_blocks = -(-asked.kv_tokens // layers[0].block_size) + 1
             config.cache_config.num_gpu_blocks_override = num_blocks
