@@ -15,7 +15,7 @@ from typing import Any
 
 os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONHASHSEED": "0"}
 
-import tests.engine.vllm_target.no_gpu  # isort: skip
+import tests.engine.vllm_target.no_gpu  # noqa: F401
 import torch
 from tests.engine.vllm_target.fake_worker import STOP_TOKEN, FakeWorker, whole_output
 from vllm import SamplingParams

@@ -11,7 +11,7 @@ from typing import Any
 
 os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR"}
 
-import tests.engine.vllm_target.no_gpu  # isort: skip
+import tests.engine.vllm_target.no_gpu  # noqa: F401, I001
 import numpy as np
 import torch
 import vllm
@@ -61,13 +61,16 @@ class Runner(gpu_model_runner.GPUModelRunner):
             device=self.device,
             vocab_size=VOCAB,
             block_sizes=[BLOCK_SIZE],
-            max_num_blocks_per_req=[MAX_LEN // BLOCK_SIZE],
+            max_num_blocks_per_req=[1024],
             num_spec_tokens=LONGEST_DRAFT,
         )
         self.rejection_sampler = self.sampler = StepSampler(self)
 
     def __getattr__(self, name: str) -> Any:
         return Nothing()
+
+    def _get_spec_decode_draft_probs(self, metadata: Any) -> None:
+        """The steps bring them."""
 
     def _to_list(self, sampled: torch.Tensor) -> list[list[int]]:
         return sampled.tolist()
