@@ -28,7 +28,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from penstock.config import EngineConfig, VllmConfig
 from penstock.engine.vllm import make_scheduler, plugin
+from penstock.engine.vllm.arguments import vllm_config
 from penstock.engine.vllm.plugin import AsyncGuidedScheduler, GuidedScheduler
 
 BLOCK_SIZE = 16
@@ -139,7 +141,7 @@ class Runs:
     """One model's configuration, and a scheduler of it for each case."""
 
     def __init__(self, target: Path) -> None:
-        self._target = target
+        self.target = target
         hash_fn = get_hash_fn_by_name("sha256")
         init_none_hash(hash_fn)
         self._hasher = get_request_block_hasher(BLOCK_SIZE, hash_fn)
@@ -151,7 +153,7 @@ class Runs:
             "prompt_lookup_max": 3,
         }
         settings: dict[str, Any] = {
-            "model": str(self._target),
+            "model": str(self.target),
             "skip_tokenizer_init": True,
             "max_model_len": 512,
             "max_num_batched_tokens": case.budget,
@@ -323,7 +325,22 @@ def refusals(runs: Runs) -> dict[str, str]:
             said[name] = "nothing"
         except ValueError as error:
             said[name] = f"{type(error).__name__}: {error}"
+    try:
+        # Set here, as vLLM would ask for CUDA graphs.
+        runs.scheduler(Case({}, num_drafts=3), factory=_adaptive)
+    except ValueError as error:
+        said["adaptive"] = f"{type(error).__name__}: {error}"
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    try:
+        vllm_config(EngineConfig(target=runs.target, vllm=VllmConfig()))
+    except ValueError as error:
+        said["second runner"] = f"{type(error).__name__}: {error}"
     return said
+
+
+def _adaptive(vllm_config: Any, **rest: Any) -> Any:
+    vllm_config.speculative_config.enable_adaptive_verification = True
+    return make_scheduler(vllm_config=vllm_config, **rest)
 
 
 def main(target: Path) -> None:
