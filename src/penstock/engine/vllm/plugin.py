@@ -287,6 +287,17 @@ def _checked(scheduler: Scheduler, kv_cache_config: Any) -> PluginConfig:
         raise ConfigError("Penstock's plug-in does not go with --kv-transfer-config")
     if not scheduler.scheduler_config.enable_chunked_prefill:
         raise ConfigError("Penstock's plug-in needs --enable-chunked-prefill")
+    if scheduler.scheduler_config.prefill_schedule_interval > 1:
+        raise ConfigError(
+            "Penstock's plug-in does not go with --prefill-schedule-interval: its admission policy "
+            "says when prompts are computed"
+        )
+    speculation = scheduler.vllm_config.speculative_config
+    if speculation is not None and speculation.enable_adaptive_verification:
+        raise ConfigError(
+            "Penstock's plug-in does not go with enable_adaptive_verification: its allocation "
+            "policy says how long drafts are, and learns from what was verified of them"
+        )
     kinds = [type(g.kv_cache_spec) for g in kv_cache_config.kv_cache_groups]
     model = scheduler.vllm_config.model_config
     if len(kinds) != 1 or not issubclass(kinds[0], FullAttentionSpec):

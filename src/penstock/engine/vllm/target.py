@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,38 +35,29 @@ class VllmTarget(Model):
     def _load(self, config: Any, asked: EngineConfig) -> None:
         """Do what vLLM's engine core does before its first step. config: vLLM's own."""
         import vllm
-        from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
-        from vllm.v1.engine.core import register_all_kvcache_specs, resolve_kv_cache_layout
+        from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor.abstract import Executor
 
         self._config = config
         self._executor = executor = Executor.get_class(config)(config)
-        register_all_kvcache_specs(config)
-        specs = executor.get_kv_cache_specs()
-        layouts = executor.get_supported_kv_cache_layouts()
-        layers = [layer for worker in specs for layer in worker.values()]
-        executor.set_kv_cache_layout(resolve_kv_cache_layout(config, layouts, layers).name)
         if asked.kv_tokens is not None:
+            layers = [
+                layer for worker in executor.get_kv_cache_specs() for layer in worker.values()
+            ]
             # One more, for vLLM's null block.
             num_blocks = -(-asked.kv_tokens // layers[0].block_size) + 1
             config.cache_config.num_gpu_blocks_override = num_blocks
-        planned_len = config.model_config.max_model_len
-        caches = get_kv_cache_configs(config, specs, executor.determine_available_memory())
-        if config.model_config.max_model_len != planned_len:
-            fitting = (config.model_config.max_model_len,)
-            executor.collective_rpc("update_max_model_len", args=fitting)
-        groups = caches[0].kv_cache_groups
+        # The engine core's own way, as its parts move with every version.
+        core = SimpleNamespace(model_executor=executor, collective_rpc=executor.collective_rpc)
+        cache = EngineCore._initialize_kv_caches(core, config)
+        groups = cache.kv_cache_groups
         if len(groups) != 1:
             raise ConfigError(
                 f"{asked.target} has {len(groups)} kinds of KV cache; engine vllm serves "
                 "models with one"
             )
-        for cache in caches:
-            cache.kv_cache_layout = config.cache_config.kv_cache_layout
-        executor.initialize_from_config(caches)
-        executor.compile_or_warm_up_model()
         self.block_size = groups[0].kv_cache_spec.block_size
-        self.num_blocks = caches[0].num_blocks - 1
+        self.num_blocks = cache.num_blocks - 1
         self.max_model_len = min(
             config.model_config.max_model_len, self.num_blocks * self.block_size
         )
