@@ -1,8 +1,8 @@
-"""What does planning and taking in a step cost the host: vLLM's own scheduler, the plug-in, the engine?
+"""What does a step cost the host: in vLLM's own scheduler, the plug-in, the engine?
 
     python -m lab.bench.vllm_host [--batches 1,32,256]
 
-Needs a Python that has vLLM; no model is computed: workers answer at once, and their time is left out.
+Needs a Python that has vLLM. No model is computed: workers answer at once, which is not counted.
 All requests decode on, with prefix caches; blocks fill evenly. CPU time of the thread, medians of a
 pass's steps; the least of the passes, which alternate: other programs only add to it.
 """
@@ -172,7 +172,9 @@ def main() -> int:
                 rows.append(dict(way=way, batch=batch, plan=plan, take_in=take_in, both=both))
     columns = {"way": "{way}", "requests": "{batch}", "plan": "{plan:.3f}"}
     columns |= {"take in": "{take_in:.3f}", "both": "{both:.3f}"}
-    return tell(args, Results(rows, tables=[table("a decoding step on the host, ms", rows, columns)]))
+    return tell(
+        args, Results(rows, tables=[table("a decoding step on the host, ms", rows, columns)])
+    )
 
 
 if __name__ == "__main__":

@@ -50,12 +50,12 @@ class _Recorded:
     num_otherwise = 0
     planned: dict[str, int]
 
-    def _prepare(self, plan: Any) -> None:
+    def _prepare(self, plan: Any) -> Any:
         decoding = self._guide.decoding(plan)  # type: ignore[attr-defined]
         self.num_counted += len(decoding)
         self.planned = dict.fromkeys(decoding, 1)
         self.planned |= {i.request_id: i.num_scheduled_tokens for i in plan.items}
-        super()._prepare(plan)  # type: ignore[misc]
+        return super()._prepare(plan)  # type: ignore[misc]
 
     def _schedule_again(self, *args: Any, **kwargs: Any) -> Any:
         self.num_again += 1
@@ -84,9 +84,10 @@ class AsyncGuided(_Recorded, AsyncGuidedScheduler):
 class Unsteered(Guided):
     """The control: plans are made, and vLLM is told nothing."""
 
-    def _prepare(self, plan: Any) -> None:
-        super()._prepare(plan)
+    def _prepare(self, plan: Any) -> Any:
+        num_coming = super()._prepare(plan)
         self._allowed = None
+        return num_coming
 
 
 class Forgetful(Guided):
