@@ -28,6 +28,11 @@ from penstock.engine.vllm.rows import DecodingRows
 
 SETTING = "penstock"
 """Key in vLLM's `--additional-config`."""
+_BESIDE = (
+    *("use_pp", "lora_config", "ec_connector", "aux_output_connector", "perf_metrics"),
+    *("return_sampling_mask", "needs_kv_cache_zeroing"),
+)
+"""Attributes of vLLM's scheduler that give a decoding request more than its next token."""
 _READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 _log = init_logger("vllm.penstock")
@@ -96,7 +101,13 @@ class GuidedScheduler(Scheduler):
         self._allowed: dict[str, int] | None = None
         self._decoding: frozenset[str] = frozenset()
         self._rows = DecodingRows(self.kv_cache_manager, self.block_size, self.max_model_len)
-        self._keeps_rows = not limits.overlaps and _is_plain(self)
+        self._keeps_rows = not (
+            limits.overlaps
+            or limits.proposer
+            or self.scheduler_config.long_prefill_token_threshold
+            or self.parallel_config.data_parallel_size > 1
+            or any(getattr(self, name) for name in _BESIDE)
+        )
         self._steps: dict[int, _Step] = {}
         self._run: _Run | None = None
         self._finished_at = 0.0
@@ -151,9 +162,8 @@ class GuidedScheduler(Scheduler):
         knows_all = len(self.requests) == self._guide.num_requests and not self.deferred_waiting
         if not knows_all:
             self._rows.clear()
-        plan = self._guide.plan(
-            self._others(), self._rows.ids, self.requests, self._num_blocks_of, now
-        )
+        as_planned = self._rows.ids.keys()
+        plan = self._guide.plan(self._others(), as_planned, self.requests, self._num_blocks_of, now)
         try:
             output = self._carry_out(self._prepare(plan), *args, **kwargs)
         finally:
@@ -181,42 +191,33 @@ class GuidedScheduler(Scheduler):
 
     def _others(self) -> list[Any]:
         """Return the running requests outside the rows."""
-        rows = self._rows
-        if len(rows) == len(self.running):
-            return []
-        return [r for r in self.running if r.request_id not in rows]
+        ids, running = self._rows.ids, self.running
+        return [] if len(ids) == len(running) else [r for r in running if r.request_id not in ids]
 
     def _carry_out(self, num_coming: int, *args: Any, **kwargs: Any) -> Any:
         """Let vLLM schedule `num_coming` waiting requests and those outside the rows; add these."""
-        rows = self._rows
+        rows, everyone = self._rows, self.running
         blocks = rows.begin()
         others = self._others()
         told = self.finished_req_ids or self.reset_preempted_req_ids
-        if others or num_coming or told or not rows:
-            output = self._schedule_others(others, num_coming, *args, **kwargs)
+        if others or num_coming or told or not rows.ids:
+            num_others, num_rows = len(others), len(rows.ids)
+            limits = self.max_num_active_reqs, self.max_num_scheduled_tokens
+            self.running = others
+            self.max_num_active_reqs = min(limits[0] - num_rows, num_others + num_coming)
+            self.max_num_scheduled_tokens -= num_rows
+            try:
+                output = super().schedule(*args, **kwargs)
+            finally:
+                self.max_num_active_reqs, self.max_num_scheduled_tokens = limits
+                self.running = everyone + others[num_others:]
+            if len(others) < num_others:
+                self.running = [r for r in everyone if r.status == RequestStatus.RUNNING]
         else:
             output = SchedulerOutput.make_empty()
         rows.write(output, blocks)
         self.prev_step_scheduled_req_ids.update(rows.ids)
         return output
-
-    def _schedule_others(
-        self, others: list[Any], num_coming: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        everyone, num_others, num_rows = self.running, len(others), len(self._rows)
-        most, budget = self.max_num_active_reqs, self.max_num_scheduled_tokens
-        self.running = others
-        self.max_num_active_reqs = min(most - num_rows, num_others + num_coming)
-        self.max_num_scheduled_tokens = budget - num_rows
-        try:
-            return super().schedule(*args, **kwargs)
-        finally:
-            self.max_num_active_reqs, self.max_num_scheduled_tokens = most, budget
-            self.running = everyone
-            if len(others) < num_others:
-                self.running = [r for r in everyone if r.status == RequestStatus.RUNNING]
-            else:
-                everyone += others[num_others:]
 
     def _end_run(self) -> None:
         """End the run, after its step in flight if there is one."""
@@ -227,7 +228,8 @@ class GuidedScheduler(Scheduler):
         if any(step.plan is run.plan for step in self._steps.values()):
             return
         self._run = None
-        self._guide.on_step(run.plan, {}, run.started_at, run.finished_at, run.num_steps)
+        if run.num_steps:
+            self._guide.on_step(run.plan, {}, run.started_at, run.finished_at, run.num_steps)
 
     def _num_blocks_of(self, request_id: str) -> int:
         return len(self.kv_cache_manager.get_blocks(request_id).blocks[0])
@@ -236,7 +238,7 @@ class GuidedScheduler(Scheduler):
         """Prepare a plan's step; return how many waiting requests vLLM may try."""
         self._decoding = frozenset(self._guide.decoding(plan))
         self._allowed = {i.request_id: i.num_scheduled_tokens for i in plan.items}
-        for request_id in self._rows.ids - self._decoding:
+        for request_id in self._rows.ids.keys() - self._decoding:
             self._rows.remove(request_id)
         others = self._others()
         for request in [r for r in others if self._guide.is_preempted(r.request_id)]:
@@ -313,18 +315,15 @@ class GuidedScheduler(Scheduler):
         rows = self._rows
         if made.num_nans_in_logits:
             rows.clear()
-        own = rows.take_in(made)
-        whole = scheduled.num_scheduled_tokens
-        rest = {} if len(rows) == len(whole) else {i: whole[i] for i in whole if i not in rows}
+        own, whole = rows.take_in(made), scheduled.num_scheduled_tokens
+        scheduled.num_scheduled_tokens = rest = {}
+        if len(rows.ids) < len(whole):
+            rest |= {i: whole[i] for i in whole if i not in rows.ids}
         others = [self.requests[i] for i in rest if i in self.requests]
-        scheduled.num_scheduled_tokens = rest
         outputs = super().update_from_output(scheduled, made)
         scheduled.num_scheduled_tokens = whole
         for client, added in own.items():
-            if client in outputs:
-                outputs[client].outputs += added
-            else:
-                outputs[client] = EngineCoreOutputs(outputs=added)
+            outputs.setdefault(client, EngineCoreOutputs()).outputs += added
         return outputs, others
 
     def _answers(self, plan: StepPlan, scheduled: Any, made: Any) -> dict[str, Answer]:
@@ -343,22 +342,6 @@ class GuidedScheduler(Scheduler):
 
 class AsyncGuidedScheduler(GuidedScheduler, AsyncScheduler):
     """`GuidedScheduler` for vLLM's asynchronous scheduling."""
-
-
-def _is_plain(scheduler: Scheduler) -> bool:
-    """Return whether a decoding request's step and result are nothing but its next token."""
-    return not (
-        scheduler.vllm_config.speculative_config
-        or scheduler.scheduler_config.long_prefill_token_threshold
-        or scheduler.parallel_config.data_parallel_size > 1
-        or scheduler.use_pp
-        or scheduler.lora_config
-        or scheduler.ec_connector
-        or scheduler.aux_output_connector
-        or scheduler.perf_metrics
-        or scheduler.return_sampling_mask
-        or scheduler.needs_kv_cache_zeroing
-    )
 
 
 def _checked(scheduler: Scheduler, kv_cache_config: Any) -> PluginConfig:
