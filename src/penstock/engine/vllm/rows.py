@@ -71,7 +71,8 @@ class DecodingRows:
 
     def _left(self, request: Any) -> int:
         room: int = self._max_model_len - request.num_tokens
-        return min(request.max_tokens - request.num_output_tokens, room)
+        left: int = request.max_tokens - request.num_output_tokens
+        return min(left, room)
 
     def remove(self, request_id: str) -> None:
         """Remove a request, if it is there, with its counters as vLLM would have set them."""
