@@ -144,12 +144,11 @@ def main() -> None:
     model = Model(arguments.target, arguments.num, drafts=arguments.drafts)
     fluid = {"admission": FLUID}
     chunks = {"admission": {**FLUID, "options": CHUNKS}}
-    bold = {"admission": {**FLUID, "options": {"confidence": 0.0}}}
     model.play("fluid_guided", fluid)
     model.play("default")
     model.play("chunks", chunks)
     model.play("default, preemption", num_blocks=TIGHT)
-    model.play("fluid_guided, preemption", bold, num_blocks=TIGHT, warm_up=True)
+    model.play("fluid_guided, preemption", fluid, num_blocks=TIGHT, warm_up=True)
     model.play("prefixes", fluid, prefix_caching=True, warm_up=True)
     if arguments.drafts:
         model.play("short drafts", fluid, extra_args={"penstock_max_draft_tokens": 2})
