@@ -11,7 +11,6 @@ import numpy as np
 
 from lab.common.fair_path import expected_goodput
 from lab.common.rounds import BarrierTimes, FloatArray
-from penstock.core.learn.streams import Smoothed
 from penstock.core.policies.allocation.papers.goodspeed import GoodSpeed
 from penstock.core.policies.base import AllocationPolicy, DraftCandidate, SelectionPolicy, View
 from penstock.core.policies.registry import policies, register
@@ -71,7 +70,8 @@ class Told(GoodSpeed):
 
     def allocate(self, candidates: Sequence[DraftCandidate], view: View) -> list[Grant]:
         for candidate, rate in zip(candidates, next(self._rates), strict=True):
-            self._client(candidate.state.request.tenant).acceptance = Smoothed(rate, 0.0)
+            client = self._client(candidate.state.request.tenant)
+            client.acceptance, client._idle = float(rate), 0
         return super().allocate(candidates, view)
 
 

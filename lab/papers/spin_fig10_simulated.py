@@ -41,7 +41,7 @@ from penstock.core.policies.pipeline.parts.planner import (
     Round,
     best_num,
     cycle_seconds,
-    split,
+    spin_num,
 )
 from penstock.core.policies.selection.papers.lbss import Lbss
 from penstock.core.state import RequestState
@@ -162,14 +162,8 @@ def policy_of(system: str, seed: int) -> SelectionPolicy:
     return made
 
 
-def spin_num(work: Round) -> int:
-    """Section V-B: one more micro-batch while verifying them costs no obvious throughput."""
-    whole, num = work.verify(work.batches), 1
-    while num < MOST_MICRO_BATCHES:
-        if (1 - _DROP) * sum(map(work.verify, split(work.batches, num + 1))) > whole:
-            break
-        num += 1
-    return num
+def _spin_num(work: Round) -> int:
+    return spin_num(work, MOST_MICRO_BATCHES, _DROP)
 
 
 def _best_num(work: Round) -> int:
@@ -177,8 +171,8 @@ def _best_num(work: Round) -> int:
 
 
 _NUMBERS: Mapping[str, Callable[[Round], int]] = {
-    WHOLE: spin_num,
-    RANDOM: spin_num,
+    WHOLE: _spin_num,
+    RANDOM: _spin_num,
     IDEAL[-1]: _best_num,
 }
 

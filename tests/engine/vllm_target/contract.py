@@ -14,6 +14,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 import penstock.engine.vllm
 
 Checks = dict[str, Callable[[], str]]
@@ -211,7 +213,28 @@ PLUGIN: Checks = {
         "num_waiting_for_streaming_input kv_cache_manager block_size max_model_len "
         "finished_req_ids max_num_active_reqs max_num_scheduled_tokens "
         "num_spec_tokens requires_kv_delivery scheduler_reserve_full_isl "
-        "scheduler_config vllm_config",
+        "scheduler_config vllm_config parallel_config prev_step_scheduled_req_ids "
+        "reset_preempted_req_ids needs_kv_cache_zeroing use_pp lora_config ec_connector "
+        "aux_output_connector perf_metrics return_sampling_mask",
+    ),
+    "schedule advances only these counters of a decoding request": lambda: _says(
+        f"{_SCHEDULER}._update_after_schedule",
+        "request.num_computed_tokens += num_scheduled_token",
+        "request.num_in_flight_tokens += num_scheduled_token",
+    ),
+    "Scheduler.reset_prefix_cache": lambda: _callables(_SCHEDULER, "reset_prefix_cache"),
+    # Made by position.
+    "EngineCoreOutput": lambda: _without(
+        "request_id new_token_ids",
+        [f.name for f in msgspec.structs.fields(_find("v1.engine:EngineCoreOutput"))][:2],
+    ),
+    "EngineCoreOutputs": lambda: _without("outputs", dir(_find("v1.engine:EngineCoreOutputs"))),
+    "a request's end": lambda: _says(
+        "v1.core.sched.utils:check_stop",
+        "last_token_id == sampling_params.eos_token_id",
+        "last_token_id in (sampling_params.stop_token_ids or ())",
+        "request.num_tokens >= max_model_len",
+        "request.num_output_tokens >= request.max_tokens",
     ),
     "queue of waiting requests": lambda: _callables(
         "v1.core.sched.request_queue:FCFSRequestQueue", "remove_requests prepend_requests"
@@ -221,9 +244,14 @@ PLUGIN: Checks = {
             "v1.request:Request",
             "request_id num_prompt_tokens max_tokens num_computed_tokens "
             "num_output_placeholders block_hashes skip_reading_prefix_cache "
-            "sampling_params spec_token_ids status resumable",
+            "sampling_params spec_token_ids status resumable num_in_flight_tokens "
+            "client_index trace_headers _all_token_ids _output_token_ids",
         )
-        or _without("num_tokens num_output_tokens", dir(_find("v1.request:Request")))
+        or _without(
+            "num_tokens num_output_tokens has_encoder_inputs use_structured_output "
+            "update_block_hashes",
+            dir(_find("v1.request:Request")),
+        )
     ),
     "RequestStatus": lambda: _without(
         "WAITING RUNNING PREEMPTED", [s.name for s in _find("v1.request:RequestStatus")]
@@ -231,6 +259,13 @@ PLUGIN: Checks = {
     "KVCacheManager": lambda: (
         _sets("v1.core.kv_cache_manager:KVCacheManager", "coordinator block_pool")
         or _parameters("v1.core.kv_cache_manager:KVCacheManager.get_blocks", "request_id")
+        or _parameters(
+            "v1.core.kv_cache_manager:KVCacheManager.cache_blocks", "request num_computed_tokens"
+        )
+        or _parameters(
+            "v1.core.kv_cache_coordinator:KVCacheCoordinator.allocate_new_blocks",
+            "request_id num_tokens num_tokens_main_model",
+        )
     ),
     "find_longest_cache_hit": lambda: _parameters(
         "v1.core.kv_cache_coordinator:KVCacheCoordinator.find_longest_cache_hit",
@@ -242,7 +277,7 @@ PLUGIN: Checks = {
     ),
     "FullAttentionSpec": lambda: _callables("v1.kv_cache_interface", "FullAttentionSpec"),
     "ModelRunnerOutput": lambda: _fields(
-        "v1.outputs:ModelRunnerOutput", "req_id_to_index sampled_token_ids"
+        "v1.outputs:ModelRunnerOutput", "req_id_to_index sampled_token_ids num_nans_in_logits"
     ),
     "vllm_xargs": lambda: _without(
         "vllm_xargs",

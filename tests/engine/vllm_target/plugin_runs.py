@@ -63,15 +63,16 @@ class _Recorded:
     num_planned = 0
     num_counted = 0
     num_again = 0
+    num_together = 0
     num_otherwise = 0
     planned: dict[str, int]
 
-    def _prepare(self, plan: Any) -> None:
+    def _prepare(self, plan: Any) -> Any:
         decoding = self._guide.decoding(plan)  # type: ignore[attr-defined]
         self.num_counted += len(decoding)
         self.planned = dict.fromkeys(decoding, 1)
         self.planned |= {i.request_id: i.num_scheduled_tokens for i in plan.items}
-        super()._prepare(plan)  # type: ignore[misc]
+        return super()._prepare(plan)  # type: ignore[misc]
 
     def _schedule_again(self, *args: Any, **kwargs: Any) -> Any:
         self.num_again += 1
@@ -79,6 +80,7 @@ class _Recorded:
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        self.num_together += len(self._rows.ids)  # type: ignore[attr-defined]
         drafts = output.scheduled_spec_decode_tokens
         for request_id, num_tokens in self.planned.items():
             drafted = len(drafts.get(request_id, ()))
@@ -104,9 +106,10 @@ class AsyncGuided(_Recorded, AsyncGuidedScheduler):
 class Unsteered(Guided):
     """The control: plans are made, and vLLM is told nothing."""
 
-    def _prepare(self, plan: Any) -> None:
-        super()._prepare(plan)
+    def _prepare(self, plan: Any) -> Any:
+        num_coming = super()._prepare(plan)
         self._allowed = None
+        return num_coming
 
 
 class Forgetful(Guided):
@@ -202,7 +205,15 @@ class Runs:
             if case.has_strangers and i == 3:
                 prompt, params.max_tokens = [1, 2, 3] * 60, 300
             made.append(
-                Request(f"r{i}", prompt, params, None, block_hasher=hasher, resumable=comes_in_bits)
+                Request(
+                    f"r{i}",
+                    prompt,
+                    params,
+                    None,
+                    client_index=i % 2,
+                    block_hasher=hasher,
+                    resumable=comes_in_bits,
+                )
             )
         return made
 
@@ -218,7 +229,7 @@ class Runs:
         requests = self.requests(case)
         texts: dict[str, list[int]] = {r.request_id: [] for r in requests}
         coming, in_flight = deque(requests), deque[Any]()
-        cancelled = {"r5", "r11"} if case.cancels else set()
+        cancelled = {"r5"} if case.cancels else set()
         most_running = num_steps = 0
         while coming or scheduler.has_requests() or in_flight:
             for _ in range(min(3, len(coming))):
@@ -229,6 +240,10 @@ class Runs:
             num_steps += 1
             assert num_steps < 5000, "it never ends"
             in_flight.append(output)
+            if case.cancels and len(texts.get("r11", ())) > 2:
+                # While its step is computed.
+                del texts["r11"]
+                scheduler.finish_requests("r11", RequestStatus.FINISHED_ABORTED)
             # Nothing to compute beside what is in flight: wait for it.
             depth = 1 if is_async and output.total_num_scheduled_tokens else 0
             while len(in_flight) > depth:
@@ -254,7 +269,9 @@ class Runs:
             "planned": getattr(scheduler, "num_planned", 0),
             "counted": getattr(scheduler, "num_counted", 0),
             "again": getattr(scheduler, "num_again", 0),
+            "together": getattr(scheduler, "num_together", 0),
             "otherwise": getattr(scheduler, "num_otherwise", 0),
+            "cached": len(scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block),
             "accepted": worker.num_accepted,
             "longest_draft": max(worker.longest_drafts.values()),
             "most_running": most_running,
@@ -273,8 +290,9 @@ class Runs:
         is_async: bool,
     ) -> None:
         made = worker.run(output)
-        for answer in scheduler.update_from_output(output, made).values():
+        for client, answer in scheduler.update_from_output(output, made).items():
             for one in answer.outputs:
+                assert int(one.request_id[1:]) % 2 == client
                 if one.request_id in texts:
                     texts[one.request_id] += one.new_token_ids
         if scheduler.num_spec_tokens and not is_async:
@@ -375,6 +393,9 @@ def main(target: Path) -> None:
     cases["small steps"] = Case(small, num_blocks=200)
     cases["control"] = Case(small, Unsteered, num_blocks=200)
     cases["stock"] = Case({}, Scheduler)
+    shares: dict[str, Any] = {"num_blocks": 400, "prefix_caching": True}
+    cases["shares"] = Case({}, **shares)
+    cases["stock, shares"] = Case({}, Scheduler, **shares)
     cases["stock, drafts"] = Case({}, Scheduler, num_drafts=3)
     cases["stock, async"] = Case({}, AsyncScheduler)
     cases["stock, async, drafts"] = Case({}, AsyncScheduler, num_drafts=3)
@@ -388,8 +409,8 @@ def main(target: Path) -> None:
         lost = str(runs.play(Case({}, Forgetful)))
     except AssertionError as error:
         lost = str(error)
-    shares = {w: served_by_tenant(runs, {"tenants": {"a": {"weight": w}, "b": {}}}) for w in (1, 3)}
-    print(json.dumps({"facts": facts, "lost": lost, "shares": shares, "refusals": refusals(runs)}))
+    served = {w: served_by_tenant(runs, {"tenants": {"a": {"weight": w}, "b": {}}}) for w in (1, 3)}
+    print(json.dumps({"facts": facts, "lost": lost, "shares": served, "refusals": refusals(runs)}))
 
 
 if __name__ == "__main__":

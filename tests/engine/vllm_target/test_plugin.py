@@ -60,6 +60,18 @@ def test_decoding_requests_are_planned_together(runs: Any) -> None:
             assert facts[f"{policy}, {case}"]["again"] == 0
 
 
+def test_decoding_requests_are_advanced_together(runs: Any) -> None:
+    """Beside vLLM's own scheduler, which shares the same blocks then as it would alone."""
+    facts = runs["facts"]
+    for policy in POLICIES:
+        for case in ("", ", prefixes", ", roomy"):
+            assert facts[f"{policy}, Guided{case}"]["together"] > 100, policy
+        for case in ("AsyncGuided", "Guided, drafts"):
+            assert facts[f"{policy}, {case}"]["together"] == 0
+    assert facts["shares"]["together"] > 100
+    assert facts["shares"]["cached"] == facts["stock, shares"]["cached"] > 50
+
+
 @pytest.mark.parametrize("case", ["strangers", "strangers, async"])
 def test_requests_that_the_policies_do_not_know_are_served(runs: Any, case: str) -> None:
     """Their texts are compared with the others'; the steps are not all as planned."""

@@ -7,7 +7,7 @@ the lengths of requests, not their tokens."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple, Protocol
 
 from penstock.config import (
@@ -197,26 +197,34 @@ class Guide:
     def plan(
         self,
         running: Iterable[SeenRequest],
+        as_planned: Set[str],
         alive: Container[str],
         num_blocks_of: Callable[[str], int],
         now: float,
     ) -> StepPlan:
         """Return the next step's plan. num_blocks_of: blocks of a running request.
 
-        running: vLLM's running requests; alive: ids of all its requests."""
+        running: vLLM's running requests, without those `as_planned`; alive: ids of all its
+        requests."""
+        seen = self.tell(running, num_blocks_of)
+        states = self._scheduler.table.running
+        gone = states.keys() - seen - as_planned
+        if gone:
+            self._scheduler.sync((), [i for i in states if i in gone and i in alive])
+            for request_id in [i for i in states if i in gone and i not in alive]:
+                self.end(request_id, None, now)
+        self._pool.refresh()
+        return self._scheduler.schedule(now)
+
+    def tell(self, running: Iterable[SeenRequest], num_blocks_of: Callable[[str], int]) -> set[str]:
+        """Take over the state of running requests that are known; return their ids."""
         told = [
             _told(request, num_blocks_of(request.request_id))
             for request in running
             if self.knows(request.request_id)
         ]
-        seen = {request.request_id for request in told}
-        gone = [i for i in self._scheduler.table.running if i not in seen]
-        self._scheduler.sync(told, [i for i in gone if i in alive])
-        for request_id in gone:
-            if request_id not in alive:
-                self.end(request_id, None, now)
-        self._pool.refresh()
-        return self._scheduler.schedule(now)
+        self._scheduler.sync(told)
+        return {request.request_id for request in told}
 
     def decoding(self, plan: StepPlan) -> list[str]:
         """Return ids of the requests that only decode in a plan."""

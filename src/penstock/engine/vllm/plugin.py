@@ -2,7 +2,7 @@
 
 vLLM's own code allocates, composes the batch and processes results. Before each step it gets the
 requests that may run, the order of the waiting ones, and their numbers of known and draft
-tokens."""
+tokens. Requests that only decode on are kept from it (`DecodingRows`) and added to its output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
@@ -22,9 +24,15 @@ from penstock.config import ConfigError, PluginConfig, parse_plugin_config
 from penstock.core.types import StepPlan
 from penstock.engine.vllm.guide import Answer, Guide, Limits
 from penstock.engine.vllm.pool import MirroredPool
+from penstock.engine.vllm.rows import DecodingRows
 
 SETTING = "penstock"
 """Key in vLLM's `--additional-config`."""
+_BESIDE = (
+    *("use_pp", "lora_config", "ec_connector", "aux_output_connector", "perf_metrics"),
+    *("return_sampling_mask", "needs_kv_cache_zeroing"),
+)
+"""Attributes of vLLM's scheduler that give a decoding request more than its next token."""
 _READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 _log = init_logger("vllm.penstock")
@@ -49,24 +57,28 @@ class _Step(NamedTuple):
 class _Run:
     """Plan that holds for several steps, if nothing arrives or ends.
 
-    requests: decoding, by id; num_steps: ended ones, from `started_at` to `finished_at`."""
+    num_steps: ended ones, from `started_at` to `finished_at`. is_over: no further step begins."""
 
     plan: StepPlan
-    requests: dict[str, Any]
     started_at: float = 0.0
     finished_at: float = 0.0
     num_steps: int = 0
+    is_over: bool = False
 
     def holds(self, now: float) -> bool:
         run = self.plan.decodes
         assert run is not None
-        return self.num_steps < run.max_repeats and (run.until is None or now < run.until)
+        if self.is_over or self.num_steps >= run.max_repeats:
+            return False
+        return run.until is None or now < run.until
 
 
 class GuidedScheduler(Scheduler):
     """vLLM's scheduler with a `Guide`."""
 
     max_num_active_reqs: int
+    max_num_scheduled_tokens: int
+    running: list[Any]
 
     def __init__(self, **settings: Any) -> None:
         """Raises: ConfigError."""
@@ -90,6 +102,14 @@ class GuidedScheduler(Scheduler):
         self.scheduler_reserve_full_isl = False
         self._allowed: dict[str, int] | None = None
         self._decoding: frozenset[str] = frozenset()
+        self._rows = DecodingRows(self.kv_cache_manager, self.block_size, self.max_model_len)
+        self._keeps_rows = not (
+            limits.overlaps
+            or limits.proposer
+            or self.scheduler_config.long_prefill_token_threshold
+            or self.parallel_config.data_parallel_size > 1
+            or any(getattr(self, name) for name in _BESIDE)
+        )
         self._steps: dict[int, _Step] = {}
         self._run: _Run | None = None
         self._finished_at = 0.0
@@ -110,17 +130,30 @@ class GuidedScheduler(Scheduler):
 
     def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> Any:
         self._end_run()
-        finished = super().finish_requests(request_ids, finished_status)
+        if request_ids is None:
+            request_ids = self.requests
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        for request_id in ids:
+            self._rows.remove(request_id)
+        finished = super().finish_requests(ids, finished_status)
         for request in finished:
             self._guide.end(request.request_id, None, time.monotonic())
         return finished
 
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        self._end_run()
+        self._rows.clear()
+        done: bool = super().reset_prefix_cache(*args, **kwargs)
+        return done
+
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         now = time.monotonic()
         run = self._run
-        if self.pause_state != PauseState.UNPAUSED or run is None or not run.holds(now):
+        is_paused = self.pause_state != PauseState.UNPAUSED
+        if is_paused or run is None or not run.holds(now):
             self._end_run()
-        if self.pause_state != PauseState.UNPAUSED:
+        if is_paused:
+            self._rows.clear()
             return super().schedule(*args, **kwargs)
         if self._run is not None:
             return self._schedule_again(self._run, now, *args, **kwargs)
@@ -128,60 +161,95 @@ class GuidedScheduler(Scheduler):
             # Those whose grammars are ready now.
             if self._handle_blocked_waiting_request(request):
                 self._tell_of(request)
-        plan = self._guide.plan(self.running, self.requests, self._num_blocks_of, now)
-        most = self.max_num_active_reqs
+        knows_all = len(self.requests) == self._guide.num_requests and not self.deferred_waiting
+        if not knows_all:
+            self._rows.clear()
+        as_planned = self._rows.ids.keys()
+        plan = self._guide.plan(self._others(), as_planned, self.requests, self._num_blocks_of, now)
         try:
-            self._prepare(plan)
-            output = super().schedule(*args, **kwargs)
+            output = self._carry_out(self._prepare(plan), *args, **kwargs)
         finally:
             self._allowed = None
-            self.max_num_active_reqs = most
         carried_out = self._guide.carried_out(plan, output.num_scheduled_tokens)
         self._steps[id(output)] = _Step(carried_out, now)
-        if carried_out is plan:
-            self._begin_run(plan)
+        decodes = plan.decodes
+        if decodes is None or plan.items or carried_out is not plan or not knows_all:
+            return output
+        if decodes.max_repeats > 1 and len(self.running) == decodes.num_requests:
+            # vLLM alone would follow the plan: all requests decode.
+            self._run = _Run(plan)
         return output
 
-    def _begin_run(self, plan: StepPlan) -> None:
-        """Begin a run if vLLM alone would follow the plan: all requests decode."""
-        if plan.items or plan.decodes is None or plan.decodes.max_repeats < 2:
-            return
-        knows_all = len(self.requests) == self._guide.num_requests and not self.deferred_waiting
-        if knows_all and len(self.running) == plan.decodes.num_requests:
-            self._run = _Run(plan, {i: self.requests[i] for i in self._guide.decoding(plan)})
-
     def _schedule_again(self, run: _Run, now: float, *args: Any, **kwargs: Any) -> Any:
-        most = self.max_num_active_reqs
-        self.max_num_active_reqs = len(self.running)
-        try:
-            output = super().schedule(*args, **kwargs)
-        finally:
-            self.max_num_active_reqs = most
-        if output.num_scheduled_tokens.keys() == run.requests.keys():
+        output = self._carry_out(0, *args, **kwargs)
+        assert run.plan.decodes is not None
+        if len(output.num_scheduled_tokens) == run.plan.decodes.num_requests:
             self._steps[id(output)] = _Step(run.plan, now)
         else:
             # The next plan synchronises this deviation.
             self._end_run()
+            self._rows.clear()
+        return output
+
+    def _others(self) -> list[Any]:
+        """Return the running requests outside the rows."""
+        ids, running = self._rows.ids, self.running
+        return [] if len(ids) == len(running) else [r for r in running if r.request_id not in ids]
+
+    def _carry_out(self, num_coming: int, *args: Any, **kwargs: Any) -> Any:
+        """Let vLLM schedule `num_coming` waiting requests and those outside the rows; add these."""
+        rows, everyone = self._rows, self.running
+        blocks = rows.begin()
+        others = self._others()
+        told = self.finished_req_ids or self.reset_preempted_req_ids
+        if others or num_coming or told or not rows.ids:
+            num_others, num_rows = len(others), len(rows.ids)
+            limits = self.max_num_active_reqs, self.max_num_scheduled_tokens
+            self.running = others
+            self.max_num_active_reqs = min(limits[0] - num_rows, num_others + num_coming)
+            self.max_num_scheduled_tokens -= num_rows
+            try:
+                output = super().schedule(*args, **kwargs)
+            finally:
+                self.max_num_active_reqs, self.max_num_scheduled_tokens = limits
+                self.running = everyone + others[num_others:]
+            if len(others) < num_others:
+                self.running = [r for r in everyone if r.status == RequestStatus.RUNNING]
+        else:
+            output = SchedulerOutput.make_empty()
+        rows.write(output, blocks)
+        self.prev_step_scheduled_req_ids.update(rows.ids)
         return output
 
     def _end_run(self) -> None:
-        run, self._run = self._run, None
-        if run is not None and run.num_steps:
+        """End the run, after its step in flight if there is one."""
+        run = self._run
+        if run is None:
+            return
+        run.is_over = True
+        if any(step.plan is run.plan for step in self._steps.values()):
+            return
+        self._run = None
+        if run.num_steps:
             self._guide.on_step(run.plan, {}, run.started_at, run.finished_at, run.num_steps)
 
     def _num_blocks_of(self, request_id: str) -> int:
         return len(self.kv_cache_manager.get_blocks(request_id).blocks[0])
 
-    def _prepare(self, plan: StepPlan) -> None:
+    def _prepare(self, plan: StepPlan) -> int:
+        """Prepare a plan's step; return how many waiting requests vLLM may try."""
         self._decoding = frozenset(self._guide.decoding(plan))
         self._allowed = {i.request_id: i.num_scheduled_tokens for i in plan.items}
-        for request in [r for r in self.running if self._guide.is_preempted(r.request_id)]:
+        for request_id in self._rows.ids.keys() - self._decoding:
+            self._rows.remove(request_id)
+        others = self._others()
+        for request in [r for r in others if self._guide.is_preempted(r.request_id)]:
             self.running.remove(request)
             self._preempt_request(
                 request, time.monotonic(), drop_stale_output=self.requires_kv_delivery
             )
         drafts = {i.request_id: i.num_draft_tokens for i in plan.items}
-        for request in self.running:
+        for request in others:
             # vLLM keeps draft probabilities for one step only, so a later draft is stale.
             if request.spec_token_ids and self._guide.knows(request.request_id):
                 most = drafts.get(request.request_id, 0)
@@ -191,8 +259,8 @@ class GuidedScheduler(Scheduler):
             self.waiting.remove_requests(first)
             self.waiting.prepend_requests(reversed(first))
         # Otherwise vLLM would try all other waiting requests.
-        coming = len(first) + len(self.kv_holding_waiting) + self.num_waiting_for_streaming_input
-        self.max_num_active_reqs = min(self.max_num_active_reqs, len(self.running) + coming)
+        held: int = len(self.kv_holding_waiting) + self.num_waiting_for_streaming_input
+        return len(first) + held
 
     def _first_in_queue(self, plan: StepPlan) -> list[Any]:
         """Return the admitted requests, then those that only vLLM decides on."""
@@ -224,33 +292,43 @@ class GuidedScheduler(Scheduler):
         if step is None:
             return super().update_from_output(scheduler_output, model_runner_output)
         now = time.monotonic()
-        if self._run is not None and step.plan is self._run.plan:
-            return self._update_again(self._run, step, now, scheduler_output, model_runner_output)
-        ids = [*(i.request_id for i in step.plan.items), *self._guide.decoding(step.plan)]
-        planned = [self.requests[i] for i in ids if i in self.requests]
-        answers = self._answers(step.plan, scheduler_output, model_runner_output)
-        self._guide.on_step(step.plan, answers, max(step.scheduled_at, self._finished_at), now)
-        self._finished_at = now
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
-        for request in planned:
-            if request.is_finished():
-                self._guide.end(request.request_id, request.num_output_tokens, now)
+        started_at, self._finished_at = max(step.scheduled_at, self._finished_at), now
+        run = self._run
+        if run is not None and step.plan is run.plan:
+            run.started_at = run.started_at if run.num_steps else started_at
+            run.finished_at = now
+            run.num_steps += 1
+        else:
+            answers = self._answers(step.plan, scheduler_output, model_runner_output)
+            self._guide.on_step(step.plan, answers, started_at, now)
+        outputs, others = self._take_in(scheduler_output, model_runner_output)
+        ended = [request for request in others if request.is_finished()]
+        if ended or (run is not None and run.is_over):
+            self._end_run()
+        for request in ended:
+            self._guide.end(request.request_id, request.num_output_tokens, now)
+        if self._keeps_rows:
+            added = [r for r in others if r.status == RequestStatus.RUNNING and self._rows.add(r)]
+            if self._run is None:
+                self._guide.tell(added, self._num_blocks_of)
         return outputs
 
-    def _update_again(
-        self, run: _Run, step: _Step, now: float, scheduler_output: Any, model_runner_output: Any
-    ) -> Any:
-        if not run.num_steps:
-            run.started_at = max(step.scheduled_at, self._finished_at)
-        run.num_steps += 1
-        self._finished_at = run.finished_at = now
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
-        if self.finished_req_ids:
-            self._end_run()
-            for request in run.requests.values():
-                if request.is_finished():
-                    self._guide.end(request.request_id, request.num_output_tokens, now)
-        return outputs
+    def _take_in(self, scheduled: Any, made: Any) -> tuple[Any, list[Any]]:
+        """Return vLLM's outputs of a step, and the requests that it processed itself."""
+        rows = self._rows
+        if made.num_nans_in_logits:
+            rows.clear()
+        own, whole = rows.take_in(made), scheduled.num_scheduled_tokens
+        rest: dict[str, int] = {}
+        scheduled.num_scheduled_tokens = rest
+        if len(rows.ids) < len(whole):
+            rest |= {i: whole[i] for i in whole if i not in rows.ids}
+        others = [self.requests[i] for i in rest if i in self.requests]
+        outputs = super().update_from_output(scheduled, made)
+        scheduled.num_scheduled_tokens = whole
+        for client, added in own.items():
+            outputs.setdefault(client, EngineCoreOutputs()).outputs += added
+        return outputs, others
 
     def _answers(self, plan: StepPlan, scheduled: Any, made: Any) -> dict[str, Answer]:
         answers = {}

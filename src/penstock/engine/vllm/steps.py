@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -72,14 +73,6 @@ class TargetStep:
         return sum(self.num_tokens.values())
 
 
-class _Piece(NamedTuple):
-    item: VerifyItem
-    start: int
-    num_tokens: int
-    is_first: bool
-    is_last: bool
-
-
 @dataclass(slots=True)
 class _Known:
     """Known to the workers: epoch of the block table, tokens sent first, and all tokens sent."""
@@ -114,60 +107,52 @@ class StepWriter:
         steps: list[TargetStep] = []
         room = 0
         for item, draft in zip(items, drafts, strict=True):
-            for piece in self._pieces(item, len(draft[0])):
-                rows = piece.num_tokens + (len(draft[0]) if piece.is_last else 0)
+            end, num_draft = item.start + item.num_scheduled_tokens, len(draft[0])
+            for start, until in pairwise([*self._starts(item, num_draft), end]):
+                rows = until - start + (num_draft if until == end else 0)
                 if room < rows or len(steps[-1].num_tokens) == self._max_num_seqs:
                     steps.append(TargetStep(self._finished, draft_probs=draft_probs))
                     self._finished = set()
                     room = self._max_num_rows
-                self._add(steps[-1], piece, texts[item.request_id], draft)
+                self._add(steps[-1], item, (start, until), texts[item.request_id], draft)
                 room -= rows
         return steps
 
-    def _pieces(self, item: VerifyItem, num_draft_tokens: int) -> list[_Piece]:
+    def _starts(self, item: VerifyItem, num_draft_tokens: int) -> list[int]:
         """Split an item; the draft goes with the last piece, which has a known token before it."""
-        num = item.num_scheduled_tokens
-        if num + num_draft_tokens <= self._max_num_rows:
-            return [_Piece(item, item.start, num, True, True)]
-        starts = [item.start]
-        end = item.start + num
+        starts, end = [item.start], item.start + item.num_scheduled_tokens
         while end - starts[-1] + num_draft_tokens > self._max_num_rows:
             starts.append(min(starts[-1] + self._max_num_rows, end - 1))
-        return [
-            _Piece(item, start, until - start, start == item.start, until == end)
-            for start, until in zip(starts, [*starts[1:], end], strict=True)
-        ]
+        return starts
 
     def _add(
         self,
         step: TargetStep,
-        piece: _Piece,
+        item: VerifyItem,
+        positions: tuple[int, int],
         text: TokenBuffer,
         draft: tuple[list[int], list[int]],
     ) -> None:
-        item, request_id = piece.item, piece.item.request_id
-        blocks = [b + _RESERVED_BLOCKS for b in item.new_blocks] if piece.is_first else []
+        request_id, (start, until) = item.request_id, positions
+        blocks = [b + _RESERVED_BLOCKS for b in item.new_blocks] if start == item.start else []
         known = self._known.get(request_id)
         if known is None:
             token_ids = text.tokens(0, text.length)
-            step.new.append(NewSequence(request_id, token_ids, blocks, piece.start))
+            step.new.append(NewSequence(request_id, token_ids, blocks, start))
             self._known[request_id] = _Known(item.epoch, text.length, text.length)
         else:
             anew = known.epoch != item.epoch
             num_output = text.length - known.num_first_tokens
             news = text.tokens(known.num_tokens, text.length)
-            step.grown.append(
-                GrownSequence(request_id, piece.start, blocks, num_output, news, anew)
-            )
+            step.grown.append(GrownSequence(request_id, start, blocks, num_output, news, anew))
             known.epoch, known.num_tokens = item.epoch, text.length
-        step.num_tokens[request_id] = piece.num_tokens
-        if not (item.samples and piece.is_last):
+        step.num_tokens[request_id] = until - start
+        if not item.samples or until < item.start + item.num_scheduled_tokens:
             return
         token_ids, prob_rows = draft
         if token_ids:
             step.num_tokens[request_id] += len(token_ids)
             step.drafts[request_id] = token_ids
-        position = piece.start + piece.num_tokens
         sampling = text.request.sampling
         so_far = text.so_far(token_ids)
-        step.asked.append(Asked(request_id, position, sampling, token_ids, prob_rows, so_far))
+        step.asked.append(Asked(request_id, until, sampling, token_ids, prob_rows, so_far))
