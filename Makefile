@@ -27,18 +27,18 @@ $(VENV)/.serve: pyproject.toml constraints.txt
 	$(PIP) -e '.[serve]'
 	touch $@
 
-# The CPU kernels that this processor can use, beside their sources (a wheel has all); with the
-# machine's CMake, or one from the package index.
+# The CPU kernels, beside their sources: the best that this processor can use to serve, with the others
+# to test (a wheel has all). With the machine's CMake, or one from the package index.
 CMAKE ?= $(or $(shell command -v cmake),$(BIN)/cmake)
 NATIVE := src/penstock/engine/native
-KERNELS := $(shell $(PYTHON) $(NATIVE)/loading.py)
+KERNELS := $(patsubst %,$(NATIVE)/penstock_%.so,$(shell $(PYTHON) $(NATIVE)/loading.py))
 
-native: build/native/.built-$(firstword $(KERNELS))
+native: $(KERNELS)
 
-build/native/.built-%: $(CMAKE) CMakeLists.txt $(wildcard $(NATIVE)/*.h $(NATIVE)/*.cpp)
-	@echo "The CPU kernels: $(KERNELS)"
+$(NATIVE)/penstock_%.so: $(CMAKE) CMakeLists.txt $(wildcard $(NATIVE)/*.h $(NATIVE)/*.cpp)
+	@echo "The CPU kernels for $*"
 	$(CMAKE) -S . -B build/native
-	$(CMAKE) --build build/native --parallel --target $(addprefix penstock_,$(KERNELS))
+	$(CMAKE) --build build/native --target penstock_$*
 	touch $@
 
 $(BIN)/cmake: | $(VENV)/.serve
@@ -49,7 +49,7 @@ $(VENV)/.ready: $(VENV)/.serve
 	$(PIP) -e '.[serve,plot,docs,dev]'
 	touch $@
 
-serve: $(VENV)/.serve native
+serve: $(VENV)/.serve $(firstword $(KERNELS))
 	$(BIN)/penstock serve --port $(PORT)
 
 # Exactness with its negative controls, and what each part does: three minutes on two cores of
