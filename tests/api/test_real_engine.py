@@ -132,9 +132,12 @@ def test_metrics_have_the_prices_of_the_bundled_models() -> None:
     drafters = {"draft-tiny": weights / "draft-tiny"}
     with model_server(weights / "target-large", drafters, policies) as running:
         # A plan without drafts counts, too: which one pays depends on the machine.
-        complete(running, "draft-tiny", max_tokens=200)
-        text = httpx.get(f"{running.url}/metrics", timeout=60).text
-    found = samples(text)
+        for _ in range(5):
+            complete(running, "draft-tiny", max_tokens=200)
+            text = httpx.get(f"{running.url}/metrics", timeout=60).text
+            found = samples(text)
+            if "penstock:plain_step_seconds" in found:
+                break
     plain = found["penstock:plain_step_seconds"]
     assert 1e-4 < plain < 1
     assert found["penstock:price_of_second"] >= 0.99 / plain

@@ -228,8 +228,12 @@ def test_ratio_verifies_point_masses(engine, served, tokenizer, monkeypatch) -> 
         return decide(self, scores, items, draft_probs)
 
     monkeypatch.setattr(Verifier, "decide", watched)
-    made, _ = run(engine, requests(tokenizer, RATIO))
-    assert [len(tokens) for tokens in made] == [NUM_TOKENS - i for i in range(NUM)]
+    for _ in range(5):  # on a busy machine an answer may be late, and drafting pauses
+        made, _ = run(engine, requests(tokenizer, RATIO))
+        assert [len(tokens) for tokens in made] == [NUM_TOKENS - i for i in range(NUM)]
+        if drafts:
+            break
+        wait_for(engine)
     assert drafts
     assert {row for rows in drafts for row in rows} == {-1}
 
