@@ -29,6 +29,7 @@ LAYER_VECTORS = (
     "o_bias",
     "q_norm",
     "k_norm",
+    "qk_scale",
     "o_norm",
     "down_norm",
 )

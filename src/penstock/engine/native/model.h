@@ -19,6 +19,7 @@ extern "C" {
 struct LayerWeights {
   penstock::Matrix query, key, value, o, gate, up, down;
   const float *input_norm, *post_norm, *qkv_bias, *o_bias, *q_norm, *k_norm;
+  const float* qk_scale;  // by head and channel, for queries and keys; equal within a rotary pair
   const float *o_norm, *down_norm;  // of what attention and MLP add to the residual
   void *keys, *values;
   int32_t window;  // positions that a row sees, at most max_positions

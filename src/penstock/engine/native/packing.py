@@ -263,7 +263,7 @@ class Packer:
         }
 
     def _vector(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        of_heads = name.endswith(("qkv_bias", "q_norm", "k_norm"))
+        of_heads = name.endswith(("qkv_bias", "q_norm", "k_norm", "qk_scale"))
         if name.endswith("q_norm"):
             values = values.float() * self._layout.config.variant.query_scale
         return (self._layout.head_vectors if of_heads else self._layout.vector)(values)

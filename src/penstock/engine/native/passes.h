@@ -246,6 +246,9 @@ class Pass {
 
     const float* norm = head < first_key ? layer.q_norm : layer.k_norm;
     if (norm) rms_norm(x, norm, dim, weights_.rms_norm_eps, x);
+    if (layer.qk_scale)
+      for (int i = 0; i < width; i += kLanes)
+        store(x + i, load(x + i) * load(layer.qk_scale + (size_t)head * width + i));
     float* turned = scratch_.head.get() + (size_t)kMostChunkRows * (width + kPanel);
     rotate(layer, x, plan_.positions[row], turned);
     if (head >= first_key) return store_key(layer, head - first_key, row, turned);

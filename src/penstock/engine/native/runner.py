@@ -20,6 +20,7 @@ from penstock.engine.models.quantized import Weight
 from penstock.engine.models.rounding import is_large, round_weights
 from penstock.engine.models.weights import stored_weights
 from penstock.engine.native import library as c
+from penstock.engine.native.heads import channel_scales
 from penstock.engine.native.library import native_library
 from penstock.engine.native.packing import BLOCK_FORMATS, Arena, Layout, Packer
 from penstock.engine.native.sampler import sample_natively
@@ -84,6 +85,8 @@ class NativeRunner(ModelRunner):
         self.sample = sample_natively
         layout = Layout(config, self._library.penstock_lanes())
         pairs = dtype == torch.bfloat16 and bool(self._library.penstock_has_bf16_pairs())
+        if kv_dtype == torch.int8:
+            weights = {**weights, **dict(channel_scales(config, weights))}
         packer = Packer(weights, layout, bf16_pairs=pairs)
         self._matrices, self._vectors = packer.pack(num_threads)
         positions = min(config.max_position_embeddings, num_blocks * block_size)
