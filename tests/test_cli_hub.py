@@ -52,6 +52,7 @@ def resolved(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[dict[str
     return run
 
 
+@pytest.mark.slow
 def test_serve_a_model_of_the_hub(hub: Hub) -> None:
     hub.add("lab/tiny", model_path("target-small"))
     command = [*START, "lab/tiny", "--port", "0", "--state", "none", "--kv-tokens", "2048"]

@@ -54,6 +54,7 @@ def requests(num: int, output_len: int, arrived_at: Any = None, **more: Any) -> 
     return Workload("toy", np.full(num, 8), np.full(num, output_len), times, **more)
 
 
+@pytest.mark.slow
 def test_goodspeed_has_more_utility_than_equal_drafts() -> None:
     """Clients of unlike acceptance share C = 12 (eq. 1, tokens a round, U = log; figure 4)."""
     rates = {"a": 0.9, "b": 0.8, "c": 0.4, "d": 0.2}
