@@ -190,7 +190,6 @@ async def test_texts_end_where_the_targets_do(family, oracle, tmp_path) -> None:
         verifier.serving() as port,
         program(
             *("--connect", f"127.0.0.1:{port}", "--model", model, "--listen", 0),
-            *("--dtype", "float32"),
         ) as running,
     ):
         await running.line()

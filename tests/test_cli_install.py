@@ -26,7 +26,7 @@ NEEDS_THE_EXTRA = [
 BAD_INPUT = [
     (("serve", "--drafter", "draft-hgue"), "nor a bundled drafter"),
     (("serve", "/nowhere"), "neither a checkpoint folder, a GGUF file nor a bundled target"),
-    (("serve", "--device", "tpu"), "'tpu' is unknown; allowed: cpu, cuda, cuda:N"),
+    (("serve", "--device", "tpu"), "'tpu' is unknown; allowed: cpu, cpu:CORES as 0-3,6, cuda"),
     (("generate", ""), "the prompt must not be empty"),
     (("generate", "Hi", "--drafter", "draft-hgue"), "nor a bundled drafter"),
     (("generate", "Hi", "--temperature", "inf"), "--temperature must be finite"),

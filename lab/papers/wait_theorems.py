@@ -297,6 +297,7 @@ def verdicts(
             tight,
             _ABOVE_TIGHT,
             overload,
+            (_ROOMY, roomy),
         ),
         check("mean latency is O(1) (eq. 9)", _steady, strict, _ABOVE_TIGHT, overload),
         check(

@@ -198,16 +198,3 @@ def test_a_measured_profile_follows_the_steps_without_drafters_too() -> None:
         times.on_result(result, may_wait=False)
     assert times.profile.linear(8) == pytest.approx(before / 3, rel=0.15)
     assert times.profile.linear(64) == pytest.approx(0.073, rel=0.1)
-
-
-def test_drafts_are_priced_by_a_given_profiles_stairs_and_else_by_measured_rows() -> None:
-    stairs = StepProfile("p", 10**6, (8, 16, 17), (0.01, 0.01, 0.02), 8, per_kv_token=1e-5)
-    given, measured = Estimators(stairs).times, Estimators().times
-    for times in (given, measured):
-        for rows, seconds in ((4, 0.01), (24, 0.03)):
-            times.target.add_measurement(rows, seconds)
-    decoding = StepWork(num_decodes=4, num_kv_tokens=100)
-    found = given.with_drafts(decoding, 6, 24)
-    assert found[[0, 10, 11]] == pytest.approx([0.011, 0.011, found[18]])
-    # Two rows are of a prompt.
-    assert measured.with_drafts(decoding, 6, 24)[[0, 18]] == pytest.approx([0.01, 0.028])

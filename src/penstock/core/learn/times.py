@@ -86,19 +86,6 @@ class Times:
         """Return the seconds of a target step, the host's part included."""
         return max(1e-6, self.profile.seconds(work) + self.shift)
 
-    def with_drafts(self, decoding: StepWork, num_rows: int, last: int) -> npt.NDArray[np.float64]:
-        """Return the seconds of a step of `num_rows` to `last` rows, less those of its prompts.
-
-        A given profile has stairs and attention, which a curve by rows smooths or mixes."""
-        rows = np.arange(num_rows, last + 1)
-        is_given = not (self._follows_rows or self.learns_profile)
-        if not (is_given and self.profile.linear(last)):
-            prompts = self.target(num_rows) - self.target(decoding.num_decodes)
-            return self.target.at(rows) - prompts
-        alone = self.step_seconds(decoding) - self.overhead
-        stairs = [self.profile.linear(n) for n in rows.tolist()]
-        return alone + np.array(stairs) - stairs[0]
-
     def draft_seconds(self, drafter: str, batch: int, num_tokens: int) -> float:
         """Return the seconds of drafts for a batch, of this machine or a draft server."""
         curve = self._by_drafter.get(drafter)

@@ -36,7 +36,6 @@ from penstock.core.policies.allocation.parts.values import TokenValues
 from penstock.core.policies.base import AllocationPolicy, DraftCandidate, Gauges, View
 from penstock.core.policies.options import MaxDraftTokens, NonNegativeFloat
 from penstock.core.state import Grant, Outcome
-from penstock.fluid.step_profile import StepWork
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -181,13 +180,10 @@ class _Offers:
     def _price_step(self, values: TokenValues, most: FloatArray) -> None:
         """Work out the step without drafts: its seconds and its value."""
         times, room, candidates = self._times, self._view.room, self._candidates
-        context = sum(c.state.num_known_tokens for c in candidates)
-        decoding = StepWork(num_decodes=room.num_sampled, num_kv_tokens=context)
-        last = room.num_rows + int(self._limits.sum())
-        self._verify_s = times.with_drafts(decoding, room.num_rows, last)
-        target = float(self._verify_s[0])
+        target = times.target(room.num_sampled)
         self._host = max(times.overhead, _LEAST_OVERHEAD_S)
         self.plain_s = round_seconds(target, host=self._host)
+        self._prefill_s = times.target(room.num_rows) - target
         self._worth = values.of_tokens(candidates, self._view, most, self.plain_s)
         # Requests that do not draft are worth as much as the others, in the mean.
         mean = float(self._worth.sum()) / len(candidates)
@@ -260,8 +256,7 @@ class _Offers:
         rows = view.room.num_rows + (bought * self._found).cumsum(axis=1)
         inside += np.where(inside > 0, times.draft_overhead, 0.0)
         inside += (bought * self._reads).cumsum(axis=1)
-        first = view.room.num_rows
-        verify = np.interp(rows, np.arange(first, first + len(self._verify_s)), self._verify_s)
+        verify = times.target.at(rows) - self._prefill_s
         seconds = round_seconds(verify + inside, beside=beside, host=self._host)
         values = self.plain_value + (bought * self._gains).cumsum(axis=1)
         affordable = bought.cumsum(axis=1) <= view.room.budget
