@@ -27,7 +27,7 @@ class DecodingRows:
         self._steps = 0
         self._num_in_flight = 0
         self.ids: dict[str, int] = {}
-        """By request id, in the order of all columns: 1, the tokens in a step."""
+        """Tokens of each request in a step, which is 1; the order is that of all columns."""
         self._requests: list[Any] = []
         self._clients: list[int] = []
         self._texts: tuple[list[list[int]], list[list[int]]] = [], []
