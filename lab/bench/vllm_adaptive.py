@@ -4,9 +4,9 @@
 
 Closed loops of 1 to 256 clients on the A100 profile, recorded acceptance; tokens per second of the
 second half. `auto` is the default bundle; it does not see confidences. `adaptive` is the rival
-(`lab.common.vllm_adaptive`) with confidences that correlate with acceptance by 0.56 (as SpecKV,
-2026, found), with the best in hindsight of 1, 2 and 4 draft tokens and of single drafters. Tuned:
-its costs are measured at the load's context, too, instead of vLLM's default.
+(`lab.common.vllm_adaptive`) with confidences that correlate with acceptance by 0.56 (made up: the
+records have none), with the best in hindsight of 1, 2 and 4 draft tokens and of single drafters.
+Tuned: its costs are measured at the load's context, too, instead of vLLM's default.
 
 One drafter is a head of 0.05 of a step, the other look-up. Control: random lengths. Oracles:
 `known` drafts right tokens only; `clairvoyant` has each request's drafter from its record.
