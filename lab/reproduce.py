@@ -42,6 +42,7 @@ def reproduce(
             "the bundled ones.",
         ),
     ] = None,
+    device: cli.DeviceOption = None,
     workers: cli.WorkersOption = None,
     ray: cli.RayOption = None,
     as_json: cli.JsonOption = False,
@@ -50,13 +51,14 @@ def reproduce(
     from lab.common.experiment import FULL, QUICK, LabError, Trial
     from lab.common.report import pyplot
     from lab.papers import experiments, experiments_named
+    from penstock.config import ConfigError
 
     if name == "list":
         _list(list(experiments().values()), as_json)
         return
-    with one_line(LabError, OSError):
+    with one_line(LabError, ConfigError, OSError):
         chosen = experiments_named(name)
-        if family is not None:
+        if family is not None or device is not None:
             chosen = _live(chosen)
         pyplot()
         out.mkdir(parents=True, exist_ok=True)
@@ -64,7 +66,7 @@ def reproduce(
         folder = data or (Path(named) if named else None)
         found = []
         with workers_of(workers, ray) as pool, _progress(len(chosen)) as (tell, advance):
-            job = Trial(out, QUICK if quick else FULL, folder, tell, pool, family)
+            job = Trial(out, QUICK if quick else FULL, folder, tell, pool, family, device or "cpu")
             for entry in chosen:
                 found.append(_outcome(entry, job))
                 if not as_json:
@@ -88,7 +90,8 @@ def _outcome(entry: Experiment, job: Trial) -> dict[str, Any]:
         quick = "" if job.effort == FULL else " --quick"
         family = "" if job.family is None else f" --family {job.family}"
         data = "" if job.data is None else " --data DIR"
-        command = f"penstock reproduce {entry.name}{quick}{data}{family}"
+        device = "" if job.device == "cpu" else f" --device {job.device}"
+        command = f"penstock reproduce {entry.name}{quick}{data}{family}{device}"
         told = {"title": entry.title, "command": command}
         save(job.out / f"{entry.name}.json", Results({}, found), **told)
         verdicts = [asdict(verdict) | {"line": verdict.line()} for verdict in found]
@@ -112,7 +115,9 @@ def _live(chosen: list[Experiment]) -> list[Experiment]:
     live = [entry for entry in chosen if entry.is_live]
     if not live:
         known = ", ".join(e.name for e in experiments().values() if e.is_live)
-        raise LabError(f"--family: {chosen[0].name} runs no models; those that do: {known}")
+        raise LabError(
+            f"--family, --device: {chosen[0].name} runs no models; those that do: {known}"
+        )
     return live
 
 

@@ -54,7 +54,7 @@ QUICK = Effort(20_000, 0.03, 4_000, (0.1, 0.5, 0.9, 1.05), 2, 4)
 class Trial:
     """One run: where its files go, how much to simulate, the folder of measurements (None: there
     is none), whom to tell what is being done, who does it, and the folder of the models that live
-    experiments run (None: the bundled ones)."""
+    experiments run (None: the bundled ones), and their device."""
 
     out: Path
     effort: Effort = FULL
@@ -62,6 +62,7 @@ class Trial:
     tell: Callable[[str], None] = lambda _: None
     workers: Workers = HERE
     family: Path | None = None
+    device: str = "cpu"
 
     def kept(self, name: str) -> Path:
         """The file of what a live experiment has measured so far: where it was cut, it goes on."""

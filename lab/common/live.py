@@ -170,6 +170,7 @@ class LiveScene:
     num_turns: int
     new_tokens: int
     kept: Cells
+    device: str = "cpu"
 
     @classmethod
     def from_trial(cls, job: Trial, name: str) -> LiveScene:
@@ -183,11 +184,12 @@ class LiveScene:
         prompts = {d: [tuple(tokenizer.encode(p.prompt)) for p in load_prompts(d)] for d in DOMAINS}
         turns = max(_TURNS[0], min(_TURNS[1], job.effort.seeds - 1))
         tokens = max(_TOKENS[0], min(_TOKENS[1], job.effort.curve_arrivals // 125))
-        return cls(family, prompts, turns, tokens, Cells(job.kept(name), silent=True))
+        kept = Cells(job.kept(name), silent=True)
+        return cls(family, prompts, turns, tokens, kept, job.device)
 
     def load(self, batch: int, **settings: Any) -> Engine:
         """The family's target with all drafters, in the number format that it is served in."""
-        chosen = {"dtype": "auto", **settings}
+        chosen = {"dtype": "auto", "device": self.device, **settings}
         return load(DEFAULT_TARGET, batch, self.new_tokens, family=self.family, **chosen)
 
     def requests(self, numbers: Iterable[int], drafter: str) -> list[Request]:
@@ -215,7 +217,8 @@ class LiveScene:
         Turns that are kept are not served again."""
 
         def key(system: LiveSystem, turn: int) -> str:
-            scene = f"{self.family.name}, {self.new_tokens} tokens, batch {batch}, from {first}"
+            models = f"{self.family.name}, {self.device}, {self.new_tokens} tokens"
+            scene = f"{models}, batch {batch}, from {first}"
             return f"{scene}/{system.name}/{turn}"
 
         def serve(system: LiveSystem, numbers: Iterable[int]) -> dict[str, float]:

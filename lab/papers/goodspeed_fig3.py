@@ -2,12 +2,13 @@
 GoodSpeed.
 
 A round waits for all drafts (receiving), verifies them, and sends the verdicts. Configurations are
-those of table I, with two kinds of times. `bandwidth`: a model's pass takes as long as its weights
-take to be read, on an L4 for drafters and an H100 for targets; draft servers send whole
+those of table I, with three kinds of times. `bandwidth`: a model's pass takes as long as
+its weights take to be read, on an L4 for drafters and an H100 for targets; draft servers send whole
 distributions in float32 over 10 Gbit/s with a round trip of 1 ms. `figure`: the same devices,
 slower in proportion, so that Fixed-S receives and verifies for what the largest ticks of figure 3
 say, over the rounds of figure 2: 0.5 and 0.8 times as much receiving as verification, where
-`bandwidth` has 2.6 to 4.2 times. Acceptance jumps by 0.3 every hundred rounds. Times are those of
+`bandwidth` has 2.6 to 4.2 times. `measured`: steps of Qwen3's shapes on an H100 for drafters and
+target, by `lab.bench.gpu_steps`. Acceptance jumps by 0.3 every hundred rounds. Times are those of
 the same number of tokens.
 
 Controls: Fixed-S against itself with other luck, Random-S in GoodSpeed's place, and verdicts that
@@ -49,7 +50,8 @@ FIXED, RANDOM, GOODSPEED, NONE = "fixed", "random", "goodspeed", "no drafts"
 MILD, MOST, FASTEST = "random, hardly longer", "most tokens", "fastest"
 SHOWN = (FIXED, RANDOM, GOODSPEED, NONE)
 POLICIES = (*SHOWN, MILD, MOST, FASTEST)
-BANDWIDTH, FIGURE = "bandwidth", "figure"
+BANDWIDTH, FIGURE, MEASURED = "bandwidth", "figure", "measured"
+KINDS = (BANDWIDTH, FIGURE, MEASURED)
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,8 @@ class Configuration:
 
     target: parameters and bytes of weights. drafters: bytes of weights of each model, dealt to the
     clients in turn. budgets: C. vocabulary: entries of a distribution. printed: seconds of a round
-    in figure 3, receiving and verification; None: it has no such configuration.
+    in figure 3, receiving and verification; None: it has no such configuration. measured: seconds
+    of a draft token of each model, of a verification and of a row more.
     """
 
     name: str
@@ -68,38 +71,54 @@ class Configuration:
     budgets: tuple[int, ...]
     vocabulary: int
     printed: tuple[float, float] | None = None
+    measured: tuple[tuple[float, ...], float, float] | None = None
 
     def times(self, budget: int) -> dict[str, BarrierTimes]:
         """Of each kind."""
         parameters, weights = self.target
         held = np.resize(np.array(self.drafters), self.clients)
+        sent = 4 * self.vocabulary / _LINK_BYTES_PER_S
         found = BarrierTimes(
             round_trip=np.full(self.clients, _ROUND_TRIP_S),
-            per_token=held / _L4_BYTES_PER_S + 4 * self.vocabulary / _LINK_BYTES_PER_S,
+            per_token=held / _L4_BYTES_PER_S + sent,
             verify_start=weights / _H100_BYTES_PER_S,
             verify_per_row=2 * parameters / _H100_FLOPS,
         )
+        kinds = {BANDWIDTH: found}
+        if self.measured is not None:
+            drafting, *verifying = self.measured
+            own = np.resize(np.array(drafting), self.clients) + sent
+            kinds[MEASURED] = BarrierTimes(found.round_trip, own, *verifying)
         if self.printed is None:
-            return {BANDWIDTH: found}
+            return kinds
         receiving, verification = self.printed
         slower = verification / found.verify(self.clients + budget)
         equal = -(-budget // self.clients)
-        drafting = (receiving - _ROUND_TRIP_S) / (equal * found.per_token.max())
+        longer = (receiving - _ROUND_TRIP_S) / (equal * found.per_token.max())
         printed = BarrierTimes(
             found.round_trip,
-            found.per_token * drafting,
+            found.per_token * longer,
             found.verify_start * slower,
             found.verify_per_row * slower,
         )
-        return {BANDWIDTH: found, FIGURE: printed}
+        return {**kinds, FIGURE: printed}
 
 
 _QWEN, _LLAMA = (14.8e9, 29.6e9), (70.6e9, 39.8e9)
 _QWEN_PRINTED, _LLAMA_PRINTED = (4000 / 3500, 5000 / 3500), (1000 / 2500, 2000 / 2500)
+# Medians on an H100: a draft token of 0.6 B and of 1.7 B; a line through 4 to 32 rows of 14 B.
+_DRAFTED_S, _VERIFIED_S = (1.90e-3, 2.62e-3), (11.50e-3, 0.278e-3)
 TABLE_I = (
-    Configuration("4 × 14B, 0.6B", _QWEN, (1.2e9,), 4, (24, 28), 151_936),
     Configuration(
-        "8 × 14B, 0.6B and 1.7B", _QWEN, (1.2e9, 3.4e9), 8, (16, 20), 151_936, _QWEN_PRINTED
+        "4 × 14B, 0.6B",
+        *(_QWEN, (1.2e9,), 4, (24, 28), 151_936),
+        measured=(_DRAFTED_S[:1], *_VERIFIED_S),
+    ),
+    Configuration(
+        "8 × 14B, 0.6B and 1.7B",
+        *(_QWEN, (1.2e9, 3.4e9), 8, (16, 20), 151_936),
+        printed=_QWEN_PRINTED,
+        measured=(_DRAFTED_S, *_VERIFIED_S),
     ),
     Configuration(
         "8 × 70B, 1B and 3B", _LLAMA, (2.5e9, 6.4e9), 8, (16, 20), 128_256, _LLAMA_PRINTED
@@ -139,7 +158,7 @@ def run(job: Trial) -> list[ClaimVerdict]:
     )
     found: Found = {
         (kind, c.name, budget): {p: [s[kind] for s in played[p, c, budget]] for p in POLICIES}
-        for kind in (BANDWIDTH, FIGURE)
+        for kind in KINDS
         for c, budget in where
         if kind in c.times(budget)
     }
@@ -347,7 +366,7 @@ def _draw(job: Trial, found: Found) -> None:
     configurations."""
     parts = ("total", "receiving", "verification", "sending")
     rows = []
-    for kind in (BANDWIDTH, FIGURE):
+    for kind in KINDS:
         shown = {where: by for where, by in found.items() if where[0] == kind}
         ticks = list(range(len(shown)))
         labels = [f"{name.split(',')[0]}\nC = {budget}" for _, name, budget in shown]

@@ -9,12 +9,12 @@ import numpy.typing as npt
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.engine.reference_attention import ReferenceAttention
 from tests.engine.small_models import Paging
 
 from penstock.engine.attention import AttentionFactory, decomposed
 from penstock.engine.attention.decomposed import DecomposedAttention, Planner
 from penstock.engine.attention.packed import _MAX_GATHERED_BYTES, PackedAttention
-from penstock.engine.attention.reference import ReferenceAttention
 from penstock.engine.backends import ATTENTION
 from penstock.engine.gather import KVGather
 from penstock.engine.kv_cache import PagedKVCache, kv_bytes_per_token

@@ -201,7 +201,7 @@ class ModelsConfig(Model):
     kv_dtype: Literal["auto", "int8"] = "auto"
     device: DeviceName = "cpu"
     backend: Literal["auto", "native", "eager"] = "auto"
-    attention: Literal["packed", "decomposed", "reference"] = "packed"
+    attention: Literal["packed", "decomposed"] = "packed"
     num_threads: int | None = Field(default=None, ge=1)
     kv_tokens: int | None = Field(default=None, ge=16)
     block_size: int = Field(default=16, ge=1, le=256)

@@ -16,7 +16,7 @@ from penstock.core.types import TARGET
 from penstock.engine.attention import AttentionFactory
 from penstock.engine.attention.decomposed import DecomposedAttention
 from penstock.engine.attention.packed import PackedAttention
-from penstock.engine.attention.reference import ReferenceAttention
+from penstock.engine.cuda_graphs import GraphRunner
 from penstock.engine.drafters.base import LocalDrafter
 from penstock.engine.drafters.model import ModelDrafter
 from penstock.engine.drafters.spelling import Vocabularies
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 ATTENTION: dict[str, AttentionFactory] = {
     "packed": PackedAttention,
     "decomposed": DecomposedAttention,
-    "reference": ReferenceAttention,
 }
 """Attention of the eager backend, by the setting's values."""
 
@@ -323,6 +322,8 @@ class Models:
                 max_model_len=longest,
                 kv_dtype=place.kv_dtype,
             )
+        if place.device.type == "cuda" and self.config.attention == "packed":
+            return GraphRunner.load(path, place.dtype, place.device, *room, max_model_len=longest)
         attention = ATTENTION[self.config.attention]
         return EagerRunner.load(path, place.dtype, place.device, *room, attention, longest)
 
@@ -363,7 +364,8 @@ def load_runner(
             raise ConfigError(
                 "weights int4 are for the CPU's own kernels, which cannot be had here"
             )
-        return EagerRunner.load(path, dtype, place, num_blocks, _BLOCK_SIZE)
+        kind = GraphRunner if place.type == "cuda" else EagerRunner
+        return kind.load(path, dtype, place, num_blocks, _BLOCK_SIZE)
     # As in `resolve_placement`.
     torch.set_num_threads(1)
     return NativeRunner.load(path, dtype, num_blocks, _BLOCK_SIZE, threads, rounding=rounding)

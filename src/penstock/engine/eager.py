@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Self
 
 import torch
 
@@ -17,7 +18,11 @@ from penstock.engine.sampling import sample_coupled
 
 
 class EagerRunner(ModelRunner):
-    """Decoder with cache and attention."""
+    """Decoder with cache and attention.
+
+    num_spare_blocks: of the cache, beyond those that the scheduler knows of"""
+
+    num_spare_blocks = 0
 
     def __init__(
         self,
@@ -33,7 +38,8 @@ class EagerRunner(ModelRunner):
         self.config = config
         self.num_blocks, self.block_size, self.device = num_blocks, block_size, device
         self.sample = sample_coupled
-        self.cache = PagedKVCache(config, num_blocks, block_size, dtype, device)
+        num_held = num_blocks + self.num_spare_blocks
+        self.cache = PagedKVCache(config, num_held, block_size, dtype, device)
         self.attention = attention(self.cache, config.num_heads)
         max_positions = min(config.max_position_embeddings, num_blocks * block_size)
         self._decoder = Decoder(config, weights, max_positions, device)
@@ -48,7 +54,7 @@ class EagerRunner(ModelRunner):
         block_size: int,
         attention: AttentionFactory = PackedAttention,
         max_model_len: int | None = None,
-    ) -> EagerRunner:
+    ) -> Self:
         """Load a checkpoint for texts of at most `max_model_len` tokens.
 
         Raises: CheckpointError; ValueError for an empty cache."""

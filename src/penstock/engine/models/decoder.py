@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +52,10 @@ class Layer:
     down_norm: RmsNorm | None
 
 
+ComputeLayer = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Computes a layer from its number, its input and the rows' rotations."""
+
+
 class Decoder:
     """Weights on a device, and the forward pass over a ragged batch.
 
@@ -87,9 +92,8 @@ class Decoder:
         """Write the rows' keys and values, attend; float32 logits [num_logits, vocab_size].
 
         A batch without logits_rows only fills the cache."""
-        device, variant = cache.device, self.config.variant
         token_ids, positions, slots, logits_rows = (
-            torch.from_numpy(rows).to(device)
+            torch.from_numpy(rows).to(cache.device)
             for rows in (
                 batch.token_ids,
                 batch.positions,
@@ -97,27 +101,42 @@ class Decoder:
                 batch.logits_rows,
             )
         )
-        everywhere = (self.rotations.index_select(0, positions), attention.prepare(batch))
-        windowed = everywhere
+        variant = self.config.variant
+        everywhere = windowed = attention.prepare(batch)
         if variant.window is not None:
-            rotations = self._local_rotations.index_select(0, positions)
-            windowed = (rotations, attention.prepare(batch, variant.window.size))
-        hidden = F.embedding(token_ids, self.embed_tokens)
-        if variant.embedding_scale != 1:
-            hidden = hidden * torch.tensor(variant.embedding_scale, dtype=hidden.dtype)
+            windowed = attention.prepare(batch, variant.window.size)
         last = len(self.layers) - 1
-        for index, layer in enumerate(self.layers):
-            rotations, metadata = windowed if variant.is_windowed(index) else everywhere
-            q, kv = self._qkv(layer, hidden, rotations)
+
+        def compute(index: int, hidden: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
+            layer = self.layers[index]
+            q, kv = self.before_attention(layer, hidden, rotations)
             cache.write(index, slots, kv)
+            metadata = windowed if variant.is_windowed(index) else everywhere
             attended = attention.attend(q, index, metadata).flatten(1)
             if index == last:
                 hidden = hidden.index_select(0, logits_rows)
                 attended = attended.index_select(0, logits_rows)
-            hidden = _mlp(layer, _project_out(layer, hidden, attended))
+            return after_attention(layer, hidden, attended)
+
+        return self.run(token_ids, positions, compute)
+
+    def run(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, compute: ComputeLayer
+    ) -> torch.Tensor:
+        """Compute all layers, each by `compute`, and float32 logits of the rows it leaves."""
+        variant = self.config.variant
+        everywhere = windowed = self.rotations.index_select(0, positions)
+        if variant.window is not None:
+            windowed = self._local_rotations.index_select(0, positions)
+        hidden = F.embedding(token_ids, self.embed_tokens)
+        if variant.embedding_scale != 1:
+            hidden = hidden * torch.tensor(variant.embedding_scale, dtype=hidden.dtype)
+        for index in range(len(self.layers)):
+            rotations = windowed if variant.is_windowed(index) else everywhere
+            hidden = compute(index, hidden, rotations)
         return (self.norm(hidden) @ self.lm_head).float()
 
-    def _qkv(
+    def before_attention(
         self, layer: Layer, hidden: torch.Tensor, rotations: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return rotated queries [num_tokens, num_heads, head_dim], and keys before values."""
@@ -131,17 +150,34 @@ class Decoder:
         qk = qkv[:, :-num_kv_heads]
         if layer.qk_norm is not None:
             qk.copy_(layer.qk_norm(qk))
-        pairs = torch.view_as_complex(qk.float().unflatten(2, (-1, 2))).mul_(rotations)
-        if qk.dtype != torch.float32:
-            qk.copy_(torch.view_as_real(pairs).flatten(2))
+        _rotate(qk, rotations)
         return qkv[:, :num_heads], qkv[:, num_heads:]
 
 
 def _rotations(config: DecoderConfig, max_positions: int, rope: Rope) -> torch.Tensor:
-    """Return [max_positions, 1, head_dim / 2] complex64."""
+    """Return cosines and sines, [max_positions, 1, head_dim / 2, 2]."""
     table = RopeTable.build(config, max_positions, rope)
     half = config.head_dim // 2
-    return torch.complex(table.cos[:, :half], table.sin[:, :half]).unsqueeze(1)
+    return torch.stack((table.cos[:, :half], table.sin[:, :half]), dim=-1).unsqueeze(1)
+
+
+def _rotate(qk: torch.Tensor, rotations: torch.Tensor) -> None:
+    """Rotate the pairs of all heads [num_tokens, heads, head_dim] in place."""
+    pairs = qk.float().unflatten(2, (-1, 2))
+    if torch.compiler.is_compiling():  # torch.compile fuses no complex numbers
+        (x, y), (cos, sin) = pairs.unbind(-1), rotations.unbind(-1)
+        rotated = torch.stack((x * cos - y * sin, x * sin + y * cos), dim=-1)
+    else:
+        product = torch.view_as_complex(pairs).mul_(torch.view_as_complex(rotations))
+        if qk.dtype == torch.float32:
+            return
+        rotated = torch.view_as_real(product)
+    qk.copy_(rotated.flatten(2))
+
+
+def after_attention(layer: Layer, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    """Return a layer's output from its input and what its heads attended to."""
+    return _mlp(layer, _project_out(layer, hidden, attended))
 
 
 def _project_out(layer: Layer, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
