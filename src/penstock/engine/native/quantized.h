@@ -308,10 +308,12 @@ static AddTile<F, Block> add_tile_for(int rows) {
   return add_tile<F, Rows, Block>;
 }
 
-// Rows up to which tiles unpack in registers, by format, and rows of a tile of unpacked blocks, at
-// most kMaxRows: as measured (tuning.h).
+// Rows up to which tiles unpack in registers, and rows of such a tile, at most kPackedRows, by format;
+// rows of a tile of unpacked blocks, at most kMaxRows: as measured (tuning.h).
 template <class F>
 inline int packed_rows = 4;
+template <class F>
+inline int packed_tile_rows = 4;
 inline int tile_rows = 4;
 
 // tile[height][kPanel] = rows x a panel.
@@ -324,7 +326,7 @@ static __attribute__((noinline)) void quantized_kernel(const char* rows, size_t 
   Block blocks[together];
   const auto* a = (const CodesOf<F>*)rows;
   for (int r = 0; r < height; ++r) std::memset(tile + r * kTileStride, 0, kPanel * sizeof(float));
-  const int most = is_packed ? kPackedRows : tile_rows;
+  const int most = is_packed ? packed_tile_rows<F> : tile_rows;
   const int groups = 8 * ((height + most - 1) / most);
   Lines next{nullptr, height <= 2 ? 0 : (together * F::kPanelBytes + 64 * groups - 1) / (64 * groups)};
   for (int k = 0; k < k_size; k += 256, a += 256 / sizeof(a->code) * count) {

@@ -24,29 +24,36 @@ double time_of(int rows) {
   return least;
 }
 
+// Set `height` to the fastest of `heights` that is at most `most`.
+template <class F, class Block, size_t N>
+void tune_height(int& height, const int (&heights)[N], int most) {
+  double least = INFINITY;
+  int fastest = height;
+  for (const int one : heights) {
+    if (one > most) break;
+    height = one;
+    const double took = time_of<F, Block>(24);
+    if (took < least) least = took, fastest = one;
+  }
+  height = fastest;
+}
+
 template <class F>
-void tune_packed_rows() {
-  for (int rows = 8; rows <= 16; rows += 4) {
+void tune_packed() {
+  tune_height<F, PackedBlock<F>>(packed_tile_rows<F>, {3, 4, 5, 6, 8}, kPackedRows);
+  for (const int rows : {8, 12, 16, kPanelRows}) {
     if (time_of<F, PackedBlock<F>>(rows) > time_of<F, UnpackedBlock<F>>(rows)) break;
     packed_rows<F> = rows;
   }
 }
 
-// Set tile_rows and packed_rows to what multiplies fastest here, within some milliseconds.
+// Set rows of tiles to what multiplies fastest here, within some milliseconds.
 inline void tune() {
-  double least = INFINITY;
-  int fastest = tile_rows;
-  for (const int height : {4, 6, 8, 12}) {
-    if (height > kMaxRows) break;
-    tile_rows = height;
-    const double took = time_of<Q4_K, UnpackedBlock<Q4_K>>(24);
-    if (took < least) least = took, fastest = height;
-  }
-  tile_rows = fastest;
+  tune_height<Q4_K, UnpackedBlock<Q4_K>>(tile_rows, {4, 6, 8, 12}, kMaxRows);
   for (auto kind = Kind::kQ8_0; kind <= Kind::kMXFP4; kind = (Kind)((int)kind + 1))
     with_format(kind, [](auto format) {
       using F = decltype(format);
-      if constexpr (F::kFileBytes != 4 && F::kind != Kind::kInt8Rows) tune_packed_rows<F>();
+      if constexpr (F::kFileBytes != 4 && F::kind != Kind::kInt8Rows) tune_packed<F>();
     });
 }
 
