@@ -103,7 +103,8 @@ class Turn(NamedTuple):
     @property
     def need(self) -> int:
         """Most tokens of a request, in whole blocks of 256 as llama.cpp counts them."""
-        return math.ceil((max(self.prompt, _WARM_PROMPT) + self.tokens + _MARGIN) / 256) * 256
+        prompt = max(self.prompt, _WARM_PROMPT) * 1.04  # long prompts come out longer
+        return math.ceil((prompt + self.tokens + _MARGIN) / 256) * 256
 
 
 class Rival(NamedTuple):
