@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+from tests.engine.reference_attention import ReferenceAttention
 
 from lab.common.rehearsal import (
     Rehearsal,
@@ -24,7 +25,7 @@ def test_every_layout_attends_alike_over_a_cache_without_zeros() -> None:
     batch = verification_batch(LENGTHS, 4, num_blocks, seed=3)
     q = random_queries(CONFIG, batch.num_tokens)
     found = []
-    for make in ATTENTION.values():
+    for make in (*ATTENTION.values(), ReferenceAttention):
         backend = make(cache, CONFIG.num_heads)
         found.append(backend.attend(q, 1, backend.prepare(batch)))
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-5)
