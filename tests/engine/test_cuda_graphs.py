@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from tests.engine.small_models import CASES, Checkpoints, Paging, in_pieces, tokens
+from torch._dynamo.utils import counters
 
 from penstock.engine.cuda_graphs import GraphRunner, compute_layer
 from penstock.engine.eager import EagerRunner
@@ -32,7 +33,9 @@ def test_logits_are_those_of_transformers(checkpoint: Checkpoints, name: str) ->
 
 
 def test_compiled_layers_give_the_same(checkpoint: Checkpoints) -> None:
+    counters.clear()
     found = in_pieces(load(checkpoint, "llama", compiled=True), IDS, seed=1)
+    assert counters["stats"]["unique_graphs"] == 1, "one version, of any number of rows and keys"
     for sequence, ids in IDS.items():
         expected = checkpoint("llama").logits(ids)
         torch.testing.assert_close(found[sequence], expected, rtol=0, atol=2e-4)

@@ -93,6 +93,8 @@ def compute_layer(
 def compiled_layer() -> ComputeLayer:
     """Return `compute_layer` by torch.compile, for any number of rows and keys."""
     torch._dynamo.config.recompile_limit = 64  # each model has a version
+    # Without a compiler of C it is computed as it is written, and the log says so.
+    torch._dynamo.config.suppress_errors = True
     # What it says of its own choices is no news for who runs a server.
     warnings.filterwarnings("ignore", module="torch._inductor")
     compiled = torch.compile(compute_layer)
