@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -24,6 +25,12 @@ MEASURED = {"wait_linear_model"}
 FAST = "wait_lemmas"
 UNTOLD = ("utility is steady", "gains 1.1× ")
 """Parts of claims whose controls pass in runs as small as these, or at any length."""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads of PyTorch wait for each other where another test has one of the cores."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
 
 
 @pytest.fixture
