@@ -1,6 +1,6 @@
 """Does a server with models on a GPU write the target's own text, and how fast with draft servers?
 
-    python -m lab.bench.gpu_serve exact|draft [--family DIR] [--device cuda] [--out FILE] [--json]
+    python -m lab.bench.gpu_serve exact|draft [--family DIR] [--device cuda] [--json]
 
 Real servers, asked through the `openai` package, eight requests at once, half of them greedy and
 half sampled with a seed. `exact`: texts with drafters on the GPU and on the host's cores, beside
@@ -198,12 +198,9 @@ def main(arguments: list[str] | None = None) -> int:
     made.add_argument("part", choices=_COLUMNS)
     made.add_argument("--device", default="cuda")
     made.add_argument("--family", type=Path, default=WEIGHTS)
-    made.add_argument("--out", type=Path, help="the figures as JSON")
     args = made.parse_args(arguments)
     os.environ.setdefault("XDG_CACHE_HOME", tempfile.mkdtemp())
     rows = {"exact": exact, "draft": draft}[args.part](args.family, args.device)
-    if args.out:
-        args.out.write_text(json.dumps(rows, indent=1))
     titles = {"exact": "Models on a GPU", "draft": "A verification server on the CPU"}
     return tell(args, Results(rows, (), [table(titles[args.part], rows, _COLUMNS[args.part])]))
 

@@ -84,9 +84,10 @@ def test_experts(kind: str, tmp_path: Path) -> None:
     expected = saved.logits(IDS)
     torch.testing.assert_close(logits(eager(saved.path)), expected, atol=2e-4, rtol=2e-4)
     native = NativeRunner.load(saved.path, torch.float32, 16, 16, 2)
-    held = sum(matrix.data.nbytes for matrix in native._matrices.values())
-    # Panels of 32 columns pad matrices as small as these.
-    assert held < 1.3 * saved.path.stat().st_size
+    # Without the routers, whose five columns pad a panel of up to 32.
+    matrices = native._matrices.items()
+    held = sum(matrix.data.nbytes for name, matrix in matrices if "router" not in name)
+    assert held < 1.2 * saved.path.stat().st_size
     error = (logits(native) - expected).abs().mean() / expected.std()
     assert error < (1e-5 if kind in ("F32", "BF16") else 0.05)
 
@@ -123,9 +124,10 @@ def test_quantised_weights_stay_so_in_the_kernels(kind: str, case: str, tmp_path
     """Near the eager decoder, which dequantises them, and of no more memory than the file's."""
     saved = write_gguf(tmp_path / "model.gguf", wide(case), kind)
     native = NativeRunner.load(saved.path, torch.float32, 16, 16, 1)
-    held = sum(matrix.data.nbytes for matrix in native._matrices.values())
-    # Panels of 32 columns pad matrices as small as these.
-    assert held < 1.3 * saved.path.stat().st_size
+    # Without the routers, whose five columns pad a panel of up to 32.
+    matrices = native._matrices.items()
+    held = sum(matrix.data.nbytes for name, matrix in matrices if "router" not in name)
+    assert held < 1.2 * saved.path.stat().st_size
     expected = logits(eager(saved.path))
     error = (logits(native) - expected).abs().mean() / expected.std()
     assert 1e-5 < error < 0.05

@@ -27,7 +27,7 @@ faster kernel by kernel."""
 
 @dataclass(frozen=True, slots=True)
 class Visible:
-    """What rows attend to.
+    """Cache slots that rows attend to, and those of them that are hidden.
 
     slots: [num_rows, context] int64, in the cache; hidden: [num_rows, context], added to scores"""
 
@@ -100,20 +100,13 @@ def compiled_layer() -> ComputeLayer:
     compiled = torch.compile(compute_layer)
 
     @functools.wraps(compute_layer)
-    def compute(
-        decoder: Decoder,
-        layer: Layer,
-        hidden: torch.Tensor,
-        rotations: torch.Tensor,
-        by_slot: torch.Tensor,
-        slots: torch.Tensor,
-        visible: Visible,
-    ) -> torch.Tensor:
+    def compute(*args: Any) -> torch.Tensor:
+        _, _, hidden, rotations, _, slots, visible = args
         for rows in (hidden, rotations, slots, visible.slots, visible.hidden):
             torch._dynamo.maybe_mark_dynamic(rows, 0)
         for keys in (visible.slots, visible.hidden):
             torch._dynamo.maybe_mark_dynamic(keys, 1)
-        return compiled(decoder, layer, hidden, rotations, by_slot, slots, visible)
+        return compiled(*args)
 
     return compute
 
