@@ -230,7 +230,7 @@ def _key(path: Path, program: str, windows: Sequence[Sequence[int]]) -> str:
     """Of the model's files, the text and the program: what a loss depends on."""
     files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())
     parts = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-    libraries = [] if program == THEIRS else sorted(loading.FOLDER.glob("*.so"))
+    libraries = [] if program == THEIRS else [Path(loading.load_library()._name)]
     code = [hashlib.sha256(p.read_bytes()).hexdigest() for p in libraries]
     # A longer text begins with the shorter one's windows.
     described = json.dumps([str(path.resolve()), parts, windows[:1], program, code])

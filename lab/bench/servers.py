@@ -103,7 +103,7 @@ class Turn(NamedTuple):
     @property
     def need(self) -> int:
         """Most tokens of a request, in whole blocks of 256 as llama.cpp counts them."""
-        prompt = max(self.prompt, _WARM_PROMPT) * 1.04  # long prompts come out longer
+        prompt = max(self.prompt, _WARM_PROMPT) * 1.01  # some prompts come out longer
         return math.ceil((prompt + self.tokens + _MARGIN) / 256) * 256
 
 
@@ -157,7 +157,9 @@ class Prompts(NamedTuple):
         start = number * _PIECE % (len(self.text) - 8 * tokens)
         piece = self.text[start : start + 8 * tokens]
         room = max(0, tokens - len(mark) - len(self._asked(kind, "")))
-        length = int(room * len(piece) / len(self.tokenizer.encode(piece)))
+        length = 4 * room
+        for _ in range(4):  # tokens are not equally long everywhere
+            length = int(room * length / max(1, len(self.tokenizer.encode(piece[:length]))))
         return mark + self._asked(kind, piece[:length])
 
     def _asked(self, kind: str, piece: str) -> list[int]:

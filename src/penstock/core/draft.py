@@ -35,6 +35,7 @@ from penstock.core.types import (
 from penstock.fluid.step_profile import StepWork
 
 _NOTHING = Grant(0)
+_LEAST_SURVIVAL = 0.05  # of a predicted token: a row's cost is not known better than that
 
 
 class CatchUp(NamedTuple):
@@ -142,12 +143,13 @@ def predict(ctx: Context, state: RequestState) -> None:
         return
     tokens = state.prediction.next_tokens(MOST_PREDICTED)
     survival = state.prediction.survival(len(tokens))
+    survival = survival[survival >= _LEAST_SURVIVAL]
     request_id, drafter, learn = state.request.id, state.drafter, ctx.learn
     if drafter is not None:
         found = learn.acceptance.found(request_id, drafter)
         if survival[:1].sum() < found * learn.acceptance.mean(request_id, drafter):
             return
-    length, target = len(tokens), learn.times.target
+    length, target = len(survival), learn.times.target
     if not target.is_empty:
         num = len(ctx.table.running)
         seconds = target.at(num + np.arange(length + 1)) + learn.times.overhead
