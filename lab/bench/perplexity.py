@@ -33,7 +33,6 @@ from typing import IO, NamedTuple
 import numpy as np
 import torch
 
-from lab.bench.peers.__main__ import FOLDER
 from lab.bench.real_prompts import source_texts
 from lab.common.claims import ClaimVerdict, bar
 from lab.common.results import Results, parser, table, tell
@@ -300,7 +299,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("--llama-cpp", type=Path, metavar="FOLDER", help="with llama-perplexity")
     options.add_argument("--near", metavar="MODEL", help="all others must be near this one")
     options.add_argument("--tokens", type=int, default=50_000)
-    options.add_argument("--folder", type=Path, default=FOLDER, help="of kept windows")
+    cache = Path.home() / ".cache" / "penstock" / "peers"
+    options.add_argument("--folder", type=Path, default=cache, help="of kept windows")
     args = options.parse_args(arguments)
     if args.tokens < 2 * WINDOW:
         options.error(f"--tokens must be two windows' {2 * WINDOW} or more, not {args.tokens}")

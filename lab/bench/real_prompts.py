@@ -81,13 +81,6 @@ def token_ids(prompt: RealPrompt, tokenizer: ChatTokenizer) -> tuple[int, ...]:
     return tuple(tokenizer.apply_chat_template(messages))
 
 
-def mixed(prompts: Sequence[RealPrompt], part: Part) -> list[RealPrompt]:
-    """One of each kind in turn, so that every stretch of eight holds all kinds."""
-    kinds = dict.fromkeys(p.kind for p in prompts)
-    by_kind = [[p for p in prompts if p.kind == kind and p.part == part] for kind in kinds]
-    return [p for one_of_each in zip(*by_kind, strict=True) for p in one_of_each]
-
-
 @dataclass(frozen=True, slots=True)
 class _Function:
     """A function of the standard library, with its module's text before it."""

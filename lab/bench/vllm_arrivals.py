@@ -13,19 +13,21 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import math
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lab.bench.peers.store import Store
-from lab.bench.peers.workers_pool import Worker, of_this_tree
-from lab.common.results import Results, parser, table, tell
+from lab.bench.workers import Worker
+from lab.common.cells import Cells, Figures
+from lab.common.results import Results, machine, parser, table, tell
 from lab.common.statistics import Interval, interval, ratio, rotated
 from penstock.sim.workloads import load_workload
 
@@ -123,10 +125,11 @@ class Bench:
     """Two workers, and what they have measured."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        args.folder.mkdir(parents=True, exist_ok=True)
+        for folder in (args.folder, args.out.parent):
+            folder.mkdir(parents=True, exist_ok=True)
         self._trace = Trace.read(args.trace, args.scale)
         self._args = args
-        self._store = Store(args.out)
+        self._cells = Cells(args.out, silent=True)
         self._target = write_model(args.folder)
         self.kv_tokens = int(MOST_REQUESTS * self._trace.mean_len / 4 // BLOCK_SIZE * BLOCK_SIZE)
         self._workers: dict[str, Worker] = {}
@@ -140,9 +143,7 @@ class Bench:
     def _worker(self, kind: str) -> Worker:
         if kind not in self._workers:
             self._workers[kind] = worker = Worker(
-                Path(sys.executable),
                 Path(__file__).with_name("vllm_arrivals_worker.py"),
-                of_this_tree(),
                 self._args.folder / f"{kind}.stderr",
             )
             worker.ask(
@@ -163,7 +164,7 @@ class Bench:
         number: int,
         rate: float | None,
         num: int | None = None,
-    ) -> Any:
+    ) -> Figures:
         """What a stretch comes to, from the file if it is there. num: requests, if fewer than of
         others. Raises: OutOfTimeError."""
         kind, settings = arm
@@ -176,16 +177,20 @@ class Bench:
             "scale": self._args.scale,
             "kv_tokens": self.kv_tokens,
             "trace": self._args.trace.name,
+            "machine": machine(),
         }
-        known = self._store.get(about)
         self._num_done += 1
-        if known is not None:
-            return known["found"]
+        measure = partial(self._served, kind, settings, number, rate, num)
+        return self._cells.measure(json.dumps(about, sort_keys=True), measure)
+
+    def _served(
+        self, kind: str, settings: dict[str, Any], number: int, rate: float | None, num: int
+    ) -> Figures:
+        """The same, measured now. Raises: OutOfTimeError, WorkerError."""
         if time.monotonic() > self._ends_at:
             raise OutOfTimeError
         rows = self._trace.stretch(number, num, rate)
         found = self._worker(kind).ask(do="serve", settings=settings, requests=rows, seed=number)
-        self._store.put(about, found)
         latency = np.mean(found["latency"])
         name = "at once" if rate is None else f"{rate:.2f} a second"
         print(
@@ -207,7 +212,7 @@ class Bench:
         rates = {i: round(share * self.capacity(i), 3) for i in numbers}
         tuned = self._tuned(share)
         arms = {**ARMS, "tuned": ("vllm", tuned)}
-        runs: dict[str, list[Any]] = {name: [] for name in arms}
+        runs: dict[str, list[Figures]] = {name: [] for name in arms}
         for number, rate in rates.items():
             for name in rotated(list(arms), number):
                 runs[name].append(self.serve(arms[name], number, rate))

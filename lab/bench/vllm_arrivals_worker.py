@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from lab.bench.peers.workers.worker import answer_commands
+from lab.bench.workers import answer_commands
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
 

@@ -13,25 +13,27 @@ ratios are of passes of one turn. Every pass is written down; the same command g
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
+from functools import cache, partial
 from itertools import chain, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from lab.bench.peers.engines import ENGINES
-from lab.bench.peers.passes import Pass
-from lab.bench.peers.store import Store, about_engine
-from lab.bench.peers.workers_pool import Worker, WorkerError, of_this_tree
+import penstock
 from lab.bench.real_prompts import real_prompts, token_ids
 from lab.bench.vllm_arrivals import OutOfTimeError, add_run_options, write_model
+from lab.bench.workers import Worker, WorkerError
+from lab.common.cells import Cells, Figures
 from lab.common.claims import ClaimVerdict
-from lab.common.results import Results, parser, table, tell
+from lab.common.results import Results, machine, parser, table, tell
 from lab.common.statistics import interval, ratio, rotated
 from penstock.engine.tokenizer import load_tokenizer
 
@@ -41,6 +43,11 @@ PROMPT_TOKENS, WARM_TOKENS = 128, 8
 PLUGIN = {"scheduler_cls": "penstock.engine.vllm.make_scheduler"}
 CODE = ("completion", "docstring", "translation")
 """Kinds of real prompts whose answers are new code."""
+MIN_SHARE = 1.85
+"""CPU seconds per second of two cores; a pass with less is made again."""
+
+QUIET = 0.1
+"""CPU seconds per second of all other programs, up to which a low share is an arm's own."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,27 @@ class Case:
         return [chosen[i : i + self.batch] for i in range(0, len(chosen), self.batch)]
 
 
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One pass over all calls of a case.
+
+    share: CPU time over wall time. other: the same of all other programs on the machine.
+    """
+
+    tokens_per_s: float
+    share: float
+    other: float
+
+    @property
+    def is_clean(self) -> bool:
+        return self.share >= MIN_SHARE
+
+    @property
+    def is_idle_by_itself(self) -> bool:
+        """Too little CPU time, and nobody else took it."""
+        return not self.is_clean and self.other <= QUIET
+
+
 class Played(NamedTuple):
     """A pass, and what it made."""
 
@@ -87,7 +115,7 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
-        self._store = Store(args.out)
+        self._cells = Cells(args.out, silent=True)
         self._workers: dict[tuple[Path, str], Worker] = {}
         self._warm: set[tuple[Case, str]] = set()
         self._ends_at = time.monotonic() + 60 * args.minutes
@@ -139,24 +167,25 @@ class Bench:
         arm, calls = group[name], case.calls(self._args.requests)
         about = {
             "case": [case.model, case.prompts, case.batch, case.new_tokens, len(calls)],
-            "code": about_engine(ENGINES["penstock"]),
+            "code": own_code(),
+            "machine": machine(),
             "arm": [name, arm.kind, dict(arm.args), arm.drafter],
             "turn": number,
         }
-        kept = self._store.get(about)
-        if kept is None:
-            if time.monotonic() > self._ends_at:
-                raise OutOfTimeError
-            self._load(case.target, group)
-            if (case, name) not in self._warm:
-                self._pass(arm, case, calls, WARM_TOKENS)
-                self._warm.add((case, name))
-            timed, token_ids = self._pass(arm, case, calls, case.new_tokens)
-            self._store.put(about, {"timed": astuple(timed), "token_ids": token_ids})
-            kept = self._store.get(about)
-            assert kept is not None
-        found = kept["found"]
+        measure = partial(self._made, name, group, case, calls)
+        found = self._cells.measure(json.dumps(about, sort_keys=True), measure)
         return Played(Pass(*found["timed"]), found["token_ids"])
+
+    def _made(self, name: str, group: Arms, case: Case, calls: Sequence[Any]) -> Figures:
+        """The same, made now. Raises: OutOfTimeError, WorkerError."""
+        if time.monotonic() > self._ends_at:
+            raise OutOfTimeError
+        self._load(case.target, group)
+        if (case, name) not in self._warm:
+            self._pass(group[name], case, calls, WARM_TOKENS)
+            self._warm.add((case, name))
+        timed, token_ids = self._pass(group[name], case, calls, case.new_tokens)
+        return {"timed": astuple(timed), "token_ids": token_ids}
 
     def _is_finished(self, turns: Sequence[Turn]) -> bool:
         wanted = self._args.turns
@@ -174,8 +203,7 @@ class Bench:
 
     def _pass(self, arm: Arm, case: Case, calls: Sequence[Any], tokens: int) -> Played:
         worker = self._worker(case.target, arm)
-        command = {"calls": calls, "new_tokens": tokens, "draft_tokens": 0, "drafter": arm.drafter}
-        answer = worker.ask(do="run", **command)
+        answer = worker.ask(do="run", calls=calls, new_tokens=tokens, drafter=arm.drafter)
         seconds, num = answer["wall_s"], sum(map(len, answer["token_ids"]))
         timed = Pass(num / seconds, answer["cpu_s"] / seconds, answer["other_s"] / seconds)
         return Played(timed, answer["token_ids"])
@@ -187,12 +215,7 @@ class Bench:
             # In one process: otherwise three of them poll on a small machine's cores.
             own |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
             script = Path(__file__).with_name("vllm_engine_worker.py")
-            worker = Worker(
-                Path(sys.executable),
-                script,
-                of_this_tree() | own,
-                self._args.out.with_suffix(".stderr"),
-            )
+            worker = Worker(script, self._args.out.with_suffix(".stderr"), **own)
             try:
                 worker.ask(
                     do="load",
@@ -207,6 +230,17 @@ class Bench:
             self._workers[key] = worker
             print(f"loaded {target.name} {arm.process}", file=sys.stderr, flush=True)
         return self._workers[key]
+
+
+@cache
+def own_code() -> str:
+    """A digest of what a request passes through in Penstock."""
+    root, digest = Path(penstock.__file__).parent, hashlib.sha256()
+    for part in (root / name for name in ("config.py", "core", "engine", "serving")):
+        files = [part] if part.is_file() else [*part.rglob("*.py"), *part.rglob("*.so")]
+        for file in sorted(files):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _is_clean(turn: Turn) -> bool:

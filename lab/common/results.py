@@ -89,7 +89,7 @@ def save(path: Path, results: Results, **told: str) -> None:
     found = {key: kept[key] for key in ("title", "order", "about") if key in kept} | {
         "command": " ".join(["python -m", _module(), *arguments]),
         "date": date.today().isoformat(),
-        "machine": f"{os.cpu_count()} cores, {processor()}",
+        "machine": machine(),
         **told,
         "tables": [asdict(one) for one in results.tables],
         "verdicts": [v.line() for v in results.verdicts],
@@ -116,13 +116,14 @@ def write_result(path: Path, found: Mapping[str, Any]) -> None:
     path.write_text(text + "\n", encoding="utf-8")
 
 
-def processor() -> str:
-    """The processor's name."""
+def machine() -> str:
+    """Number of cores, and the processor's name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(x.partition(": ")[2] for x in lines if x.startswith("model name"))
+        name = next(x.partition(": ")[2] for x in lines if x.startswith("model name"))
     except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+        name = platform.processor() or platform.machine()
+    return f"{os.cpu_count()} cores, {name}"
 
 
 def _module() -> str:
