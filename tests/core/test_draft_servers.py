@@ -4,7 +4,13 @@ import pytest
 
 from penstock.core.ahead import LinePiece
 from penstock.core.kv import BlockPool
-from penstock.core.policies.base import AllocationPolicy, DraftCandidate, View
+from penstock.core.policies.base import (
+    AllocationPolicy,
+    DraftCandidate,
+    ReplayProposal,
+    SelectionPolicy,
+    View,
+)
 from penstock.core.policies.registry import make_pipeline, make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import DraftStage, Grant, Outcome, RequestState
@@ -50,13 +56,18 @@ class Watching(AllocationPolicy):
 class Desk:
     """A scheduler with the target and the draft servers played by hand."""
 
-    def __init__(self, pipeline: str, tenants: list[Tenant] | None = None) -> None:
+    def __init__(
+        self,
+        pipeline: str,
+        tenants: list[Tenant] | None = None,
+        selection: SelectionPolicy | None = None,
+    ) -> None:
         self.allocation = Watching()
         self.scheduler = Scheduler(
             BlockPool(256, 4),
             [],
             admission=make_policy("admission", "vllm_v1"),
-            selection=make_policy("selection", "single"),
+            selection=selection or make_policy("selection", "single"),
             allocation=self.allocation,
             pipeline=make_pipeline(pipeline),
             max_model_len=256,
@@ -264,6 +275,43 @@ def test_a_prompt_goes_where_its_tenant_allows_even_by_name() -> None:
     desk.verify()
     assert [o.request_id for o in desk.send("s").drafts] == ["o", "a"]
     assert [o.request_id for o in desk.send("own").drafts] == ["w"], "its own, and nothing assigned"
+
+
+class Leaving(SelectionPolicy):
+    """One server for all, which may soon go to `s2`."""
+
+    name = "leaving"
+    chosen = "s1"
+
+    def select(self, states, view) -> dict[str, str | None]:
+        return {s.request.id: self.chosen for s in states}
+
+    def replays(self, states, view) -> list[ReplayProposal]:
+        return [ReplayProposal(s, "s2") for s in states if s.drafter != "s2"]
+
+
+def test_a_text_is_sent_once_before_a_switch() -> None:
+    """And not to a server that must not see it."""
+    policy = Leaving()
+    desk = Desk("off", [Tenant("closed")], policy)
+    desk.up("s1")
+    desk.up("s2", tenant="default")
+    desk.arrive(request("r"), request("c", tenant="closed"))
+    desk.verify()
+    for texts in ([("r", 0)], []):
+        drafts = desk.send("s1")
+        assert [(o.request_id, o.max_draft_tokens) for o in desk.send("s2").drafts] == texts
+        assert desk.send("s2").is_empty
+        desk.answer(drafts)
+        desk.verify()
+    for policy.chosen, again in (("s2", []), ("s1", ["r"])):
+        drafts = desk.send(policy.chosen)
+        assert {o.max_draft_tokens for o in drafts.drafts} == {4}
+        desk.answer(drafts)
+        assert [o.request_id for o in desk.send("s2").drafts] == again
+        desk.verify()
+    desk.scheduler.apply(DrafterDown("s2"), desk.now)
+    assert not desk.scheduler.table.sent_ahead
 
 
 def ahead(desk: Desk, *token_ids: int, start: int = 7, line: int = 1, drafter: str = "s1") -> None:

@@ -36,7 +36,7 @@ def seeded(seed: int, temperature: float = 0.8) -> pb.Sampling:
 
 @dataclass
 class Text:
-    """What a draft server knows of one request."""
+    """What a draft server knows of one request. asked: tokens of each order."""
 
     token_ids: list[int]
     prompt_len: int
@@ -44,6 +44,7 @@ class Text:
     num_accepted: int = 0
     num_drafted: int = 0
     num_drafts: int = 0
+    asked: list[int] = field(default_factory=list)
     logprobs: list[pb.Logprob] = field(default_factory=list)
 
     @property
@@ -142,7 +143,9 @@ class ScriptedServer:
                 self.texts[assign.request_id] = Text(
                     list(assign.prefix_token_ids), len(assign.prefix_token_ids)
                 )
-            assert assign.prefix_len == len(self.texts[assign.request_id].token_ids)
+            text = self.texts[assign.request_id]
+            assert assign.prefix_len == len(text.token_ids)
+            text.asked.append(assign.num_draft_tokens)
             return assign
         elif message.HasField("refused"):
             self.refused.append(message.refused)

@@ -1,6 +1,7 @@
 """Draft servers over real streams: their requests, and those of others that they draft for."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tests.serving.verified import (
     guess_from,
     metrics_of,
     until,
+    verified_world,
 )
 
 from penstock.engine.tokenizer import load_tokenizer
@@ -175,6 +177,31 @@ async def test_another_draft_server_takes_over(world: World) -> None:
     (text,) = second.texts.values()
     assert text.prompt_len > 45
     assert text.num_accepted > 5
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+async def test_a_text_is_read_before_a_switch(family: dict[str, Path], is_fast: bool) -> None:
+    """Spin's fast switch: by a draft of one token, which is not used; others ask for three."""
+    options = {"alpha": 2, "beta": 2, "corrections": [], "fast_switch": is_fast}
+    settings: dict[str, Any] = {"selection": {"name": "lbss", "options": options}}
+    settings["allocation"] = {"name": "fixed", "options": {"k": 3}}
+    with verified_world(family, engine=settings) as world:
+        alone = await complete_by_http(world, speculation={"drafter": "none"})
+        guess = guess_from(world.alone(greedy()), len(PROMPT), 4)
+        streams = [scripted_server(world.address) for _ in range(2)]
+        async with streams[0] as one, streams[1] as other:
+            servers = (one, other)
+            for server in servers:
+                await server.hello(world.digest)
+            drafting = [asyncio.create_task(s.run(guess, lambda: False)) for s in servers]
+            made = await complete_by_http(world)
+            for task in drafting:
+                task.cancel()
+    assert made["choices"][0]["text"] == alone["choices"][0]["text"]
+    assert min(len(s.texts) for s in servers) > 0, "it went from one to the other"
+    early = [t for s in servers for t in s.texts.values() if t.asked[0] == 1 and len(t.asked) > 1]
+    assert bool(early) == is_fast
+    assert not early or max(text.num_accepted for text in early) > 0
 
 
 async def test_a_broken_stream_cancels_what_came_over_it(world: World) -> None:

@@ -55,10 +55,13 @@ class World:
 
 @contextmanager
 def verified_world(
-    family: dict[str, Path], local: tuple[str, ...] = (), **drafters: Any
+    family: dict[str, Path],
+    local: tuple[str, ...] = (),
+    engine: dict[str, Any] | None = None,
+    **drafters: Any,
 ) -> Iterator[World]:
-    """local: drafters of the engine's own. drafters: further settings of where draft servers
-    connect."""
+    """local: drafters of the engine's own. engine: other settings of it. drafters: further
+    settings of where draft servers connect."""
     settings: dict[str, Any] = {
         "target": family["target"],
         "drafters": {name: str(family[name]) for name in local},
@@ -68,6 +71,7 @@ def verified_world(
         "allocation": {"name": "fixed"},
         "pipeline": "async",
         "verification": "coupled",
+        **(engine or {}),
     }
     address = f"127.0.0.1:{free_port()}"
     listen = {"listen": address, **drafters}

@@ -248,6 +248,8 @@ def _lane_order(
     given = order(ctx, state, state.num_known_tokens, grant)
     if given is None or not drafter.remote:
         return given
+    if ctx.table.sent_ahead.get(state.request.id) == drafter.name:
+        del ctx.table.sent_ahead[state.request.id]
     patience = ctx.learn.links.patience(drafter.name, given.max_draft_tokens)
     return given._replace(deadline=now + patience)
 
@@ -300,6 +302,7 @@ def down(ctx: Context, name: str) -> None:
             state.ahead = None
         table.memory.release(state, [name])
     table.memory.drop_cache(name)
+    table.sent_ahead = {i: n for i, n in table.sent_ahead.items() if n != name}
     if drafter.remote and not drafter.stays:
         del table.drafters[name]
         ctx.learn.links.drop_drafter(name)
@@ -314,28 +317,40 @@ def replays(
     """Return and register orders for the replays that the policy proposes in a lane.
 
     Drafters inside the step belong to the target's lane. Replays use only free memory, the most
-    important first."""
+    important first. A draft server gets the text of a request that may come to it, once."""
     if not ctx.selection.proposes_replays:
         return ()
     drafters = {
         n: d
         for n, d in usable(ctx.table.drafters).items()
-        if not d.remote and lane == (n if ctx.is_beside(d) else TARGET)
+        if lane == (n if ctx.is_beside(d) else TARGET)
     }
     if not drafters:
         return ()
     free = [s for s in states if s.is_decoding and s.request.drafter == AUTO_DRAFTER]
-    local = {n: d for n, d in ctx.table.drafters.items() if not d.remote}
-    proposals = ctx.selection.replays(free, ctx.view(local, now)) if free else []
+    proposals = ctx.selection.replays(free, ctx.view(ctx.table.drafters, now)) if free else []
     orders = []
     for proposal in proposals:
-        drafter = drafters.get(proposal.drafter)
-        given = None if drafter is None else _replay(ctx, proposal, drafter)
+        drafter, state = drafters.get(proposal.drafter), proposal.state
+        if drafter is None:
+            continue
+        given = (_send_text if drafter.remote else _replay)(ctx, proposal, drafter)
         if given is not None:
-            state = proposal.state
-            state.plans[plan_id] = (*state.plans.get(plan_id, ()), proposal.drafter)
+            if not drafter.remote:
+                state.plans[plan_id] = (*state.plans.get(plan_id, ()), proposal.drafter)
             orders.append(given)
     return tuple(orders)
+
+
+def _send_text(ctx: Context, proposal: ReplayProposal, drafter: Drafter) -> DraftOrder | None:
+    """Return an order to send a text, or None where it was sent or must not be."""
+    state, sent = proposal.state, ctx.table.sent_ahead
+    tenant = ctx.table.tenants[state.request.tenant]
+    may_see = drafter.takes_assignments and drafter.may_serve(tenant) and drafter.can_read(state)
+    if proposal.evaluate or not may_see or sent.get(state.request.id) == drafter.name:
+        return None
+    sent[state.request.id] = drafter.name
+    return _order(state, drafter, CatchUp(state.num_known_tokens, 0))
 
 
 def _replay(ctx: Context, proposal: ReplayProposal, drafter: Drafter) -> DraftOrder | None:

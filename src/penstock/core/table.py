@@ -165,7 +165,8 @@ class Table:
     requests: unfinished ones, by id, in order of arrival; running: admitted ones, in order of
     admission; solo: those of them outside decode groups. groups: decode groups by key; key_of: keys
     of requests that an admission policy keeps apart, by id. in_flight: ids of unfinished plans.
-    replays: orders to read verified text, by request and drafter, with the KV that each extends."""
+    replays: orders to read verified text, by request and drafter, with the KV that each extends.
+    sent_ahead: the draft server that has got a request's text before a switch."""
 
     def __init__(
         self,
@@ -188,6 +189,7 @@ class Table:
         self.key_of: dict[str, Hashable] = {}
         self.in_flight: set[int] = set()
         self.replays: dict[tuple[str, str], tuple[DraftOrder, SequenceKV | None]] = {}
+        self.sent_ahead: dict[str, str] = {}
         self.due = DueDrafts(-1, {})
         self.updates = ExecutorUpdates()
         self.counters = Counters()
@@ -270,6 +272,7 @@ class Table:
         state.status = Status.FINISHED
         self.accounts.release_request(request_id)
         self.key_of.pop(request_id, None)
+        self.sent_ahead.pop(request_id, None)
         self.memory.release(state)
         if self.updates.arrived.pop(request_id, None) is None:
             self.updates.forgotten.append(request_id)

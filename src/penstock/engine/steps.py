@@ -78,7 +78,7 @@ class RemoteOrders:
     def end(self, plan: StepPlan, now: float) -> None:
         """End the step of orders that are on their way."""
         self._sent.append(StepResult(plan.id, plan.lane, started_at=now, finished_at=now))
-        self._sent_at.update((o.request_id, now) for o in plan.drafts)
+        self._sent_at.update((o.request_id, now) for o in plan.drafts if o.max_draft_tokens)
 
     def take_sent(self) -> list[StepResult]:
         """Return results of the steps sent since the last call."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import grpc.aio
@@ -52,15 +52,49 @@ class SendTimes:
         self.num_verdicts += 1
 
 
+class _Assigned(NamedTuple):
+    """A request at a draft server."""
+
+    stream: DraftStream
+    request: DraftedRequest
+
+    def order(self, order: DraftOrder) -> None:
+        self.stream.order(self.request, order)
+
+    def on_output(self, output: Output) -> bool:
+        """Send verified tokens. False: the stream has failed."""
+        return self.stream.attempt(partial(self.stream.send_verdict, self.request, output))
+
+    def release(self) -> None:
+        self.stream.attempt(partial(self.stream.release, self.request))
+
+
 @dataclass(slots=True, eq=False)
 class _CentralRequest:
-    """Request of this server's own endpoint for which drafts have been ordered."""
+    """Request of this server's own endpoint for which drafts have been ordered.
+
+    now: where it is drafted for; next: at the server that has its text before a switch."""
 
     known: RequestText
     token_ids: list[int]
-    prefix: PrefixDigest
-    stream: DraftStream | None = None
-    drafted: DraftedRequest | None = None
+    now: _Assigned | None = None
+    next: _Assigned | None = None
+
+    @property
+    def assigned(self) -> list[_Assigned]:
+        return [a for a in (self.now, self.next) if a is not None]
+
+    def assign(self, stream: DraftStream, order: DraftOrder) -> _Assigned:
+        """Send a server the text with its first order."""
+        sampling, prefix = self.known.sampling, PrefixDigest(self.token_ids)
+        request = stream.assign(order.request_id, prefix, weighted=sampling.is_ratio)
+        stream.order(request, order, (self.token_ids, sampling))
+        return _Assigned(stream, request)
+
+    def leave(self, stream: DraftStream) -> None:
+        """Forget what a stream that ends had."""
+        self.now = None if self.now is not None and self.now.stream is stream else self.now
+        self.next = None if self.next is not None and self.next.stream is stream else self.next
 
 
 class DraftHub:
@@ -115,8 +149,7 @@ class DraftHub:
             return
         del self._streams[stream.drafter]
         for request in self._central.values():
-            if request.stream is stream:
-                request.stream = request.drafted = None
+            request.leave(stream)
         self.client.post(DrafterDown(stream.drafter))
 
     def may_send_useless(self, name: str) -> bool:
@@ -142,25 +175,18 @@ class DraftHub:
             request = self._central.get(output.request_id)
             if request is None:
                 continue
-            has_failed = False
             request.token_ids += output.token_ids
-            if request.stream is None or request.drafted is None:
-                request.prefix.extend(output.token_ids)
-            elif output.finish_reason is None:
-                verdict = partial(request.stream.send_verdict, request.drafted, output)
-                has_failed = not request.stream.attempt(verdict)
-            else:
-                request.stream.attempt(partial(request.stream.release, request.drafted))
-            if output.finish_reason is not None or has_failed:
+            is_over = output.finish_reason is not None
+            if is_over or not all([assigned.on_output(output) for assigned in request.assigned]):
+                for assigned in request.assigned:
+                    assigned.release()
                 del self._central[output.request_id]
 
     def on_orders(self, orders: DraftOrders) -> None:
         for request_id, known in orders.new_requests.items():
             sink = self.client.sink_of(request_id)
             if sink is not None and not isinstance(sink, EdgeRequest):
-                self._central[request_id] = _CentralRequest(
-                    known, list(known.token_ids), PrefixDigest(known.token_ids)
-                )
+                self._central[request_id] = _CentralRequest(known, list(known.token_ids))
         for order in orders.orders:
             stream = self._streams.get(order.drafter)
             if stream is not None and not stream.attempt(partial(self._order, stream, order)):
@@ -193,18 +219,33 @@ class DraftHub:
         elif request is None or not self._may_draft(stream, request.known):
             nothing = RemoteDraft(order.request_id, order.epoch, order.round, order.drafter)
             self.client.post(nothing)
-        elif request.stream is stream and request.drafted is not None:
-            stream.order(request.drafted, order)
+        elif order.max_draft_tokens:
+            self._draft(request, stream, order)
         else:
-            self._reassign(request, stream, order)
+            self._send_text(request, stream, order)
 
-    def _reassign(self, request: _CentralRequest, stream: DraftStream, order: DraftOrder) -> None:
-        if request.stream is not None and request.drafted is not None:
-            request.stream.release(request.drafted)
-        sampling = request.known.sampling
-        drafted = stream.assign(order.request_id, request.prefix, weighted=sampling.is_ratio)
-        request.stream, request.drafted = stream, drafted
-        stream.order(drafted, order, (request.token_ids, sampling))
+    def _draft(self, request: _CentralRequest, stream: DraftStream, order: DraftOrder) -> None:
+        """Pass an order on, with the text if the server has not got it; the one before ends."""
+        if request.now is not None and request.now.stream is stream:
+            request.now.order(order)
+            return
+        if request.now is not None:
+            request.now.release()
+        if request.next is not None and request.next.stream is stream:
+            request.now, request.next = request.next, None
+            request.now.order(order)
+        else:
+            request.now = request.assign(stream, order)
+
+    def _send_text(self, request: _CentralRequest, stream: DraftStream, order: DraftOrder) -> None:
+        """Let a server read a text before a switch, by a draft of one token that is not used."""
+        if any(assigned.stream is stream for assigned in request.assigned):
+            return
+        if request.next is not None:
+            request.next.release()
+        # Of the round before, so that an order of this one is newer.
+        unused = order._replace(round=order.round - 1, max_draft_tokens=1)
+        request.next = request.assign(stream, unused)
 
     def _may_draft(self, stream: DraftStream, known: RequestText) -> bool:
         """Return whether a server may see a request and cannot change its output."""
