@@ -58,3 +58,18 @@ def test_what_the_beginning_of_a_request_takes_the_host_is_not_the_price_of_its_
         now += 0.014
     expected = PAUSE_S if num_prefill_tokens else 0.0016
     assert times.overhead == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_waiting_for_a_draft_beside_the_target_is_no_time_of_the_hosts(is_known: bool) -> None:
+    """Drafts of 1.5 ms in a lane, whose end is known; control: a lane that nobody hears of."""
+    times, now = Estimators().times, 0.0
+    for i in range(200):
+        drafted = now + 0.0015
+        if is_known:
+            times.on_result(StepResult(2 * i, "d", now, drafted), may_wait=True)
+        begun, now = drafted + PAUSE_S, drafted + PAUSE_S + 0.014
+        step = StepResult(2 * i + 1, TARGET, begun, now, phases=PhaseTimes(verify=0.014))
+        times.on_result(step, may_wait=True)
+        times.observe_drafting(step)
+    assert times.overhead == pytest.approx(PAUSE_S if is_known else PAUSE_S + 0.0015, rel=0.02)

@@ -219,6 +219,8 @@ def draft_ready(ctx: Context, event: DraftReady, now: float, *, is_read: bool = 
     drafter = ctx.table.drafters.get(event.drafter)
     if drafter is not None:
         drafter.silent = False
+        if drafter.remote:
+            ctx.learn.times.draft_ended(now)
     state = ctx.table.requests.get(event.request_id)
     if state is None or (event.epoch, event.round) != (state.epoch, state.round):
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ _STEPS_WEIGHT = 0.02  # weight of a step in the steps per token
 _MOST_READING = 0.3  # share of a drafter's time up to which its reading is subtracted
 _USUALLY_UNREAD = 2  # tokens a request after a round
 _MOST_OVERHEAD_S = 2e-3  # longer gaps are a lack of work
+_DRAFT_ENDS = 8  # of the latest drafts made beside the target; a step waits for few of them
 _OVERHEAD_WEIGHT = 0.02  # least weight of a pause
 _SHIFT_WEIGHT = 0.05  # weight of a step in the profile's shift
 _DRAFTING_WEIGHT = 0.05  # weight of a step in the seconds of drafting
@@ -74,6 +75,8 @@ class Times:
         self._gap = -math.inf
         self._last_gap = 0.0
         self._may_wait = False
+        self._draft_ends: deque[float] = deque(maxlen=_DRAFT_ENDS)
+        self._waited = 0.0
         self._last_work: tuple[int, int, int] = (0, 0, 0)
         self._learned = LearnedProfile()
         self._num_steps, self._redraw_at = 0, 1
@@ -182,9 +185,13 @@ class Times:
 
     def on_result(self, result: StepResult, *, may_wait: bool) -> None:
         """Take in an ended step and the host's part before it, unless it `may_wait` for drafts."""
-        if result.lane == TARGET:
+        if result.lane != TARGET:
+            self.draft_ended(result.finished_at)
+        else:
             self._may_wait = may_wait
             gap = self._gap = result.started_at - self._last_end
+            ends = [at for at in self._draft_ends if self._last_end < at <= result.started_at]
+            self._waited = max(ends) - self._last_end if ends else 0.0
             self._last_end = result.finished_at
             # A longer gap is a lack of work; a negative one: the step before had not ended.
             if 0 <= gap < _MOST_OVERHEAD_S:
@@ -202,6 +209,10 @@ class Times:
             if composition != self._last_work:
                 self._last_work = composition
                 self.shift += _SHIFT_WEIGHT * (seconds - self.profile.seconds(work) - self.shift)
+
+    def draft_ended(self, now: float) -> None:
+        """Note that a draft made beside the target has come: until then a step may have waited."""
+        self._draft_ends.append(now)
 
     def _learn_profile(self, work: StepWork, seconds: float) -> None:
         self._learned.add_step(work, seconds)
@@ -227,7 +238,7 @@ class Times:
     def observe_drafting(self, result: StepResult) -> None:
         """Take in the rows, host's part and drafters of a step, after `on_result`."""
         if result.lane == TARGET:
-            if self._gap < _MOST_OVERHEAD_S:
+            if self._gap - self._waited < _MOST_OVERHEAD_S:
                 self._observe_overhead(result)
             if not self._follows_rows:
                 self._observe_rows(result)
@@ -279,7 +290,7 @@ class Times:
             # A request's beginning, and often another's end, take the host once. If nearly every
             # round drafts there is hardly another step without drafts.
             return
-        pause = self._gap + result.phases.other
+        pause = self._gap - self._waited + result.phases.other
         has_drafts = any(t.steps for t in result.draft_times)
         if has_drafts:
             pause += result.phases.draft - sum(t.seconds for t in result.draft_times)
