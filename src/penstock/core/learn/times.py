@@ -186,7 +186,8 @@ class Times:
     def on_result(self, result: StepResult, *, may_wait: bool) -> None:
         """Take in an ended step and the host's part before it, unless it `may_wait` for drafts."""
         if result.lane != TARGET:
-            self.draft_ended(result.finished_at)
+            if result.finished_at > result.started_at:  # else orders to a draft server were sent
+                self.draft_ended(result.finished_at)
         else:
             self._may_wait = may_wait
             gap = self._gap = result.started_at - self._last_end
