@@ -273,10 +273,9 @@ class DraftOrder(NamedTuple):
     """An order to catch up and to draft.
 
     `drafter` reads known tokens `start..start + num_catch_up_tokens - 1` into its KV, then drafts
-    up to `max_draft_tokens` (0: only catch up; a draft server reads the text), stopping once the
-    predicted survival of the draft falls below `min_survival`. deadline: an answer after it is too
-    late. new_blocks: of the drafter's KV. evaluate: count the tokens that it would have predicted
-    (`Replayed`)."""
+    up to `max_draft_tokens` (0: only read), stopping once the predicted survival of the draft falls
+    below `min_survival`. deadline: an answer after it is too late. new_blocks: of the drafter's KV.
+    evaluate: count the tokens that it would have predicted (`Replayed`)."""
 
     request_id: str
     epoch: int
