@@ -71,7 +71,7 @@ test-faults: setup
 # Each version of vLLM in an environment of its own, PyTorch first: 3.6 and 9.6 GB on disk. 0.33 is the
 # build for GPUs, and needs none. For a version that was never tried, what has moved in it:
 # make build/vllm-0.34/.ready; build/vllm-0.34/bin/python -m tests.engine.vllm_target.contract
-vllm-test: build/vllm-0.32/.ready build/vllm-0.33/.ready
+vllm-test: native build/vllm-0.32/.ready build/vllm-0.33/.ready
 	for version in 0.32 0.33; do \
 	  PYTHONPATH=src:. build/vllm-$$version/bin/python -m pytest -m "not slow and not faults" \
 	    tests/engine/vllm_target || exit 1; done
