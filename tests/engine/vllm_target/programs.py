@@ -5,8 +5,12 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import pytest
+import torch
 
 ROOT = Path(__file__).parents[3]
 
@@ -20,6 +24,15 @@ def environment(num_workers: int = 1) -> dict[str, str]:
         bound = map(str, itertools.islice(cores, num_workers))
         own["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(bound)
     return {**os.environ, **own}
+
+
+def skip_if_it_computes_nothing() -> None:
+    """Skip where vLLM is built for GPUs and there is none: what plans can be tested, no model."""
+    try:
+        version("vllm-cpu")
+    except PackageNotFoundError:
+        if not torch.cuda.is_available():
+            pytest.skip("vLLM's build for GPUs computes no model without one")
 
 
 def run(module: str, *arguments: object, num_workers: int = 1) -> Any:

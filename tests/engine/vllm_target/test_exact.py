@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 from tests.engine.small_family import write_family
 from tests.engine.test_exactness import SAMPLINGS
-from tests.engine.vllm_target.programs import run
+from tests.engine.vllm_target.programs import run, skip_if_it_computes_nothing
 from tests.products import first_fast
 
 pytest.importorskip("vllm")
@@ -37,6 +37,7 @@ class Played:
 
 @pytest.fixture(scope="module", params=first_fast(CIRCUMSTANCES))
 def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Played:
+    skip_if_it_computes_nothing()
     num, vllm = CIRCUMSTANCES[request.param]
     family = tmp_path_factory.mktemp("family")
     write_family(family)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from tests.engine.small_family import write_family
-from tests.engine.vllm_target.programs import run
+from tests.engine.vllm_target.programs import run, skip_if_it_computes_nothing
 
 pytest.importorskip("vllm")
 
@@ -141,6 +141,7 @@ def test_what_is_wrong_is_said_in_a_line(runs: Any, case: str, named: str) -> No
 )
 def scenes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """With vLLM's look-up and without, on a model of its own."""
+    skip_if_it_computes_nothing()
     family = tmp_path_factory.mktemp("family")
     write_family(family)
     num = request.param

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from tests.engine.test_grammar import SAMPLINGS, check_valid
-from tests.engine.vllm_target.programs import run
+from tests.engine.vllm_target.programs import run, skip_if_it_computes_nothing
 from tests.products import first_fast
 
 from penstock.engine.tokenizer import load_tokenizer
@@ -16,6 +16,7 @@ pytest.importorskip("vllm")
 @pytest.fixture(scope="module", params=first_fast([1, 2]))
 def made(request: pytest.FixtureRequest) -> Any:
     """By as many workers of vLLM's."""
+    skip_if_it_computes_nothing()
     return run("structured", request.param, num_workers=request.param)
 
 
