@@ -17,7 +17,8 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from lab.bench.workers import Worker
+from lab.bench.workers import Worker, WorkerError
 from lab.common.cells import Cells, Figures
 from lab.common.results import Results, machine, parser, table, tell
 from lab.common.statistics import Interval, interval, ratio, rotated
@@ -85,8 +86,10 @@ class Trace:
 
     @classmethod
     def read(cls, file: Path, scale: float) -> Trace:
+        """Raises: ValueError."""
         recorded = load_workload(file)
-        assert recorded.arrival_time is not None
+        if recorded.arrival_time is None:
+            raise ValueError(f"{file} has no arrival times")
         prompts, outputs = (
             np.clip(np.rint(lens / scale), 1, most).astype(int).tolist()
             for lens, most in ((recorded.prompt_len, 1500), (recorded.output_len, 500))
@@ -124,14 +127,42 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 class Bench:
     """Two workers, and what they have measured."""
 
+    @staticmethod
+    def add_options(parser: argparse.ArgumentParser, stretches: int, requests: int) -> None:
+        parser.add_argument("trace", type=Path)
+        add_run_options(parser)
+        parser.add_argument("--stretches", type=int, default=stretches, help="of each load")
+        parser.add_argument("--requests", type=int, default=requests, help="of a stretch")
+        parser.add_argument("--scale", type=float, default=8.0, help="lengths are divided by it")
+
+    @classmethod
+    @contextmanager
+    def opened(cls, args: argparse.Namespace) -> Iterator[Bench]:
+        """For a command, which ends with a line where it cannot go on."""
+        try:
+            bench = cls(args)
+        except (OSError, ValueError) as error:
+            raise SystemExit(str(error)) from error
+        try:
+            yield bench
+        except OutOfTimeError:
+            raise SystemExit("out of time; the same command goes on") from None
+        except WorkerError as error:
+            raise SystemExit(f"{error}; more in {args.folder}/*.stderr") from error
+        finally:
+            bench.close()
+
     def __init__(self, args: argparse.Namespace) -> None:
+        """Raises: OSError, ValueError."""
         for folder in (args.folder, args.out.parent):
             folder.mkdir(parents=True, exist_ok=True)
-        self._trace = Trace.read(args.trace, args.scale)
+        self.trace = Trace.read(args.trace, args.scale)
+        if max(args.requests, _FIRST_REQUESTS) >= len(self.trace.prompts):
+            raise ValueError(f"{args.trace} has only {len(self.trace.prompts)} requests")
         self._args = args
         self._cells = Cells(args.out, silent=True)
         self._target = write_model(args.folder)
-        self.kv_tokens = int(MOST_REQUESTS * self._trace.mean_len / 4 // BLOCK_SIZE * BLOCK_SIZE)
+        self.kv_tokens = int(MOST_REQUESTS * self.trace.mean_len / 4 // BLOCK_SIZE * BLOCK_SIZE)
         self._workers: dict[str, Worker] = {}
         self._num_done = 0
         self._ends_at = time.monotonic() + 60 * args.minutes
@@ -154,7 +185,7 @@ class Bench:
                 block_size=BLOCK_SIZE,
             )
             # The first steps of a process are slow.
-            rows = self._trace.stretch(0, _FIRST_REQUESTS, None)
+            rows = self.trace.stretch(0, _FIRST_REQUESTS, None)
             worker.ask(do="serve", settings={}, requests=rows, seed=0)
         return self._workers[kind]
 
@@ -164,9 +195,11 @@ class Bench:
         number: int,
         rate: float | None,
         num: int | None = None,
+        turn: int | None = None,
     ) -> Figures:
         """What a stretch comes to, from the file if it is there. num: requests, if fewer than of
-        others. Raises: OutOfTimeError."""
+        others; turn: of a stretch that is served several times, with its steps. Raises:
+        OutOfTimeError."""
         kind, settings = arm
         num = num or self._args.requests
         about = {
@@ -178,24 +211,27 @@ class Bench:
             "kv_tokens": self.kv_tokens,
             "trace": self._args.trace.name,
             "machine": machine(),
-        }
+        } | ({} if turn is None else {"turn": turn})
         self._num_done += 1
-        measure = partial(self._served, kind, settings, number, rate, num)
+        requests = self.trace.stretch(number, num, rate)
+        command = dict(settings=settings, requests=requests, seed=number)
+        measure = partial(self._served, kind, command, rate, turn is not None)
         return self._cells.measure(json.dumps(about, sort_keys=True), measure)
 
     def _served(
-        self, kind: str, settings: dict[str, Any], number: int, rate: float | None, num: int
+        self, kind: str, command: dict[str, Any], rate: float | None, with_steps: bool
     ) -> Figures:
         """The same, measured now. Raises: OutOfTimeError, WorkerError."""
         if time.monotonic() > self._ends_at:
             raise OutOfTimeError
-        rows = self._trace.stretch(number, num, rate)
-        found = self._worker(kind).ask(do="serve", settings=settings, requests=rows, seed=number)
+        found = self._worker(kind).ask(do="serve", **command)
+        if not with_steps:
+            del found["steps"]
         latency = np.mean(found["latency"])
         name = "at once" if rate is None else f"{rate:.2f} a second"
         print(
-            f"{self._num_done}: stretch {number}, {name}, {kind} {settings or ''}: "
-            f"{found['seconds']:.0f} s, mean latency {latency:.2f} s",
+            f"{self._num_done}: stretch {command['seed']}, {name}, {kind} "
+            f"{command['settings'] or ''}: {found['seconds']:.0f} s, mean latency {latency:.2f} s",
             file=sys.stderr,
             flush=True,
         )
@@ -281,20 +317,11 @@ COLUMNS = {
 
 def main() -> int:
     options = parser(__doc__)
-    options.add_argument("trace", type=Path)
-    add_run_options(options)
-    options.add_argument("--stretches", type=int, default=3, help="of each load")
-    options.add_argument("--requests", type=int, default=2000, help="of a stretch")
-    options.add_argument("--scale", type=float, default=8.0, help="lengths are divided by it")
+    Bench.add_options(options, stretches=3, requests=2000)
     options.add_argument("--loads", type=lambda t: tuple(map(float, t.split(","))), default=LOADS)
     args = options.parse_args()
-    bench = Bench(args)
-    try:
+    with Bench.opened(args) as bench:
         loads = [bench.load(share) for share in args.loads]
-    except OutOfTimeError:
-        raise SystemExit("out of time; the same command goes on") from None
-    finally:
-        bench.close()
     found = {"model": MODEL, "kv_tokens": bench.kv_tokens, "loads": loads}
     rows = [_row(load, name) for load in loads for name in load["arms"]]
     return tell(args, Results(found, tables=[table("", rows, COLUMNS)]))

@@ -1,5 +1,5 @@
-"""A process that serves stretches of requests, for `lab.bench.vllm_arrivals`: a JSON line in, a
-JSON line out. Runs where vLLM is installed."""
+"""A process that serves stretches of requests, for `lab.bench.vllm_arrivals` and
+`lab.bench.vllm_prediction`: a JSON line in, a JSON line out. Runs where vLLM is installed."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ from typing import Any
 import numpy as np
 
 from lab.bench.workers import answer_commands
+from lab.common.step_recorder import StepRecorder
+from penstock.core.learn.times import step_work
+from penstock.core.types import TARGET, StepPlan, VerifyItem
+from penstock.fluid.step_profile import StepWork
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
 
@@ -28,12 +32,15 @@ class Server(ABC):
 
     def serve(self, requests: list[tuple[float, int, int]], seed: int) -> dict[str, Any]:
         """requests: (arrival in seconds, prompt tokens, tokens to make). Returns each one's seconds
-        to the first token and to the last, and the seconds in which requests were added."""
+        to the first token and to the last, the seconds in which requests were added, and the steps:
+        the fields of `StepWork`, and seconds since the turn before has ended, or since the arrival
+        that an idle server waited for."""
         rng = np.random.default_rng(seed)
         prompts = [rng.integers(8, self.vocab_size, n).tolist() for _, n, _ in requests]
         first, last = [0.0] * len(requests), [0.0] * len(requests)
         coming, num_left, adding = deque(enumerate(requests)), len(requests), 0.0
-        begin = time.monotonic()
+        seconds: list[float] = []
+        begin, ended = time.monotonic(), 0.0
         while num_left:
             now = time.monotonic() - begin
             while coming and coming[0][1][0] <= now:
@@ -41,10 +48,14 @@ class Server(ABC):
                 self.add(i, prompts[i], num_tokens)
             adding += time.monotonic() - begin - now
             if num_left == len(coming):
-                time.sleep(min(_LONGEST_NAP_S, coming[0][1][0] - now))
+                ended = coming[0][1][0]
+                time.sleep(min(_LONGEST_NAP_S, ended - now))
                 continue
             made = self.step()
             now = time.monotonic() - begin
+            if len(self.noted) > len(seconds):
+                seconds.append(now - ended)
+            ended = now
             for i, num_tokens in made.items():
                 arrival, _, most = requests[i]
                 first[i] = first[i] or now - arrival
@@ -52,9 +63,13 @@ class Server(ABC):
                     last[i] = now - arrival
                     num_left -= 1
         took = time.monotonic() - begin
-        return {"ttft": first, "latency": last, "seconds": took, "adding": adding}
+        found = {"ttft": first, "latency": last, "seconds": took, "adding": adding}
+        noted = zip(self.noted, seconds, strict=True)
+        return found | {"steps": [(*self.work(step), round(s, 6)) for step, s in noted]}
 
     vocab_size: int
+    noted: list[Any]
+    """Of the steps since `prepare`, what `work` needs."""
 
     @abstractmethod
     def prepare(self, settings: dict[str, Any]) -> None:
@@ -67,6 +82,10 @@ class Server(ABC):
     @abstractmethod
     def step(self) -> dict[int, int]:
         """Tokens so far of those that got any."""
+
+    @abstractmethod
+    def work(self, noted: Any) -> StepWork:
+        """What a step computed."""
 
 
 class VllmServer(Server):
@@ -108,6 +127,21 @@ class VllmServer(Server):
             structured_output_manager=core.structured_output_manager,
             block_size=old.block_size,
         )
+        self.noted = []
+        schedule = core.scheduler.schedule
+        core.scheduler.schedule = lambda *args: self._noted(schedule(*args))
+
+    def _noted(self, output: Any) -> Any:
+        requests, scheduled = self._core.scheduler.requests, output.num_scheduled_tokens
+        if scheduled:
+            # Start and number of each request's tokens, which count as computed by then.
+            starts = ((requests[i].num_computed_tokens - n, n) for i, n in scheduled.items())
+            self.noted.append(tuple(starts))
+        return output
+
+    def work(self, noted: tuple[tuple[int, int], ...]) -> StepWork:
+        items = tuple(VerifyItem("", 0, 0, start, num, samples=True) for start, num in noted)
+        return step_work(StepPlan(0, TARGET, 0.0, items))
 
     def add(self, i: int, prompt: list[int], num_tokens: int) -> None:
         params = self._vllm.SamplingParams(
@@ -145,7 +179,6 @@ class PenstockServer(Server):
         self._measured = self._engine.scheduler.learn.times.profile
         self._events: list[Any] = []
         self._made: dict[int, int] = {}
-        self._num_stretches = 0
 
     def prepare(self, settings: dict[str, Any]) -> None:
         from penstock.core.kv import BlockPool
@@ -154,6 +187,7 @@ class PenstockServer(Server):
         from penstock.core.policies.registry import make_policy
         from penstock.core.scheduler import Scheduler
 
+        self._loop.turn(())  # so that the workers are told of the last ends
         old, learn = self._engine.scheduler, Estimators(self._measured)
         learn.times.learns_profile = True
         scheduler = Scheduler(
@@ -164,17 +198,18 @@ class PenstockServer(Server):
             allocation=make_policy("allocation", "fixed"),
             max_model_len=self._engine.max_model_len,
             learn=learn,
+            groups_texts=True,
         )
-        self._loop = Loop(scheduler, self._engine.executor, self._engine.clock)
+        recorder = StepRecorder(self._engine.clock)
+        self.noted = recorder.steps
+        self._loop = Loop(scheduler, self._engine.executor, self._engine.clock, (recorder,))
         self._made = {}
-        self._num_stretches += 1
 
     def add(self, i: int, prompt: list[int], num_tokens: int) -> None:
         from penstock.core.types import Arrive, Request, SamplingParams
 
         request = Request(
-            # The workers were not told of the end of the last stretch's last requests.
-            f"{self._num_stretches}-{i}",
+            str(i),
             len(prompt),
             num_tokens,
             self._engine.clock.now(),
@@ -190,10 +225,13 @@ class PenstockServer(Server):
         for output in turn.outputs:
             if output.error is not None:
                 raise RuntimeError(output.error)
-            i = int(output.request_id.partition("-")[2])
+            i = int(output.request_id)
             self._made[i] += len(output.token_ids)
             got[i] = self._made[i]
         return got
+
+    def work(self, noted: tuple[StepWork, float]) -> StepWork:
+        return noted[0]
 
 
 def main() -> None:

@@ -93,12 +93,13 @@ class Pretending:
 
     def execute_model(self, output: Any) -> None:
         self.asked_at = time.thread_time()
-        self._asked = output.asked
+        self._output = output
 
-    def sample_tokens(self, grammar: None) -> list[Decided]:
-        decided = [Decided([5], 0, 0) for _ in self._asked]
+    def sample_tokens(self, grammar: None) -> tuple[list[Decided], list[int]]:
+        decided = [Decided([5], 0, 0) for _ in self._output.asked]
+        tokens = [5] * (len(self._output.num_scheduled_tokens) - len(decided))
         self.answered_at = time.thread_time()
-        return decided
+        return decided, tokens
 
 
 def engine(batch: int) -> Step:
@@ -115,6 +116,7 @@ def engine(batch: int) -> Step:
         selection=config.selection.make("selection"),
         allocation=config.allocation.make("allocation"),
         max_model_len=LONGEST,
+        groups_texts=True,
     )
     loop = Loop(scheduler, VllmExecutor(target, [], clock, LONGEST), clock)
     sampling, stops = SamplingParams(temperature=0.0), frozenset([2])

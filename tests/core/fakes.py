@@ -19,6 +19,9 @@ from penstock.core.types import (
     DraftSource,
     DraftTime,
     Failure,
+    FinishReason,
+    GroupChange,
+    GroupTokens,
     PhaseTimes,
     Replayed,
     Request,
@@ -113,13 +116,17 @@ class ToyDrafter:
 
 @dataclass(slots=True)
 class Job:
-    """A plan inside a lane, with the block tables and texts as they were when it was submitted."""
+    """A plan inside a lane, with the block tables and texts as they were when it was submitted.
+
+    rows: of the decode group, as items.
+    """
 
     plan: StepPlan
     tables: dict[tuple[str, str], tuple[int, ...]]
     texts: dict[str, Text]
     generations: dict[str, int]
     begun: bool = False
+    rows: list[VerifyItem] = field(default_factory=list)
 
     def orders(self) -> Iterator[DraftOrder]:
         yield from self.plan.drafts
@@ -127,7 +134,7 @@ class Job:
 
     def reads(self) -> Iterator[tuple[str, str, int]]:
         """(request, pool, number of positions) whose KV must be there already."""
-        for item in self.plan.items:
+        for item in (*self.plan.items, *self.rows):
             yield item.request_id, TARGET, item.start
         for order in self.orders():
             yield order.request_id, order.drafter, order.start
@@ -153,6 +160,8 @@ class ToyExecutor:
         self.ended: list[StepResult] = []
         self.generations = dict.fromkeys(self.drafters, 0)
         self.num_accepted = 0
+        self.num_rows = 0
+        self.members: dict[str, None] = {}
         self._reported: list[StepResult] = []
 
     def ready(self, lane: str) -> bool:
@@ -178,7 +187,23 @@ class ToyExecutor:
                 raise Corruption(f"{item.request_id}: an inline draft without an order")
         for order in job.orders():
             self._extend_table(job, order.request_id, order.drafter, order.new_blocks)
+        if plan.decodes is not None and plan.decodes.change is not None:
+            job.rows = self._rows_of(plan.decodes.change)
+            for row in job.rows:
+                self._extend_table(job, row.request_id, TARGET, row.new_blocks)
         self.lanes.setdefault(plan.lane, deque()).append(job)
+
+    def _rows_of(self, change: GroupChange) -> list[VerifyItem]:
+        for request_id in change.left:
+            del self.members[request_id]
+        self.members.update(dict.fromkeys(change.joined))
+        blocks = change.new_blocks
+        rows = []
+        for request_id in self.members:
+            start = len(self.texts[request_id].tokens) - 1
+            new = (blocks[request_id],) if request_id in blocks else ()
+            rows.append(VerifyItem(request_id, 0, 0, start, 1, True, new_blocks=new))
+        return rows
 
     def collect(self) -> list[StepResult]:
         reported, self._reported = self._reported, []
@@ -307,6 +332,9 @@ class ToyExecutor:
                 failures.append(Failure(item.request_id, item.epoch, "the target failed"))
             else:
                 verdicts.append(self._verify(job, item))
+        decoded = None
+        if plan.decodes is not None:
+            decoded = self._decode(job, failing)
         return StepResult(
             plan_id=plan.id,
             lane=plan.lane,
@@ -319,7 +347,16 @@ class ToyExecutor:
             phases=PhaseTimes(verify=0.002 + 1e-5 * plan.num_rows),
             draft_times=tuple(self._draft_times(job)),
             num_rows=plan.num_rows,
+            decoded=decoded,
         )
+
+    def _decode(self, job: Job, failing: frozenset[str]) -> GroupTokens:
+        """What is made for requests that fail does not count."""
+        self.num_rows += len(job.rows)
+        made = [self._verify(job, row) for row in job.rows]
+        stopped = [v.request_id for v in made if v.finish_reason is FinishReason.STOP]
+        failures = {v.request_id: "the target failed" for v in made if v.request_id in failing}
+        return GroupTokens([v.token_ids[0] for v in made], stopped, failures)
 
     def _draft_times(self, job: Job) -> Iterator[DraftTime]:
         for name in self.drafters:

@@ -53,6 +53,8 @@ def make_scheduler(
     max_model_len: int = 256,
     tenants: Sequence[Tenant] = (),
     learn: Estimators | None = None,
+    groups_texts: bool = False,
+    fairness: bool = False,
 ) -> Scheduler:
     def pool() -> BlockPool:
         return BlockPool(drafter_blocks or num_blocks, block_size)
@@ -76,6 +78,8 @@ def make_scheduler(
         max_model_len=max_model_len,
         tenants=tenants,
         learn=learn,
+        groups_texts=groups_texts,
+        fairness=fairness,
     )
 
 

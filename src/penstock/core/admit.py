@@ -14,6 +14,7 @@ from penstock.core.kv import hash_blocks
 from penstock.core.select import select
 from penstock.core.state import RequestState
 from penstock.core.step import Step, StepRules, newest
+from penstock.core.text_groups import TextState
 from penstock.core.types import (
     AUTO_DRAFTER,
     NO_DRAFTER,
@@ -31,7 +32,11 @@ def arrive(ctx: Context, request: Request, now: float) -> list[Output]:
     if error is not None:
         return [Output(request.id, finish_reason=FinishReason.REFUSED, error=error)]
     table = ctx.table
-    kind = CountedState if _can_count(ctx, request) else RequestState
+    kind = RequestState
+    if _can_count(ctx, request):
+        kind = CountedState
+    elif _can_group(ctx, request):
+        kind = TextState
     state = kind(request, table.counters.requests, table.next_epoch())
     ctx.learn.traffic.arrived(request, now)
     may_share = any(p.prefix_caching for p in table.memory.pools.values())
@@ -76,6 +81,20 @@ def _can_count(ctx: Context, request: Request) -> bool:
         and not request.stop_token_ids
         and request.latency == NO_TARGET
         and (request.drafter == NO_DRAFTER or not ctx.table.drafters)
+    )
+
+
+def _can_group(ctx: Context, request: Request) -> bool:
+    """Return True if a request's next tokens need nothing but its last one."""
+    sampling = request.sampling
+    return (
+        ctx.groups_texts
+        and request.prompt_token_ids is not None
+        and not (request.prediction or request.stop or sampling.reads_text)
+        and sampling.num_logprobs is None
+        and sampling.num_prompt_logprobs is None
+        and request.latency == NO_TARGET
+        and not ctx.table.drafters
     )
 
 

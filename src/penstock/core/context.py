@@ -28,7 +28,8 @@ class Context:
 
     trials: draft rounds with unused drafters; None where no policy weighs time. fairness: between
     tenants; None where it is off. counted: requests of which only lengths are known, and that use
-    no drafter, decode in groups. max_num_seqs: requests that the executor has room for."""
+    no drafter, decode in groups; groups_texts: so do plain texts, while there is no drafter.
+    max_num_seqs: requests that the executor has room for."""
 
     table: Table
     learn: Estimators
@@ -40,6 +41,7 @@ class Context:
     fairness: Fairness | None
     max_model_len: int
     counted: bool
+    groups_texts: bool
     max_num_seqs: float
 
     @property

@@ -1,7 +1,8 @@
-"""Decoding requests with only their lengths known, advanced together.
+"""Decoding requests advanced together.
 
-A group counts steps for all members at once, at constant cost. Decisions equal those for single
-requests, which tests compare."""
+A group counts steps for all members at once, at constant cost where only lengths are known;
+`core.text_groups` has those with texts. Decisions equal those for single requests, which tests
+compare."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from penstock.core.kv import BlockPool, SequenceKV
 from penstock.core.state import RequestState
-from penstock.core.types import TARGET, DecodeRun, Request
+from penstock.core.types import TARGET, DecodeRun, GroupChange, Request
 
 
 class CountedKV(SequenceKV):
@@ -48,10 +49,10 @@ class CountedKV(SequenceKV):
         self.num_computed_tokens = len(cached) * pool.block_size
 
 
-class CountedState(RequestState):
+class GroupedState(RequestState):
     """A request that may join a group, whose counters then replace its own."""
 
-    __slots__ = ("_joined_at", "_num_output", "decode_group", "leaves_at", "num_announced", "until")
+    __slots__ = ("_joined_at", "_num_output", "decode_group", "leaves_at", "until")
 
     def __init__(self, request: Request, order: int, epoch: int = 0) -> None:
         self.decode_group: DecodeGroup | None = None
@@ -59,8 +60,6 @@ class CountedState(RequestState):
         self._num_output = 0
         super().__init__(request, order, epoch)
         self.leaves_at = 0
-        self.num_announced = 0
-        """Output tokens announced so far."""
         self.until: int | None = None
         """Output tokens at which it leaves the group."""
 
@@ -91,6 +90,27 @@ class CountedState(RequestState):
             self.request.prompt_len + num_output
         )
 
+    def enter(self, group: DecodeGroup) -> None:
+        self.decode_group = group
+        self._joined_at = group.ticks
+
+    def exit(self, num_output_tokens: int, num_blocks: int) -> None:
+        """Take the counters back from the group. num_blocks: that it holds."""
+        self.decode_group = None
+        self._num_output = num_output_tokens
+        self.kv[TARGET].num_computed_tokens = self.num_known_tokens - 1
+
+
+class CountedState(GroupedState):
+    """A request of which only lengths are known."""
+
+    __slots__ = ("num_announced",)
+
+    def __init__(self, request: Request, order: int, epoch: int = 0) -> None:
+        super().__init__(request, order, epoch)
+        self.num_announced = 0
+        """Output tokens announced so far."""
+
     def append_counted(self, num_tokens: int) -> int:
         """Add verified tokens by number; return how many of all tokens were not announced."""
         self._num_output += num_tokens
@@ -104,14 +124,9 @@ class CountedState(RequestState):
             kv = self.kv[pool] = CountedKV()
         return kv
 
-    def enter(self, group: DecodeGroup) -> None:
-        self.decode_group = group
-        self._joined_at = group.ticks
-
-    def exit(self, num_output_tokens: int) -> None:
-        """Take the counters back from the group."""
-        self.decode_group = None
-        self._num_output = num_output_tokens
+    def exit(self, num_output_tokens: int, num_blocks: int) -> None:
+        self.kv[TARGET] = CountedKV(0, num_blocks)
+        super().exit(num_output_tokens, num_blocks)
 
 
 @dataclass(slots=True)
@@ -144,14 +159,14 @@ class DecodeGroup:
         self.ticks = 0
         self.num_kv_tokens = 0
         """Positions whose KV the target holds for the members."""
-        self.members: dict[str, CountedState] = {}
+        self.members: dict[str, GroupedState] = {}
         self.plan_id: int | None = None
         # Known and output tokens of each member, extrapolated to tick 0.
         self._origins: dict[str, tuple[int, int]] = {}
         self._block_size = block_size
         # Members by the tick phase at which they begin a block.
-        self._phases = [0] * block_size
-        self._leaving: list[tuple[int, int, CountedState]] = []
+        self._phases: list[dict[str, GroupedState]] = [{} for _ in range(block_size)]
+        self._leaving: list[tuple[int, int, GroupedState]] = []
         self._by_tenant: dict[str, _Decoded] = {}
 
     def __len__(self) -> int:
@@ -162,11 +177,11 @@ class DecodeGroup:
         """Prompt and output tokens of all members."""
         return self.num_kv_tokens + len(self.members)
 
-    def join(self, state: CountedState) -> None:
+    def join(self, state: GroupedState) -> None:
         """Add a decoding request that is in no plan."""
-        computed = state.kv.pop(TARGET).num_computed_tokens
+        computed = state.kv[TARGET].num_computed_tokens
         self.num_kv_tokens += computed
-        self._phases[(computed - self.ticks) % self._block_size] += 1
+        self._phase(computed)[state.request.id] = state
         num_output = state.num_output_tokens
         left = state.request.max_tokens - num_output
         if state.until is not None and num_output < state.until:
@@ -180,22 +195,25 @@ class DecodeGroup:
             self._count(state.request.tenant, 1, computed)
         heapq.heappush(self._leaving, (state.leaves_at, state.order, state))
 
-    def leave(self, state: CountedState) -> None:
+    def _phase(self, num_computed_tokens: int) -> dict[str, GroupedState]:
+        """Return the members that begin a block together with one of so many computed tokens."""
+        return self._phases[(num_computed_tokens - self.ticks) % self._block_size]
+
+    def leave(self, state: GroupedState) -> None:
         """Return a member's counters and blocks, one more if a token is in flight."""
         request_id = state.request.id
         del self.members[request_id]
         known, num_output = self._origins.pop(request_id)
         computed, num_output = known + self.ticks - 1, num_output + self.ticks
-        state.exit(num_output)
         if self._keeps_accounts:
             self._count(state.request.tenant, -1, -computed)
         self.num_kv_tokens -= computed
-        self._phases[(computed - self.ticks) % self._block_size] -= 1
+        del self._phase(computed)[request_id]
         held = computed
         if self.plan_id is not None:
             held += 1
             state.plans[self.plan_id] = (TARGET,)
-        state.kv[TARGET] = CountedKV(computed, -(-held // self._block_size))
+        state.exit(num_output, -(-held // self._block_size))
 
     def _count(self, tenant: str, num: int, kv_tokens: int) -> None:
         """Add members of a tenant, and tokens of their context."""
@@ -236,14 +254,22 @@ class DecodeGroup:
     def num_new_blocks(self, ticks: int = 1) -> int:
         """Return the blocks that the next `ticks` tokens of every member need."""
         if ticks == 1:
-            return self._phases[-self.ticks % self._block_size]
+            return len(self._phase(0))
         whole, rest = divmod(ticks, self._block_size)
         num = whole * len(self.members)
         if not rest:
             return num
         for i in range(rest):
-            num += self._phases[-(self.ticks + i) % self._block_size]
+            num += len(self._phase(-i))
         return num
+
+    def grow(self, pool: BlockPool) -> None:
+        """Take the blocks that the next token of every member needs."""
+        pool.count(self.num_new_blocks())
+
+    def take_change(self) -> GroupChange | None:
+        """Return what an executor must know of the members; None where only lengths are known."""
+        return None
 
     @property
     def ticks_left(self) -> int:
@@ -255,11 +281,11 @@ class DecodeGroup:
             heapq.heappop(leaving)
         return 0
 
-    def advance(self, ticks: int) -> list[CountedState]:
+    def advance(self, ticks: int) -> list[GroupedState]:
         """Give members at most `ticks_left` tokens; return those that leave, by arrival."""
         self.ticks += ticks
         self.num_kv_tokens += ticks * len(self.members)
-        left: list[CountedState] = []
+        left: list[GroupedState] = []
         leaving = self._leaving
         while leaving and leaving[0][0] <= self.ticks:
             leaves_at, _, state = heapq.heappop(leaving)
@@ -292,7 +318,19 @@ def decode_run(
             while repeats > 1 and not pool.can_allocate(num_later_blocks(groups, repeats)):
                 repeats -= 1
     keys = tuple([group.key for group in groups])
-    return DecodeRun(keys, num_requests, num_kv_tokens + num_requests, repeats, until)
+    change = groups[0].take_change()
+    return DecodeRun(keys, num_requests, num_kv_tokens + num_requests, repeats, until, change)
+
+
+def repeated_run(run: DecodeRun, group: DecodeGroup, pool: BlockPool, plan_id: int) -> DecodeRun:
+    """Return the next step of a run of one group, which has at least one left."""
+    group.grow(pool)
+    group.plan_id = plan_id
+    return run._replace(
+        num_kv_tokens=run.num_kv_tokens + run.num_requests,
+        max_repeats=run.max_repeats - 1,
+        change=group.take_change(),
+    )
 
 
 def num_later_blocks(groups: Sequence[DecodeGroup], ticks: int) -> int:

@@ -8,6 +8,7 @@ A block with ref > 0 is in no list. Cached blocks keep their hash until they are
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -25,8 +26,10 @@ def hash_blocks(
     collision cannot be made to leak a prefix."""
     hashes = []
     parent = parent or hashlib.blake2b(salt.encode(), digest_size=16).digest()
-    for end in range(block_size, len(token_ids) + 1, block_size):
-        block = b"".join(t.to_bytes(4, "little") for t in token_ids[end - block_size : end])
+    num_bytes = 4 * block_size
+    packed = struct.pack(f"<{len(token_ids)}I", *token_ids)
+    for end in range(num_bytes, len(packed) + 1, num_bytes):
+        block = packed[end - num_bytes : end]
         parent = hashlib.blake2b(parent + block, digest_size=16).digest()
         hashes.append(parent)
     return tuple(hashes)

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from penstock.core import draft
 from penstock.core.ahead import LinesAhead
 from penstock.core.context import Context
-from penstock.core.groups import CountedState, num_later_blocks
+from penstock.core.groups import CountedState, GroupedState, num_later_blocks
 from penstock.core.state import SKIPPED, DraftRound, DraftStage, Outcome, RequestState
+from penstock.core.text_groups import TextGroup
 from penstock.core.types import (
     PREDICTION,
     TARGET,
@@ -52,7 +53,8 @@ def observe(ctx: Context, plan: StepPlan, result: StepResult) -> list[Output]:
             view = ctx.view(table.drafters, result.finished_at)
             ctx.pipeline.stepped(table.running.values(), view, result)
     if plan.decodes is not None:
-        outputs += _advance_groups(ctx, plan.decodes, result)
+        advance = _advance_groups if plan.decodes.change is None else _advance_texts
+        outputs += advance(ctx, plan.decodes, result)
     return outputs
 
 
@@ -171,18 +173,56 @@ def _advance_groups(ctx: Context, run: DecodeRun, result: StepResult) -> list[Ou
         table.memory.pools[TARGET].count(num_later_blocks(groups, result.repeats))
     for group in groups:
         group.plan_id = None
-        left = group.advance(result.repeats)
-        if len(left) > 1:
-            # In the order of admission, as they would end one by one.
-            ids = {state.request.id: state for state in left}
-            left = [ids[i] for i in table.running if i in ids]
-        for state in left:
-            table.solo[state.request.id] = state
+        for state in _left(ctx, group.advance(result.repeats)):
             num_output = state.num_output_tokens
             if num_output == state.request.max_tokens:
                 ctx.learn.lengths.ended(num_output)
                 outputs.append(finish(ctx, state, FinishReason.LENGTH))
     return outputs
+
+
+def _advance_texts(ctx: Context, run: DecodeRun, result: StepResult) -> list[Output]:
+    """Give the members of the group with texts their tokens, each in an output."""
+    table, group, tokens = ctx.table, ctx.table.groups[run.groups[0]], result.decoded
+    assert isinstance(group, TextGroup)
+    assert tokens is not None
+    outputs = group.append(tokens)
+    for state in group.filled():
+        table.memory.commit(state)
+    group.plan_id = None
+    left = _left(ctx, group.advance(1))
+    ends = {s.request.id: FinishReason.LENGTH for s in left if s.num_remaining_tokens <= 0}
+    ends.update(dict.fromkeys(tokens.stopped, FinishReason.STOP))
+    if not (ends or tokens.failures):
+        return outputs
+    failed = tokens.failures.get
+    return [_ended(ctx, o, ends.get(o.request_id), failed(o.request_id)) for o in outputs]
+
+
+def _ended(
+    ctx: Context, output: Output, reason: FinishReason | None, failure: str | None
+) -> Output:
+    """Return a member's output, after its end if there is a reason."""
+    if reason is None and failure is None:
+        return output
+    state = ctx.table.requests[output.request_id]
+    if failure is not None:
+        return finish(ctx, state, FinishReason.ERROR, failure)
+    ctx.table.leave_group(state)
+    ctx.learn.lengths.ended(state.num_output_tokens)
+    _forget(ctx, state)
+    return output._replace(finish_reason=reason, num_preemptions=state.num_preemptions)
+
+
+def _left(ctx: Context, states: list[GroupedState]) -> list[GroupedState]:
+    """Put members that have left their group among the others; return them as they came."""
+    if len(states) > 1:
+        # In the order of admission, as they would end one by one.
+        ids = {state.request.id: state for state in states}
+        states = [ids[i] for i in ctx.table.running if i in ids]
+    for state in states:
+        ctx.table.solo[state.request.id] = state
+    return states
 
 
 # --- ends ---------------------------------------------------------------------------------------
@@ -193,8 +233,8 @@ def finish(
 ) -> Output:
     """End a request without new tokens, except those not yet announced."""
     num_tokens = 0
+    ctx.table.leave_group(state)
     if isinstance(state, CountedState):
-        ctx.table.leave_group(state)
         num_tokens = state.num_output_tokens - state.num_announced
     _forget(ctx, state)
     return Output(state.request.id, (), num_tokens, reason, error)

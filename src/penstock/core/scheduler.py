@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.core import admit, draft, observe, verify
 from penstock.core.context import Context
-from penstock.core.groups import DecodeGroup
+from penstock.core.groups import DecodeGroup, repeated_run
 from penstock.core.kv import BlockPool
 from penstock.core.learn import Estimators
 from penstock.core.policies.base import AdmissionPolicy, AllocationPolicy, Pipeline, SelectionPolicy
@@ -28,6 +28,7 @@ from penstock.core.types import (
     TARGET,
     Arrive,
     Cancel,
+    DecodeRun,
     DraftAhead,
     DrafterDown,
     DrafterUp,
@@ -50,8 +51,9 @@ class Scheduler:
     """Composes admission, selection and allocation over paged KV memory.
 
     pool: the target's KV; `drafters` have pools of their own, with the same block size. pipeline:
-    default `barrier`. counted: requests of which only lengths are known advance together; it
-    changes no decision. max_num_seqs: the executor's room; None is no limit."""
+    default `barrier`. counted: requests of which only lengths are known advance together;
+    groups_texts: so do texts without drafters, if the executor can; neither changes a decision.
+    max_num_seqs: the executor's room; None is no limit."""
 
     def __init__(
         self,
@@ -66,6 +68,7 @@ class Scheduler:
         tenants: Iterable[Tenant] = (),
         learn: Estimators | None = None,
         counted: bool = False,
+        groups_texts: bool = False,
         fairness: bool = False,
         max_num_seqs: int | None = None,
     ) -> None:
@@ -99,8 +102,11 @@ class Scheduler:
             Fairness(accounts, learn) if is_fair else None,
             max_model_len,
             counted,
+            groups_texts,
             math.inf if max_num_seqs is None else max_num_seqs,
         )
+        # A run that may repeat, and the table's version if nothing happens until then.
+        self._repeatable: tuple[DecodeRun, int] | None = None
 
     @property
     def learn(self) -> Estimators:
@@ -161,6 +167,9 @@ class Scheduler:
         ctx, table = self._ctx, self.table
         plan_id = table.counters.plans
         table.counters.plans += 1
+        if lane == TARGET and (run := self._next_of_run(now, plan_id)) is not None:
+            table.in_flight.add(plan_id)
+            return StepPlan(plan_id, lane, now, decodes=run, wake_at=run.until)
         items: tuple[VerifyItem, ...] = ()
         orders: tuple[DraftOrder, ...] = ()
         decodes, wake_at, stalled = None, None, None
@@ -172,6 +181,7 @@ class Scheduler:
                     orders = draft.replays(ctx, lane, step.scheduled_states, plan_id, now)
             if step.decoding:
                 decodes = verify.decodes(ctx, step, plan_id)
+                self._note_run(decodes)
             wake_at, stalled = step.wake_at, step.stalled
         else:
             orders = draft.orders_of_lane(ctx, lane, plan_id, now)
@@ -194,6 +204,25 @@ class Scheduler:
             stalled,
         )
 
+    def _next_of_run(self, now: float, plan_id: int) -> DecodeRun | None:
+        """Return the last step's run once more if it may repeat and nothing has happened since."""
+        if self._repeatable is None:
+            return None
+        (run, version), self._repeatable = self._repeatable, None
+        is_same = version == self.table.counters.version and not self.table.in_flight
+        if not is_same or (run.until is not None and now >= run.until):
+            return None
+        run = repeated_run(run, self.table.groups[run.groups[0]], self.pool, plan_id)
+        self._note_run(run)
+        return run
+
+    def _note_run(self, run: DecodeRun) -> None:
+        """Note a planned run, which may repeat after its result, the next change of the table.
+
+        Not beside another plan in flight, which may have taken memory."""
+        if run.change is not None and run.max_repeats > 1 and not self.table.in_flight:
+            self._repeatable = (run, self.table.counters.version + 1)
+
     def update(self, plan: StepPlan, result: StepResult) -> list[Output]:
         """Take in the result of a plan, once."""
         table = self.table
@@ -203,7 +232,11 @@ class Scheduler:
         if result.verdicts or result.failures or result.drafts or plan.decodes:
             # A draft server's plan ends as soon as its orders are sent: that changes nothing.
             table.counters.version += 1
-        return observe.observe(self._ctx, plan, result)
+        outputs = observe.observe(self._ctx, plan, result)
+        run = plan.decodes
+        if run is not None and run.num_requests > len(table.groups[run.groups[0]]):
+            self._repeatable = None
+        return outputs
 
     def sync(self, running: Iterable[HostRequest], preempted: Iterable[str] = ()) -> None:
         """Take over the state of requests from a host.

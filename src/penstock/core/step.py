@@ -6,17 +6,18 @@ requests are handled together, so that the cost does not depend on their number.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.core.groups import CountedState, DecodeGroup
+from penstock.core.groups import DecodeGroup, GroupedState
 from penstock.core.learn import Estimators
 from penstock.core.state import RequestState
 from penstock.core.table import Table
+from penstock.core.text_groups import TextGroup, TextState
 from penstock.core.types import TARGET, Status
 
 
@@ -133,7 +134,7 @@ class Step:
     def assign(self, state: RequestState, key: Hashable, until: int | None = None) -> None:
         """Let a request decode in the group of this key only, up to `until` output tokens."""
         self._table.key_of[state.request.id] = key
-        if isinstance(state, CountedState):
+        if isinstance(state, GroupedState):
             state.until = until
 
     def key_of(self, state: RequestState) -> Hashable:
@@ -173,25 +174,51 @@ class Step:
         before = self.num_tokens
         group = self._table.groups.get(key)
         solo = self._solo_decodes(key) if self._table.solo else []
-        if self.pool.num_free_blocks < len(solo):
-            self._make_room_together([s for s in solo if not isinstance(s, CountedState)][:budget])
+        joins = self._can_group(key, solo, budget)
+        if not joins and group is not None and group.plan_id is None and group.members:
+            self._table.dissolve(group)
+            solo = self._solo_decodes(key)
+        alone = []
         for state in solo:
-            if isinstance(state, CountedState):
+            if joins and isinstance(state, GroupedState):
                 if group is None:
-                    group = self._table.new_group(key)
+                    group = self._table.new_group(key, state)
                 group.join(state)
                 del self._table.solo[state.request.id]
-            elif state.status is Status.RUNNING and before + budget > self.num_tokens:
+            else:
+                alone.append(state)
+        if group is not None and group.plan_id is not None:
+            group = None
+        self._make_room_together(alone[:budget], group)
+        for state in alone:
+            if state.status is Status.RUNNING and before + budget > self.num_tokens:
                 self._schedule_decode(state)
-        if group is not None and group.members and group.plan_id is None:
+        if group is not None and group.members:
             self._schedule_group(group, budget)
         return self.num_tokens - before
 
-    def _make_room_together(self, states: list[RequestState]) -> None:
+    def _can_group(self, key: Hashable, solo: Sequence[RequestState], budget: int) -> bool:
+        """Return False for texts that may draft, are kept apart, or do not all fit in a step.
+
+        Nobody joins a group that is in a plan."""
+        group = self._table.groups.get(key)
+        if not (isinstance(group, TextGroup) or any(isinstance(s, TextState) for s in solo)):
+            return True
+        if key is not None or self._table.drafters:
+            return False
+        if group is None:
+            return len(solo) <= budget
+        return len(group) + len(solo) <= budget and group.plan_id is None
+
+    def _make_room_together(self, alone: list[RequestState], group: DecodeGroup | None) -> None:
         """Make room for the next token of each, so that arriving first is no protection."""
-        while not self.pool.can_allocate(
-            sum(self._missing_blocks(s, 1) for s in states if s.status is Status.RUNNING)
-        ):
+        if self.pool.num_free_blocks >= len(alone) + (len(group) if group is not None else 0):
+            return
+        while True:
+            wanted = sum(self._missing_blocks(s, 1) for s in alone if s.status is Status.RUNNING)
+            wanted += 0 if group is None else group.num_new_blocks()
+            if self.pool.can_allocate(wanted):
+                return
             victim = self._rules.victim(self)
             if victim is None:
                 return
@@ -206,15 +233,10 @@ class Step:
         num = len(group.members)
         if num > budget:
             raise ValueError(f"{num} decoding requests exceed a budget of {budget} tokens")
-        while not self.pool.can_allocate(wanted := group.num_new_blocks()):
-            victim = self._rules.victim(self)
-            if victim is None:
-                return
-            self.preempt(victim)
-        if group.members:
-            self.pool.count(wanted)
+        if self.pool.can_allocate(group.num_new_blocks()):
+            group.grow(self.pool)
             self.decoding.append(group)
-            self.num_tokens += len(group.members)
+            self.num_tokens += num
 
     # --- prefill --------------------------------------------------------------------------------
 
@@ -355,7 +377,7 @@ class Step:
 
     def can_preempt(self, state: RequestState) -> bool:
         """Return False for a request inside an unfinished target step, which keeps its blocks."""
-        if isinstance(state, CountedState) and state.decode_group is not None:
+        if isinstance(state, GroupedState) and state.decode_group is not None:
             group = state.decode_group
             return group.plan_id is None and group not in self.decoding
         return not state.in_flight and state.request.id not in self.scheduled

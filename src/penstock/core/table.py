@@ -7,11 +7,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from penstock.core.groups import CountedState, DecodeGroup
+from penstock.core.groups import DecodeGroup, GroupedState
 from penstock.core.kv import BlockPool, SequenceKV, hash_blocks
 from penstock.core.queues import WaitingRequests
 from penstock.core.state import OPEN, Drafter, Grant, RequestState
 from penstock.core.tenants.accounts import Accounts
+from penstock.core.text_groups import TextGroup, TextState
 from penstock.core.types import TARGET, DraftOrder, Request, Status, Tenant
 
 
@@ -154,7 +155,8 @@ class KVMemory:
         if prompt is None:
             return
         start = len(state.block_hashes) * block_size
-        known = (*prompt, *state.output_token_ids)[start:]
+        output = state.output_token_ids[max(0, start - len(prompt)) :]
+        known = (*prompt[start:], *output)
         parent = state.block_hashes[-1] if state.block_hashes else b""
         state.block_hashes += hash_blocks(known, block_size, state.request.tenant, parent)
 
@@ -211,10 +213,11 @@ class Table:
         drafter = self.drafters.get(state.drafter) if state.drafter else None
         return drafter if drafter is not None and drafter.up and not drafter.silent else None
 
-    def new_group(self, key: Hashable) -> DecodeGroup:
-        """Add an empty decode group."""
+    def new_group(self, key: Hashable, state: RequestState) -> DecodeGroup:
+        """Add an empty decode group for requests like this one."""
         block_size = self.memory.pools[TARGET].block_size
-        group = DecodeGroup(key, block_size, keeps_accounts=self.accounts.are_kept)
+        kind = TextGroup if isinstance(state, TextState) else DecodeGroup
+        group = kind(key, block_size, keeps_accounts=self.accounts.are_kept)
         self.groups[key] = group
         return group
 
@@ -256,9 +259,15 @@ class Table:
 
     def leave_group(self, state: RequestState) -> None:
         """Take a running request out of its decode group."""
-        if isinstance(state, CountedState) and state.decode_group is not None:
+        if isinstance(state, GroupedState) and state.decode_group is not None:
             state.decode_group.leave(state)
             self.solo[state.request.id] = state
+
+    def dissolve(self, group: DecodeGroup) -> None:
+        """Take all members out of a group that is in no plan; all alone are in order again."""
+        for state in list(group.members.values()):
+            self.leave_group(state)
+        self.solo = {i: s for i, s in self.running.items() if i in self.solo}
 
     def release_request(self, state: RequestState) -> None:
         """Remove a request that has ended."""

@@ -5,9 +5,10 @@ Per-request data of every step is a named tuple, which is made faster than a fro
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Final, Literal, NamedTuple, Self
 
 from penstock.core.ahead import LinePiece
@@ -313,17 +314,29 @@ class VerifyItem(NamedTuple):
     ahead_token_ids: tuple[int, ...] = ()
 
 
+class GroupChange(NamedTuple):
+    """Members of the decode group with texts that have left or joined since its last step.
+
+    new_blocks: of members that begin one in this step."""
+
+    left: Sequence[str] = ()
+    joined: Sequence[str] = ()
+    new_blocks: Mapping[str, int] = MappingProxyType({})
+
+
 class DecodeRun(NamedTuple):
-    """One more token for each member of the named groups, of which only lengths are known.
+    """One more token for each member of the named groups.
 
     num_kv_tokens: their context in the first of up to `max_repeats` steps, each of which adds
-    `num_requests`; no step may begin at `until` or later."""
+    `num_requests`; no step may begin at `until` or later. change: of the one group, if its members
+    have texts; then each step has a plan of its own."""
 
     groups: tuple[Hashable, ...]
     num_requests: int
     num_kv_tokens: int
     max_repeats: int = 1
     until: float | None = None
+    change: GroupChange | None = None
 
 
 class StepPlan(NamedTuple):
@@ -417,6 +430,16 @@ class Verdict(NamedTuple):
         return self.num_proposed + self.num_behind_end
 
 
+class GroupTokens(NamedTuple):
+    """Next tokens of the decode group with texts, by member.
+
+    stopped: ids of outputs that end with a stop token; failures: reasons, by id."""
+
+    token_ids: Sequence[int]
+    stopped: Sequence[str] = ()
+    failures: Mapping[str, str] = MappingProxyType({})
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """An item that the executor could not compute, and the reason."""
@@ -453,10 +476,10 @@ class Replayed(NamedTuple):
 class StepResult(NamedTuple):
     """Result of a plan.
 
-    repeats: executions of its decode run. work: the target's in the first step, which took
-    `work_seconds`. failed_drafters: of those inside a target step; their drafts are missing and
-    their KV is unknown. unread: requests whose draft was made without reading their text: the
-    drafter's KV is unchanged."""
+    repeats: executions of its decode run. decoded: tokens of its group, if that has texts. work:
+    the target's in the first step, which took `work_seconds`. failed_drafters: of those inside a
+    target step; their drafts are missing and their KV is unknown. unread: requests whose draft was
+    made without reading their text: the drafter's KV is unchanged."""
 
     plan_id: int
     lane: str
@@ -474,6 +497,7 @@ class StepResult(NamedTuple):
     work_seconds: float = 0.0
     failed_drafters: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+    decoded: GroupTokens | None = None
 
 
 class Output(NamedTuple):

@@ -222,6 +222,8 @@ def _scheduler(config: EngineConfig, models: Models, learn: Estimators) -> Sched
         Drafter(n, up=False, remote=True, stays=True, max_num_seqs=config.drafters[n].max_num_seqs)
         for n in config.servers
     ]
+    # Of a pipeline only the last stage knows the tokens of the step before.
+    groups = config.vllm is not None and config.vllm.pipeline_parallel == 1
     return Scheduler(
         _pool(config, models.num_target_blocks),
         drafters,
@@ -232,7 +234,9 @@ def _scheduler(config: EngineConfig, models: Models, learn: Estimators) -> Sched
         max_model_len=models.max_model_len,
         tenants=as_tenants(config.tenants),
         learn=learn,
+        groups_texts=groups,
         fairness=config.fairness,
+        max_num_seqs=models.vllm.max_num_seqs if groups and models.vllm else None,
     )
 
 

@@ -48,6 +48,10 @@ class OutputEnd:
         if request.stop.num_made:
             self._strings.follow((request.prompt_token_ids or ())[-request.stop.num_made :])
 
+    def skip(self, num_tokens: int) -> None:
+        """Take in tokens of which it is known that none but the last may end the output."""
+        self._num_left -= num_tokens
+
     def follow(self, token_ids: Sequence[int]) -> End | None:
         """Take in the next tokens; None while the output continues."""
         kept = token_ids[: self._num_left]

@@ -24,6 +24,7 @@ from penstock.core.types import (
     DraftSource,
     Event,
     Failure,
+    GroupTokens,
     PhaseTimes,
     Replayed,
     Request,
@@ -68,13 +69,14 @@ class Computed(NamedTuple):
     """The target's results of a step.
 
     sampled, decided: of items that sample; num_rows: of the batch; built_at, verified_at: start and
-    end of the forward pass."""
+    end of the forward pass; decoded: of the decode group."""
 
     sampled: Sequence[Drafted]
     decided: Sequence[Decided]
     num_rows: int
     built_at: float
     verified_at: float
+    decoded: GroupTokens | None = None
 
 
 class LocalExecutor(ABC):
@@ -236,7 +238,7 @@ class LocalExecutor(ABC):
         """Return the result of a finished job."""
         plan, result = done.plan, done.result
         self.totals.add(plan, result)
-        if plan.items:
+        if plan.items or plan.decodes is not None:
             used = {t.drafter for t in result.draft_times}.union(result.failed_drafters)
             for name in sorted(used):
                 self._failures.note(name, has_failed=name in result.failed_drafters)
@@ -259,8 +261,10 @@ class LocalExecutor(ABC):
 
     def _job(self, plan: StepPlan) -> StepJob:
         orders = orders_of(plan)
-        models = {o.drafter for o in orders} | ({TARGET} if plan.items else set())
+        models = {o.drafter for o in orders} | ({TARGET} if plan.items or plan.decodes else set())
         ids = {i.request_id for i in plan.items} | {o.request_id for o in orders}
+        if plan.decodes is not None and plan.decodes.change is not None:
+            ids.update(plan.decodes.change.joined)
         recalled: list[tuple[str, Draft, torch.Tensor | None]] = []
         for item in plan.items:
             held = self._held.pop_draft(item, self.target)
@@ -326,7 +330,8 @@ class LocalExecutor(ABC):
             self._learn(job, drafted, verdicts)
             built_at, verified_at = computed.built_at, computed.verified_at
             marks = StepMarks(started_at, drafted_at, built_at, verified_at, self._clock.now())
-            return verified(job, drafted, verdicts, computed.num_rows, marks, replays)
+            num_rows, decoded = computed.num_rows, computed.decoded
+            return verified(job, drafted, verdicts, num_rows, marks, replays, decoded)
 
     def _learn(self, job: StepJob, drafted: DraftsAtHand, verdicts: Sequence[Verdict]) -> None:
         """Pass verdicts to drafters that report confidences."""

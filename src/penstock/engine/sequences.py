@@ -83,6 +83,11 @@ class TokenBuffer:
         self.append(token_ids if end is None else token_ids[: end.num_tokens])
         return end
 
+    def append_inside(self, token_ids: Sequence[int]) -> None:
+        """Append tokens that do not end the output, or are its last."""
+        self._end.skip(len(token_ids))
+        self.append(token_ids)
+
     def foresee(self, token_ids: Sequence[int]) -> None:
         """Write guesses behind the known tokens, for a model to read; they last until `append`."""
         self._tokens[self.length : self.length + len(token_ids)] = token_ids

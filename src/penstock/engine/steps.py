@@ -19,6 +19,7 @@ from penstock.core.types import (
     DraftOrder,
     DraftTime,
     Failure,
+    GroupTokens,
     PhaseTimes,
     Replayed,
     StepPlan,
@@ -35,7 +36,7 @@ from penstock.engine.verifier import Decided, Drafted
 
 NO_DRAFT = Draft([], [])
 
-_NOT_FINITE = (
+NOT_FINITE = (
     "the model's logits are not finite (NaN or infinity): its weights are broken, or need a wider "
     "dtype"
 )
@@ -269,9 +270,8 @@ class Totals:
     def add(self, plan: StepPlan, result: StepResult) -> None:
         for timed in result.draft_times:
             self.drafter_seconds[timed.drafter] += timed.seconds
-        if plan.items:
+        if num_tokens := plan.num_rows:
             self.num_target_steps += 1
-            num_tokens = sum(i.num_scheduled_tokens + i.num_draft_tokens for i in plan.items)
             self.steps_by_tokens[bisect_left(STEP_TOKENS, num_tokens)] += 1
             self.num_step_tokens += num_tokens
             self.plan_s += result.started_at - plan.created_at
@@ -351,7 +351,7 @@ def verdicts_of(
 
 def _verdict_of(item: VerifyItem, drafted: Drafted, answer: Decided) -> Verdict:
     if not _is_finite(answer):
-        drafted.text.fail(_NOT_FINITE)
+        drafted.text.fail(NOT_FINITE)
         answer = Decided([], 0, 0)
     end = drafted.text.append_output(answer.token_ids)
     most = len(answer.token_ids) if end is None else end.num_tokens
@@ -390,6 +390,7 @@ def verified(
     num_rows: int,
     marks: StepMarks,
     replays: Sequence[Replayed],
+    decoded: GroupTokens | None = None,
 ) -> Done:
     """Return a finished target step. num_rows: of the target's batch."""
     plan, started_at = job.plan, marks.started_at
@@ -415,6 +416,7 @@ def verified(
         work_seconds=marks.finished_at - marks.drafted_at,
         failed_drafters=tuple(sorted(drafted.failed)),
         unread=tuple(drafted.unread),
+        decoded=decoded,
     )
     return Done(plan, result, drafted)
 

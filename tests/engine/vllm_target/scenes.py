@@ -68,6 +68,8 @@ class Scenes:
         )
         self.facts[f"{name}: accepted"] = accepted
         self.facts[f"{name}: preemptions"] = made.scheduler.table.counters.preemptions
+        groups = made.scheduler.table.groups.values()
+        self.facts[f"{name}: steps of the group"] = sum(group.ticks for group in groups)
 
     def begin_with_a_chunk(self) -> None:
         """The longest prompt first, of which a step holds a part: nobody asks for a token then."""
@@ -94,12 +96,13 @@ class Scenes:
                 texts[output.request_id] += output.token_ids
                 cached += output.num_cached_tokens
             events = []
+        loop.turn([])
         self.outputs["prefix cache"] = [texts[r.id] for r in again]
         self.facts["prefix cache: cached"] = cached
 
-    def cancel_some(self) -> None:
+    def cancel_some(self, name: str, **options: Any) -> None:
         """In tight memory; an id of those that go away comes again at once, with another text."""
-        loop = make_loop(self._engine, rotating=True, kv_tokens=TIGHT)
+        loop = make_loop(self._engine, kv_tokens=TIGHT, **options)
         requests = make_requests(SAMPLINGS["greedy"], self._num, "auto")
         gone = {requests[1].id, requests[3].id}
         again = dataclasses.replace(requests[-1], id=requests[1].id)
@@ -117,8 +120,9 @@ class Scenes:
                 cancelled += 1
                 if request_id == again.id:
                     events.append(Arrive(again))
-        self.outputs["cancels"] = [texts[r.id] for r in requests]
-        self.facts["cancels: cancelled"] = cancelled
+        loop.turn([])  # so that the executor hears of the last ends
+        self.outputs[name] = [texts[r.id] for r in requests]
+        self.facts[f"{name}: cancelled"] = cancelled
 
 
 @contextmanager
@@ -150,12 +154,19 @@ def main(family: Path, num: int, vllm: dict[str, Any]) -> None:
     beside = {"own_lane": True, "pipeline": "2", "learn": Estimators(A_DEVICE_EACH)}
     scenes.play("lanes", "greedy", **beside)
     scenes.share_prefixes()
-    scenes.cancel_some()
+    scenes.cancel_some("cancels", rotating=True)
+    grouped = {"groups_texts": vllm.get("pipeline_parallel", 1) == 1}
+    scenes.play("group", "greedy", "none", **grouped)
+    scenes.play("group, chunks", "greedy", "none", max_num_batched_tokens=32, **grouped)
+    scenes.play("group, preemption", "greedy", "none", kv_tokens=TIGHT, **grouped)
+    scenes.cancel_some("group, cancels", **grouped)
     for mode in [name for name in SAMPLINGS if name != "greedy"]:
+        scenes.play(f"group, {mode}", mode, "none", kv_tokens=TIGHT, **grouped)
         scenes.play(mode, mode, kv_tokens=TIGHT)
         scenes.outputs[f"{mode}, native"] = alone[mode][:num]
     with stale_tables():
         scenes.play("control", "greedy", kv_tokens=TIGHT)
+        scenes.play("group, control", "greedy", "none", kv_tokens=TIGHT, **grouped)
     engine.executor.close()
     print(json.dumps({"outputs": scenes.outputs, "facts": scenes.facts}))
 

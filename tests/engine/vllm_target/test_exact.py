@@ -23,6 +23,7 @@ CIRCUMSTANCES: dict[str, tuple[int, dict[str, int]]] = {
 GREEDY = (
     *("alone", "near", "switches", "chunks", "a chunk alone"),
     *("preemption", "lanes", "prefix cache"),
+    *("group", "group, chunks", "group, preemption"),
 )
 
 
@@ -33,6 +34,7 @@ class Played:
     reference: list[list[int]]
     outputs: dict[str, list[list[int]]]
     facts: dict[str, int]
+    is_pipeline: bool
 
 
 @pytest.fixture(scope="module", params=first_fast(CIRCUMSTANCES))
@@ -43,7 +45,8 @@ def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     write_family(family)
     reference = run("reference", family / "target", num)
     workers = math.prod(vllm.values())
-    return Played(reference, **run("scenes", family, num, json.dumps(vllm), num_workers=workers))
+    made = run("scenes", family, num, json.dumps(vllm), num_workers=workers)
+    return Played(reference, **made, is_pipeline="pipeline_parallel" in vllm)
 
 
 def test_greedy_is_what_vllm_makes_by_itself(played: Played) -> None:
@@ -57,15 +60,19 @@ def test_the_circumstances_have_come_about(played: Played) -> None:
     assert facts["alone: accepted"] == 0
     for name in ("near", "switches", "chunks", "preemption", "lanes", "coupled"):
         assert facts[f"{name}: accepted"] > 0, name
-    for name in ("preemption", "coupled", "coupled-filtered", "control"):
+    tight = ("preemption", "coupled", "coupled-filtered", "control")
+    for name in (*tight, "group, preemption", "group, coupled", "group, control"):
         assert facts[f"{name}: preemptions"] > 0, name
+    for name in ("group", "group, chunks", "group, preemption", "group, coupled"):
+        assert facts[f"{name}: steps of the group"] > 10 or played.is_pipeline, name
     assert facts["prefix cache: cached"] > 0
-    assert facts["cancels: cancelled"] == 2
+    assert facts["cancels: cancelled"] == facts["group, cancels: cancelled"] == 2
 
 
-def test_cancelled_requests_disturb_no_other(played: Played) -> None:
+@pytest.mark.parametrize("name", ["cancels", "group, cancels"])
+def test_cancelled_requests_disturb_no_other(played: Played, name: str) -> None:
     """One id came again with the last request's prompt, the other never."""
-    outputs, reference = played.outputs["cancels"], played.reference
+    outputs, reference = played.outputs[name], played.reference
     expected = [reference[-1] if i == 1 else text for i, text in enumerate(reference)]
     assert [t for i, t in enumerate(outputs) if i != 3] == [
         t for i, t in enumerate(expected) if i != 3
@@ -78,8 +85,10 @@ def test_a_seed_gives_the_text_that_it_gives_natively(played: Played, mode: str)
     """In float32, of other kernels, and though others drafted, in memory that preempts."""
     native = played.outputs[f"{mode}, native"]
     assert len(native) >= 8
-    assert played.outputs[mode][: len(native)] == native
+    for name in (mode, f"group, {mode}"):
+        assert played.outputs[name][: len(native)] == native
 
 
-def test_negative_control_stale_block_tables_are_caught(played: Played) -> None:
-    assert played.outputs["control"] != played.reference
+@pytest.mark.parametrize("name", ["control", "group, control"])
+def test_negative_control_stale_block_tables_are_caught(played: Played, name: str) -> None:
+    assert played.outputs[name] != played.reference

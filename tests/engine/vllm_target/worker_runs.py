@@ -19,7 +19,7 @@ from tests.engine.vllm_target.fake_worker import next_token
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
-from penstock.core.types import Request, SamplingParams, VerifyItem
+from penstock.core.types import GroupChange, Request, SamplingParams, VerifyItem
 from penstock.engine.sequences import TokenBuffer
 from penstock.engine.vllm.steps import StepWriter, TargetStep
 from penstock.engine.vllm.worker import StepInput, StepSampler, scheduler_output
@@ -75,16 +75,14 @@ class Runner(gpu_model_runner.GPUModelRunner):
     def _to_list(self, sampled: torch.Tensor) -> list[list[int]]:
         return sampled.tolist()
 
-    def run(self, step: StepInput, texts: dict[str, TokenBuffer]) -> list[str]:
+    def run(self, step: StepInput, texts: dict[str, list[int]]) -> list[str]:
         """Sample by `next_token`. Return the requests whose tokens or blocks are others."""
         self.sampler.begin(step)
         self._update_states(step)
         batch, wrong, rows = self.input_batch, [], []
         num_drafts = [len(step.scheduled_spec_decode_tokens.get(i, [])) for i in batch.req_ids]
         for row, (request_id, num_draft) in enumerate(zip(batch.req_ids, num_drafts, strict=True)):
-            text = texts[request_id]
-            known = text.tokens(0, text.length)
-            known += step.scheduled_spec_decode_tokens.get(request_id, [])
+            known = texts[request_id] + step.scheduled_spec_decode_tokens.get(request_id, [])
             begin = batch.num_computed_tokens_cpu[row]
             end = begin + step.num_scheduled_tokens[request_id]
             table = batch.block_table[0]
@@ -98,63 +96,129 @@ class Runner(gpu_model_runner.GPUModelRunner):
             rows += [next_token(tuple(known[:n])) for n in range(end - num_draft, end + 1)]
         logits = torch.nn.functional.one_hot(torch.tensor(rows), VOCAB).float() * 100
         metadata = SimpleNamespace(num_draft_tokens=num_drafts) if any(num_drafts) else None
-        unasked = np.array([request_id not in self.sampler.asked for request_id in batch.req_ids])
+        asked = {a.request_id for a in step.asked}.union(step.rows.ids if step.rows else ())
+        unasked = np.array([request_id not in asked for request_id in batch.req_ids])
         self.discard_request_mask = SimpleNamespace(np=unasked)
         sampled = self._sample(logits, metadata)
         self._bookkeeping_sync(step, sampled, logits, Nothing(), step.total_num_scheduled_tokens)
         return wrong
 
 
+class Scene:
+    """Requests in steps that are drawn at random, some of them as rows of the decode group.
+
+    texts: what the engine keeps, which rows reach late; whole: all tokens; states: start, epoch.
+    """
+
+    def __init__(self) -> None:
+        self.rng, self.runner, self.writer = random.Random(0), Runner(), StepWriter(1024, 4)
+        self.texts: dict[str, TokenBuffer] = {}
+        self.whole: dict[str, list[int]] = {}
+        self.states: dict[str, list[int]] = {}
+        self.members: dict[str, None] = {}
+        self.left: list[str] = []
+        self.runner.expected = {}
+        self.facts = dict.fromkeys(("wrong", "accepted", "preempted", "ended", "chunks", "rows"), 0)
+
+    def arrive(self, request_id: str) -> None:
+        prompt = tuple(self.rng.randrange(7) for _ in range(self.rng.randrange(1, 12)))
+        greedy = SamplingParams(temperature=0.0)
+        request = Request(request_id, len(prompt), 40, prompt_token_ids=prompt, sampling=greedy)
+        self.texts[request_id], self.states[request_id] = TokenBuffer(request), [0, 0]
+        self.whole[request_id] = list(prompt)
+        self.runner.expected[request_id] = []
+
+    def leave(self, request_id: str) -> None:
+        del self.members[request_id]
+        self.left.append(request_id)
+
+    def blocks(self, request_id: str, end: int) -> tuple[int, ...]:
+        """New ones up to a position."""
+        held = self.runner.expected[request_id]
+        new = [self.rng.randrange(NUM_BLOCKS) for _ in range(-(-end // BLOCK_SIZE) - len(held))]
+        held += [block + 1 for block in new]
+        return tuple(new)
+
+    def item(self, request_id: str) -> tuple[VerifyItem, list[int]]:
+        """With its draft."""
+        rng, text, (start, epoch) = self.rng, self.whole[request_id], self.states[request_id]
+        if request_id in self.members:
+            self.leave(request_id)
+        if start and rng.random() < 0.1:  # preempted: all of it again, elsewhere
+            start, epoch = self.states[request_id] = [0, epoch + 1]
+            self.runner.expected[request_id] = []
+            self.facts["preempted"] += 1
+        num = len(text) - start
+        if num > 4 and rng.random() < 0.5:
+            num -= rng.randrange(1, num)
+        samples = start + num == len(text)
+        draft: list[int] = []
+        while samples and len(draft) < LONGEST_DRAFT and rng.random() < 0.7:
+            right = next_token((*text, *draft))
+            draft.append(right if rng.random() < 0.8 else 7)
+        new = self.blocks(request_id, start + num + len(draft))
+        self.states[request_id][0] = start + num
+        self.facts["chunks"] += not samples
+        return VerifyItem(request_id, epoch, 0, start, num, samples, new_blocks=new), draft
+
+    def change(self, taken: set[str]) -> GroupChange | None:
+        """Of the group; None: it is not in the step. taken: requests with an item."""
+        joined = []
+        for request_id, (start, _) in self.states.items():
+            is_due = start and start + 1 == len(self.whole[request_id])
+            if is_due and request_id not in taken | self.members.keys() and self.rng.random() < 0.7:
+                joined.append(request_id)
+                self.members[request_id] = None
+        if not self.members:
+            return None
+        left, self.left = self.left, []
+        blocks = {i: self.blocks(i, len(self.whole[i])) for i in self.members}
+        return GroupChange(left, joined, {i: new[0] for i, new in blocks.items() if new})
+
+    def step(self, *, stale: bool) -> None:
+        rng = self.rng
+        chosen = rng.sample(sorted(self.texts), rng.randrange(len(self.texts) + 1))
+        asked = [self.item(i) for i in chosen if i not in self.members or rng.random() < 0.2]
+        for request_id in [i for i in self.members if rng.random() < 0.05]:
+            self.leave(request_id)
+        change = self.change({item.request_id for item, _ in asked})
+        drafts = [(draft, [-1] * len(draft)) for _, draft in asked]
+        items = [item for item, _ in asked]
+        for step in self.writer.write(items, self.texts, drafts, None, change):
+            sampling = vllm.SamplingParams(temperature=0.0)
+            told = _told(step, sampling, stale=stale)
+            self.facts["wrong"] += len(self.runner.run(told, self.whole))
+            decided, made = self.runner.sampler.answer
+            for one, answer in zip(step.asked, decided, strict=True):
+                self.facts["accepted"] += len(answer.token_ids) - 1
+                self.texts[one.request_id].append(answer.token_ids)
+                self.whole[one.request_id] += answer.token_ids
+                self.states[one.request_id][0] += len(answer.token_ids) - 1
+            if step.rows:
+                self.writer.rows.take_in(made)
+                self.facts["rows"] += len(made)
+                for request_id, token in zip(step.rows.ids, made, strict=True):
+                    self.whole[request_id].append(token)
+                    self.states[request_id][0] += 1
+        for request_id in [i for i, text in self.whole.items() if len(text) > 40]:
+            self.writer.release_request(request_id)
+            text = self.texts.pop(request_id)
+            self.facts["wrong"] += text.tokens(0, text.length) != self.whole.pop(request_id)
+            del self.states[request_id]
+            if request_id in self.members:
+                self.leave(request_id)
+            self.facts["ended"] += 1
+
+
 def main(num_steps: int, *, stale: bool = False) -> dict[str, int]:
     """stale: the control, in which no block table is replaced."""
     gpu_model_runner.get_pp_group = lambda: SimpleNamespace(is_last_rank=True, world_size=1)
-    rng, runner, writer = random.Random(0), Runner(), StepWriter(1024, 4)
-    sampling, greedy = vllm.SamplingParams(temperature=0.0), SamplingParams(temperature=0.0)
-    texts: dict[str, TokenBuffer] = {}
-    states: dict[str, list[int]] = {}  # start, epoch
-    runner.expected = {}
-    facts = {"wrong": 0, "accepted": 0, "preempted": 0, "ended": 0, "chunks": 0}
+    scene = Scene()
     for number in range(num_steps):
-        if len(texts) < 4:
-            prompt = tuple(rng.randrange(7) for _ in range(rng.randrange(1, 12)))
-            request_id = f"r{number}"
-            request = Request(request_id, len(prompt), 40, prompt_token_ids=prompt, sampling=greedy)
-            texts[request_id], states[request_id] = TokenBuffer(request), [0, 0]
-            runner.expected[request_id] = []
-        items, drafts = [], []
-        for request_id in rng.sample(sorted(texts), rng.randrange(1, len(texts) + 1)):
-            text, (start, epoch) = texts[request_id], states[request_id]
-            if start and rng.random() < 0.1:  # preempted: all of it again, elsewhere
-                start, epoch = states[request_id] = [0, epoch + 1]
-                runner.expected[request_id] = []
-                facts["preempted"] += 1
-            num = text.length - start
-            if num > 4 and rng.random() < 0.5:
-                num -= rng.randrange(1, num)
-            samples = start + num == text.length
-            draft: list[int] = []
-            while samples and len(draft) < LONGEST_DRAFT and rng.random() < 0.7:
-                right = next_token((*text.tokens(0, text.length), *draft))
-                draft.append(right if rng.random() < 0.8 else 7)
-            held = runner.expected[request_id]
-            need = -(-(start + num + len(draft)) // BLOCK_SIZE) - len(held)
-            new = tuple(rng.randrange(NUM_BLOCKS) for _ in range(need))
-            held += [block + 1 for block in new]
-            items.append(VerifyItem(request_id, epoch, 0, start, num, samples, new_blocks=new))
-            drafts.append((draft, [-1] * len(draft)))
-            states[request_id][0] = start + num
-            facts["chunks"] += not samples
-        (step,) = writer.write(items, texts, drafts, None)
-        facts["wrong"] += len(runner.run(_told(step, sampling, stale=stale), texts))
-        for request_id, decided in runner.sampler.decided.items():
-            facts["accepted"] += len(decided.token_ids) - 1
-            texts[request_id].append(decided.token_ids)
-            states[request_id][0] += len(decided.token_ids) - 1
-            if texts[request_id].length > 40:
-                writer.release_request(request_id)
-                del texts[request_id], states[request_id]
-                facts["ended"] += 1
-    return facts
+        if len(scene.texts) < 4:
+            scene.arrive(f"r{number}")
+        scene.step(stale=stale)
+    return scene.facts
 
 
 def _told(step: TargetStep, sampling: Any, *, stale: bool) -> StepInput:

@@ -45,15 +45,23 @@ class VllmExecutor(LocalExecutor):
             for item, draft in zip(items, drafts, strict=True)
         ]
         sampled = sampled_of(job, drafts)
-        steps = self._writer.write(items, job.texts, drafts, draft_probs)
+        run = job.plan.decodes
+        change = None if run is None else run.change
+        steps = self._writer.write(items, job.texts, drafts, draft_probs, change)
+        if run is not None and run.num_requests != len(self._writer.rows):
+            raise RuntimeError("the rows of the decode group are not the scheduler's")
         built_at = self._clock.now()
         decided: dict[str, Decided] = {}
+        tokens: list[int] = []
         for step in steps:
-            answers = zip(step.asked, self._vllm.run(step), strict=True)
-            decided.update((asked.request_id, answer) for asked, answer in answers)
+            answers, made = self._vllm.run(step)
+            decided.update(zip([a.request_id for a in step.asked], answers, strict=True))
+            tokens += made
         verified_at = self._clock.now()
         wanted = [decided[item.request_id] for item in items if item.samples]
-        return Computed(sampled, wanted, sum(s.num_rows for s in steps), built_at, verified_at)
+        num_rows = sum([s.num_rows for s in steps])
+        decoded = None if change is None else self._writer.rows.take_in(tokens)
+        return Computed(sampled, wanted, num_rows, built_at, verified_at, decoded)
 
     def _cut(
         self, known: int, token_ids: list[int], prob_rows: list[int]

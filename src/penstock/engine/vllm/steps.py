@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from penstock.core.types import SamplingParams, VerifyItem
+from penstock.core.types import GroupChange, SamplingParams, VerifyItem
 from penstock.engine.sampling import TextSoFar
 from penstock.engine.sequences import TokenBuffer
+from penstock.engine.vllm.group_rows import GroupRows, StepRows
 
 _RESERVED_BLOCKS = 1
 """vLLM keeps block 0 as its null block, which padding may read."""
@@ -57,8 +58,8 @@ class Asked(NamedTuple):
 class TargetStep:
     """One forward pass of the workers.
 
-    num_tokens: by request, drafts included. drafts: by request with one. draft_probs: [rows, V],
-    indexed by the proposals' `prob_rows`."""
+    num_tokens: by request, drafts included, without those of `rows`. drafts: by request with one.
+    draft_probs: [rows, V], indexed by the proposals' `prob_rows`."""
 
     finished: set[str] = field(default_factory=set)
     new: list[NewSequence] = field(default_factory=list)
@@ -67,10 +68,11 @@ class TargetStep:
     drafts: dict[str, list[int]] = field(default_factory=dict)
     asked: list[Asked] = field(default_factory=list)
     draft_probs: torch.Tensor | None = None
+    rows: StepRows | None = None
 
     @property
     def num_rows(self) -> int:
-        return sum(self.num_tokens.values())
+        return sum(self.num_tokens.values()) + (len(self.rows.ids) if self.rows else 0)
 
 
 @dataclass(slots=True)
@@ -90,9 +92,11 @@ class StepWriter:
         self._max_num_seqs = max_num_seqs
         self._known: dict[str, _Known] = {}
         self._finished: set[str] = set()
+        self.rows = GroupRows()
 
     def release_request(self, request_id: str) -> None:
         """Note the end of a request. Its id may be used again."""
+        self.rows.leave(request_id)
         if self._known.pop(request_id, None) is not None:
             self._finished.add(request_id)
 
@@ -102,21 +106,44 @@ class StepWriter:
         texts: Mapping[str, TokenBuffer],
         drafts: Sequence[tuple[list[int], list[int]]],
         draft_probs: torch.Tensor | None,
+        change: GroupChange | None = None,
     ) -> list[TargetStep]:
-        """Return the steps of some items. drafts: token ids and rows of draft_probs, by item."""
+        """Return the steps of some items. drafts: token ids and rows of draft_probs, by item.
+
+        change: None: the decode group is not in the step; else its rows come first."""
         steps: list[TargetStep] = []
         room = 0
+        for item in items:
+            self.rows.leave(item.request_id)
+        if change is not None:
+            steps.append(TargetStep(self._finished, draft_probs=draft_probs))
+            self._finished = set()
+            steps[0].rows = self._write_rows(change, texts)
+            room = self._max_num_rows - len(self.rows)
         for item, draft in zip(items, drafts, strict=True):
             end, num_draft = item.start + item.num_scheduled_tokens, len(draft[0])
             for start, until in pairwise([*self._starts(item, num_draft), end]):
                 rows = until - start + (num_draft if until == end else 0)
-                if room < rows or len(steps[-1].num_tokens) == self._max_num_seqs:
+                if room < rows or self._is_full(steps[-1]):
                     steps.append(TargetStep(self._finished, draft_probs=draft_probs))
                     self._finished = set()
                     room = self._max_num_rows
                 self._add(steps[-1], item, (start, until), texts[item.request_id], draft)
                 room -= rows
         return steps
+
+    def _is_full(self, step: TargetStep) -> bool:
+        num_rows = len(step.rows.ids) if step.rows else 0
+        return num_rows + len(step.num_tokens) >= self._max_num_seqs
+
+    def _write_rows(self, change: GroupChange, texts: Mapping[str, TokenBuffer]) -> StepRows:
+        for request_id in change.left:
+            self.rows.leave(request_id)
+        for request_id in change.joined:
+            text, known = texts[request_id], self._known[request_id]
+            self.rows.join(request_id, text, text.length - known.num_first_tokens)
+        blocks = {i: [b + _RESERVED_BLOCKS] for i, b in change.new_blocks.items()}
+        return self.rows.write(blocks)
 
     def _starts(self, item: VerifyItem, num_draft_tokens: int) -> list[int]:
         """Split an item; the draft goes with the last piece, which has a known token before it."""

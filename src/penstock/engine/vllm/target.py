@@ -71,15 +71,15 @@ class VllmTarget(Model):
     def vocab_size(self) -> int:
         return int(self._config.model_config.get_vocab_size())
 
-    def run(self, step: TargetStep) -> list[Decided]:
-        """Compute a step; return the decisions in the order of `step.asked`."""
+    def run(self, step: TargetStep) -> tuple[list[Decided], list[int]]:
+        """Compute a step; return decisions by `step.asked`, and tokens by `step.rows`."""
         from penstock.engine.vllm.worker import scheduler_output
 
         # OpenMP's number of threads is per thread; this sets it here, before the step.
         torch.get_num_threads()
         self._executor.execute_model(scheduler_output(step, self._sampling, LONGEST_DRAFT))
-        decided: list[Decided] = self._executor.sample_tokens(None)
-        return decided
+        made: tuple[list[Decided], list[int]] = self._executor.sample_tokens(None)
+        return made
 
     def close(self) -> None:
         self._executor.shutdown()

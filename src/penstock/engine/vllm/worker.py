@@ -20,6 +20,7 @@ from vllm.v1.outputs import SamplerOutput
 from penstock.core.types import SamplingParams
 from penstock.engine.sampling import SamplingRows, sample_coupled
 from penstock.engine.verifier import Decided, decide
+from penstock.engine.vllm.group_rows import StepRows
 from penstock.engine.vllm.steps import Asked, TargetStep
 
 if current_platform.is_cpu():
@@ -33,11 +34,14 @@ _PLACEHOLDER = -1
 
 @dataclass
 class StepInput(SchedulerOutput):
-    """vLLM's scheduler output with sampling tasks. news: tokens decided since the last step."""
+    """vLLM's scheduler output with sampling tasks.
+
+    news: tokens decided since the last step, of all but `rows`."""
 
     news: dict[str, list[int]] = field(default_factory=dict)
     asked: list[Asked] = field(default_factory=list)
     draft_probs: torch.Tensor | None = None
+    rows: StepRows | None = None
 
 
 def scheduler_output(step: TargetStep, sampling: Any, longest_draft: int) -> StepInput:
@@ -68,6 +72,14 @@ def scheduler_output(step: TargetStep, sampling: Any, longest_draft: int) -> Ste
         cached.num_computed_tokens.append(g.start)
         cached.num_output_tokens.append(g.num_output_tokens)
     made.num_scheduled_tokens = step.num_tokens
+    if rows := step.rows:
+        cached.req_ids += rows.ids
+        cached.new_block_ids += rows.new_blocks
+        cached.new_token_ids += [[]] * len(rows.ids)
+        cached.num_computed_tokens += rows.computed
+        cached.num_output_tokens += rows.num_outputs
+        made.num_scheduled_tokens = dict.fromkeys(rows.ids, 1) | step.num_tokens
+        made.rows = rows
     made.total_num_scheduled_tokens = step.num_rows
     made.scheduled_spec_decode_tokens = step.drafts
     made.num_spec_tokens_to_schedule = longest_draft
@@ -89,13 +101,53 @@ class NoProposer:
         return [[] for _ in sampled]
 
 
+class RowSampler:
+    """Samples steps of nothing but the decode group's rows, whose parameters it keeps."""
+
+    def __init__(self) -> None:
+        self._sampling: dict[str, SamplingParams] = {}
+        self._rows: StepRows | None = None
+        self._batch: list[str] = []
+        self._params = SamplingRows.from_params([])
+        # Columns by the batch's order, and the batch's order by column.
+        self._columns = self._places = np.zeros(0, np.int64)
+
+    def begin(self, rows: StepRows) -> None:
+        """Set the rows of the next step."""
+        self._rows = rows
+        if rows.sampling is not None:
+            self._sampling = dict(zip(rows.ids, rows.sampling, strict=True))
+            self._batch = []
+
+    def asked(self) -> dict[str, Asked]:
+        """Return the rows as requests that are asked for like others."""
+        assert self._rows is not None
+        ends = zip(self._rows.ids, self._rows.computed, strict=True)
+        return {i: Asked(i, n + 1, self._sampling[i], [], []) for i, n in ends}
+
+    def sample(self, batch: list[str], logits: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+        """Return tokens in the batch's order, [requests] int64, and by column."""
+        assert self._rows is not None
+        if batch != self._batch:
+            self._batch = list(batch)
+            column = {i: n for n, i in enumerate(self._rows.ids)}
+            self._columns = np.array([column[i] for i in batch])
+            self._places = np.argsort(self._columns)
+            self._params = SamplingRows.from_params([self._sampling[i] for i in batch])
+        positions = np.array(self._rows.computed)[self._columns] + 1
+        tokens = sample_coupled(logits.to(torch.float32), self._params, positions)
+        return tokens, tokens.cpu().numpy()[self._places].tolist()
+
+
 class StepSampler:
-    """Replaces a model runner's samplers. asked, decided: of the last step, by request."""
+    """Replaces a model runner's samplers. answer: of the last step, as `VllmTarget.run` has it."""
 
     def __init__(self, runner: Any) -> None:
-        self.decided: dict[str, Decided] = {}
+        self.answer: tuple[list[Decided], list[int]] = ([], [])
         self._runner = runner
-        self.asked: dict[str, Asked] = {}
+        self._step: StepInput = StepInput.make_empty()
+        self._row_sampler = RowSampler()
+        self._asked: dict[str, Asked] = {}
         self._draft_probs: torch.Tensor | None = None
         self._sampling: list[SamplingParams] = []
         self._rows = SamplingRows.from_params([])
@@ -103,7 +155,12 @@ class StepSampler:
 
     def begin(self, step: StepInput) -> None:
         """Set the tasks of the next step's logits."""
-        self.asked = {a.request_id: a for a in step.asked}
+        self._step, self.answer = step, ([], [])
+        self._asked = {a.request_id: a for a in step.asked}
+        if step.rows is not None:
+            self._row_sampler.begin(step.rows)
+            if len(step.num_scheduled_tokens) > len(step.rows.ids):
+                self._asked |= self._row_sampler.asked()
         self._draft_probs = step.draft_probs
 
     def __call__(
@@ -118,20 +175,27 @@ class StepSampler:
         Every request of the batch has one row of logits more than draft tokens; rows of requests
         that are not asked for, chunks of prefill, are dropped."""
         assert logits is not None
-        request_ids = self._runner.input_batch.req_ids
-        batch = [self.asked[i] for i in request_ids if i in self.asked]
+        request_ids, rows_only = self._runner.input_batch.req_ids, self._step.rows
+        if rows_only is not None and len(rows_only.ids) == len(request_ids):
+            tokens, by_column = self._row_sampler.sample(request_ids, logits)
+            self.answer = ([], by_column)
+            return SamplerOutput(tokens[:, None].to(torch.int32), None)
+        batch = [self._asked[i] for i in request_ids if i in self._asked]
         if len(batch) < len(request_ids):
             num_draft = [0] * len(request_ids) if metadata is None else metadata.num_draft_tokens
             ends = list(accumulate(num + 1 for num in num_draft))
             rows = [
                 row
                 for i, begin, end in zip(request_ids, [0, *ends], ends, strict=False)
-                if i in self.asked
+                if i in self._asked
                 for row in range(begin, end)
             ]
             logits = logits[torch.tensor(rows, dtype=torch.int64, device=logits.device)]
-        self.decided = self._decide(batch, logits.to(torch.float32)) if batch else {}
-        return SamplerOutput(self._matrix(request_ids).to(logits.device), None)
+        decided = self._decide(batch, logits.to(torch.float32)) if batch else {}
+        members = () if self._step.rows is None else self._step.rows.ids
+        asked = [decided[a.request_id] for a in self._step.asked]
+        self.answer = (asked, [decided[i].token_ids[0] for i in members])
+        return SamplerOutput(_matrix(request_ids, decided).to(logits.device), None)
 
     def _decide(self, batch: list[Asked], logits: torch.Tensor) -> dict[str, Decided]:
         sampling = [a.sampling for a in batch]
@@ -142,12 +206,13 @@ class StepSampler:
         decided = decide(logits, batch, self._rows, self._ratio, probs, sample_coupled)
         return {a.request_id: d for a, d in zip(batch, decided, strict=True)}
 
-    def _matrix(self, request_ids: Sequence[str]) -> torch.Tensor:
-        """Return tokens [requests, most tokens] int32, for vLLM's bookkeeping."""
-        tokens = [self.decided[i].token_ids if i in self.decided else [] for i in request_ids]
-        width = max(1, *map(len, tokens))
-        padded = [t + [_PLACEHOLDER] * (width - len(t)) for t in tokens]
-        return torch.tensor(padded, dtype=torch.int32)
+
+def _matrix(request_ids: Sequence[str], decided: Mapping[str, Decided]) -> torch.Tensor:
+    """Return tokens [requests, most tokens] int32, for vLLM's bookkeeping."""
+    tokens = [decided[i].token_ids if i in decided else [] for i in request_ids]
+    width = max(1, *map(len, tokens))
+    padded = [t + [_PLACEHOLDER] * (width - len(t)) for t in tokens]
+    return torch.tensor(padded, dtype=torch.int32)
 
 
 class Worker(_VllmWorker):
@@ -192,12 +257,10 @@ class Worker(_VllmWorker):
         runner.speculative_config = self._speculation if has_drafts else None
         return super().execute_model(scheduler_output)
 
-    def sample_tokens(self, grammar_output: Any) -> list[Decided]:
-        """Return the decisions in the order of the asked requests."""
+    def sample_tokens(self, grammar_output: Any) -> tuple[list[Decided], list[int]]:
+        """Return the decisions of the asked requests, and the tokens of the rows."""
         super().sample_tokens(grammar_output)
-        if self._sampler is None:
-            return []
-        return list(map(self._sampler.decided.__getitem__, self._sampler.asked))
+        return ([], []) if self._sampler is None else self._sampler.answer
 
     def _append(self, news: Mapping[str, list[int]]) -> None:
         batch = self.model_runner.input_batch
