@@ -10,10 +10,10 @@ import torch
 from penstock.core.loop import Clock
 from penstock.engine.drafters.base import LocalDrafter
 from penstock.engine.executor import Computed, LocalExecutor
-from penstock.engine.steps import StepJob, sampled_of
+from penstock.engine.steps import Done, DraftsAtHand, StepJob, StepMarks, sampled_of, verified
 from penstock.engine.verifier import Decided
 from penstock.engine.vllm.arguments import LONGEST_DRAFT
-from penstock.engine.vllm.steps import StepWriter
+from penstock.engine.vllm.steps import StepWriter, TargetStep
 from penstock.engine.vllm.target import VllmTarget
 
 
@@ -33,6 +33,34 @@ class VllmExecutor(LocalExecutor):
         self._vllm = target
         self._writer = StepWriter(target.max_num_rows, target.max_num_seqs)
 
+    def _verify(self, job: StepJob) -> Done:
+        if job.plan.items or job.plan.drafts:
+            return super()._verify(job)
+        # The decode group alone: what else a step may hold would take half of the host's time.
+        with job.models():
+            started_at = self._clock.now()
+            (step,) = self._write(job, (), None)
+            built_at = self._clock.now()
+            _, tokens = self._vllm.run(step)
+            verified_at = self._clock.now()
+            decoded = self._writer.rows.take_in(tokens)
+            marks = StepMarks(started_at, started_at, built_at, verified_at, self._clock.now())
+            return verified(job, DraftsAtHand(), (), step.num_rows, marks, (), decoded)
+
+    def _write(
+        self,
+        job: StepJob,
+        drafts: Sequence[tuple[list[int], list[int]]],
+        draft_probs: torch.Tensor | None,
+    ) -> list[TargetStep]:
+        """Return the steps of a plan."""
+        run, writer = job.plan.decodes, self._writer
+        change = None if run is None else run.change
+        steps = writer.write(job.plan.items, job.texts, drafts, draft_probs, change)
+        if run is not None and run.num_requests != len(writer.rows):
+            raise RuntimeError("the rows of the decode group are not the scheduler's")
+        return steps
+
     def _compute(
         self,
         job: StepJob,
@@ -45,11 +73,7 @@ class VllmExecutor(LocalExecutor):
             for item, draft in zip(items, drafts, strict=True)
         ]
         sampled = sampled_of(job, drafts)
-        run = job.plan.decodes
-        change = None if run is None else run.change
-        steps = self._writer.write(items, job.texts, drafts, draft_probs, change)
-        if run is not None and run.num_requests != len(self._writer.rows):
-            raise RuntimeError("the rows of the decode group are not the scheduler's")
+        steps = self._write(job, drafts, draft_probs)
         built_at = self._clock.now()
         decided: dict[str, Decided] = {}
         tokens: list[int] = []
@@ -60,7 +84,7 @@ class VllmExecutor(LocalExecutor):
         verified_at = self._clock.now()
         wanted = [decided[item.request_id] for item in items if item.samples]
         num_rows = sum([s.num_rows for s in steps])
-        decoded = None if change is None else self._writer.rows.take_in(tokens)
+        decoded = None if job.plan.decodes is None else self._writer.rows.take_in(tokens)
         return Computed(sampled, wanted, num_rows, built_at, verified_at, decoded)
 
     def _cut(
