@@ -37,7 +37,7 @@ from lab.common.results import Results, machine, parser, table, tell
 from lab.common.statistics import interval, ratio, rotated
 from penstock.engine.tokenizer import load_tokenizer
 
-OVERHEAD_BAR, SPECULATION_BAR = 0.98, 1.2
+OVERHEAD_BAR, SPECULATION_BAR = 0.99, 1.2
 STOCK = "vllm"
 PROMPT_TOKENS, WARM_TOKENS = 128, 8
 PLUGIN = {"scheduler_cls": "penstock.engine.vllm.make_scheduler"}

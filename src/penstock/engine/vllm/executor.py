@@ -8,6 +8,7 @@ from types import MappingProxyType
 import torch
 
 from penstock.core.loop import Clock
+from penstock.core.types import StepPlan
 from penstock.engine.drafters.base import LocalDrafter
 from penstock.engine.executor import Computed, LocalExecutor
 from penstock.engine.steps import Done, DraftsAtHand, StepJob, StepMarks, sampled_of, verified
@@ -32,6 +33,12 @@ class VllmExecutor(LocalExecutor):
         super().__init__(target, drafters, clock, max_model_len, num_threads, cores)
         self._vllm = target
         self._writer = StepWriter(target.max_num_rows, target.max_num_seqs)
+
+    def submit(self, plan: StepPlan) -> None:
+        for order in plan.drafts:
+            # Its drafter reads all of the text.
+            self._writer.rows.leave(order.request_id)
+        super().submit(plan)
 
     def _verify(self, job: StepJob) -> Done:
         if job.plan.items or job.plan.drafts:
