@@ -201,6 +201,10 @@ class LocalExecutor(ABC):
                 events.append(event)
         return events
 
+    def text_of(self, request_id: str) -> TokenBuffer | None:
+        """Return a request's verified text, if there is such a request."""
+        return self._texts.get(request_id)
+
     def hold_remote(
         self,
         request_id: str,
