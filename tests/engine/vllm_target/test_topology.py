@@ -77,7 +77,7 @@ def edge(number: int) -> Iterator[Edge]:
 def draft_server(place: Edge, port: int, model: Path, folder: Path) -> Iterator[Program]:
     """It has users at its own place only."""
     code = [*START[:-1], "draft", "--connect", f"{place.here}:{port}", "--listen", "127.0.0.1:8001"]
-    code += ["--ca", str(folder / "ca.pem"), "--model", str(model), "--dtype", "float32"]
+    code += ["--ca", str(folder / "ca.pem"), "--model", str(model)]
     log = folder / f"{model.name}.log"
     with (
         log.open("a") as errors,
