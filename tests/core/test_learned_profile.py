@@ -54,6 +54,26 @@ def test_a_clear_stair_is_found() -> None:
     assert profile.linear(480) < 1.15 * profile.linear(300)
 
 
+def test_a_size_that_was_never_tried_is_worth_a_try_and_then_known() -> None:
+    """400 positions take hardly more than 40, which steps of 2 and of 2,000 do not tell."""
+
+    def seconds(num: int) -> float:
+        return 0.004 if num <= 400 else 1e-4 * num
+
+    found = LearnedProfile()
+    for _ in range(20):
+        for num in (2, 2000):
+            found.add_step(StepWork(num), seconds(num))
+    hoped = found.drawn(BEFORE)
+    line = np.interp(362, [2, 2000], [hoped.linear(2), hoped.linear(2000)])
+    assert hoped.linear(362) < 0.95 * line
+    for num in (2, 2000, 362) * 20:
+        found.add_step(StepWork(num), seconds(num))
+    known = found.drawn(BEFORE)
+    assert known.linear(362) == pytest.approx(0.004, rel=0.1)
+    assert known.linear(362) / 362 < known.linear(2000) / 2000
+
+
 def test_one_stall_changes_little() -> None:
     found = LearnedProfile()
     for _ in range(50):

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+FloatArray = npt.NDArray[np.float64]
+
 
 class StepWork(NamedTuple):
     """Content of one target step.
@@ -109,6 +111,14 @@ class StepProfile:
             self._cache[num_tokens] = known
         return known
 
+    def linear_at(self, sizes: FloatArray | npt.NDArray[np.int64]) -> FloatArray:
+        """Return the same for several sizes."""
+        rounded = np.ceil(sizes / self.granularity) * self.granularity
+        within = np.interp(rounded, self.token_counts, self.token_seconds)
+        beyond = np.maximum(rounded - self.token_counts[-1], 0.0)
+        slope = _tail_slope(self.token_counts, self.token_seconds)
+        return np.asarray(within + slope * beyond)
+
     def seconds(self, work: StepWork) -> float:
         """Return the seconds of a whole step; 0 for an empty one."""
         prefill, context, decodes, kv_tokens, drafts = work
@@ -193,8 +203,6 @@ PAPER_LINEAR = StepProfile(
 )
 
 UNKNOWN = StepProfile("unknown", 1, (0,), (0.0,), origin="before anything was measured")
-
-FloatArray = npt.NDArray[np.float64]
 
 _STALL = 4.0
 """Largest measurement, as a multiple of the time so far of its size; above it is a stall."""

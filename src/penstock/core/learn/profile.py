@@ -17,7 +17,9 @@ _STALL = 4.0  # most that a measurement counts, over its size's earlier mean
 _RIDGE = 1e-9  # ridge towards no cost: divides what steps cannot distinguish
 _CELL = 1.08  # sizes in a cell differ by less than this factor
 _NUM_CELLS = 160  # cells beyond the largest steps
-_HOPE = 0.9  # share of the best mean time of a position that each beyond the largest step takes
+_HOPE = 0.9
+"""Share of the expected seconds that a size without a step is given: it should be tried."""
+_NEAR = 2**0.25  # sizes within this factor are one
 _CLEAR = 3.0  # standard errors from which on a size is off the line
 _FAR = 1 << 16  # more positions than a step has
 _KINKS = (32, 96, 256)  # positions beyond which each may cost more: memory-bound steps end
@@ -71,8 +73,11 @@ class LearnedProfile:
         counts, deviations = self._stairs()
         line = self._line(counts) * (1 + deviations)
         table = {round(n): float(s) for n, s in zip(counts, line, strict=True)}
-        # Less steep than the mean time of a position: larger steps should be tried, and then known.
         seen = self._largest
+        beside, gaps = self._untried()
+        for n, share in ((beside, 1.0), (gaps, _HOPE)):
+            for size, seconds in zip(n.tolist(), (share * self._line(n)).tolist(), strict=True):
+                table.setdefault(round(size), seconds)
         kinks = np.array([1, *(n for n in _KINKS if n < seen), seen])
         for n, seconds in zip(kinks.tolist(), self._line(kinks).tolist(), strict=True):
             table.setdefault(n, seconds)
@@ -89,6 +94,18 @@ class LearnedProfile:
             per_prefill_context=per_context,
             drafters=before.drafters,
         )
+
+    def _untried(self) -> tuple[FloatArray, FloatArray]:
+        """Return sizes that no step was near, up to the largest, and the tried ones beside them."""
+        sums = self._sums[self._sums[:, _COUNT, _COUNT] > 0]
+        tried = np.unique(np.round(sums[:, 1, _COUNT] / sums[:, 0, _COUNT]))
+        sizes = np.unique(np.round(_NEAR ** (2 * np.arange(math.log(self._largest, _NEAR) / 2))))
+        above = np.searchsorted(tried, sizes)
+        has_both = (above > 0) & (above < len(tried))
+        sizes, above = sizes[has_both], above[has_both]
+        is_far = (sizes > _NEAR * tried[above - 1]) & (_NEAR * sizes < tried[above])
+        above = above[is_far]
+        return np.unique(np.concatenate([tried[above - 1], tried[above]])), sizes[is_far]
 
     def _line(self, counts: FloatArray) -> FloatArray:
         """Return the fitted seconds of steps of so many positions without attention."""

@@ -16,8 +16,15 @@ from penstock.core.learn.profile import LearnedProfile
 from penstock.core.learn.saved import number, numbers
 from penstock.core.state import Drafter
 from penstock.core.types import TARGET, DraftTime, StepPlan, StepResult, Verdict
-from penstock.fluid.step_profile import DrafterProfile, StepProfile, StepTimeCurve, StepWork
+from penstock.fluid.step_profile import (
+    UNKNOWN,
+    DrafterProfile,
+    StepProfile,
+    StepTimeCurve,
+    StepWork,
+)
 
+FloatArray = npt.NDArray[np.float64]
 Seconds = TypeVar("Seconds", float, npt.NDArray[np.float64])
 
 _CATCH_UP_WEIGHT = 0.1  # weight of a measured catch-up; weights are chosen by hand
@@ -28,9 +35,10 @@ _USUALLY_UNREAD = 2  # tokens a request after a round
 _MOST_OVERHEAD_S = 2e-3  # longer gaps are a lack of work
 _DRAFT_ENDS = 8  # of the latest drafts made beside the target; a step waits for few of them
 _OVERHEAD_WEIGHT = 0.02  # least weight of a pause
+_ERROR_WEIGHT = 0.02  # weight of a step in the errors of predictions
 _SHIFT_WEIGHT = 0.05  # weight of a step in the profile's shift
 _DRAFTING_WEIGHT = 0.05  # weight of a step in the seconds of drafting
-_LONGEST_REDRAW = 256
+_LONGEST_REDRAW = 64
 """Longest interval of steps between two fits of a learned profile: 1, 2, 4, ... at first."""
 _FOLLOWED = 64  # steps between two fits of a profile of rows
 _DRAFT_OVERHEAD_DECAY = 0.999
@@ -63,6 +71,7 @@ class Times:
         self._follows_rows = False
         self.shift = 0.0
         self.target = StepTimeCurve()
+        self._curve_error = self._profile_error = 0.0  # mean relative ones, of steps predicted
         self.overhead = 0.0
         self.draft_overhead = 0.0
         self.drafting = 0.0
@@ -88,6 +97,15 @@ class Times:
     def step_seconds(self, work: StepWork) -> float:
         """Return the seconds of a target step, the host's part included."""
         return max(1e-6, self.profile.seconds(work) + self.shift)
+
+    def added(self, num_rows: int, rows: FloatArray | npt.NDArray[np.int64]) -> FloatArray:
+        """Return the seconds by which steps of so many `rows` exceed one of `num_rows`.
+
+        By the profile, if it predicts steps no worse than the curve by rows does, which mixes long
+        prompts with many requests, but cannot be wrong for long."""
+        if self.profile is UNKNOWN or self._curve_error < self._profile_error:
+            return self.target.at(rows) - self.target(num_rows)
+        return self.profile.linear_at(rows) - self.profile.linear(num_rows)
 
     def draft_seconds(self, drafter: str, batch: int, num_tokens: int) -> float:
         """Return the seconds of drafts for a batch, of this machine or a draft server."""
@@ -201,6 +219,7 @@ class Times:
             if work is None:
                 return
             seconds = result.work_seconds + (0.0 if may_wait else self._last_gap)
+            self._compare(work, result.work_seconds)
             if self.learns_profile:
                 self._learn_profile(work, seconds)
             elif self._follows_rows:
@@ -210,6 +229,14 @@ class Times:
             if composition != self._last_work:
                 self._last_work = composition
                 self.shift += _SHIFT_WEIGHT * (seconds - self.profile.seconds(work) - self.shift)
+
+    def _compare(self, work: StepWork, seconds: float) -> None:
+        """Note how well the curve and the profile, unshifted, predicted a step."""
+        if seconds > 0:
+            curve = abs(self.target(work.num_positions) / seconds - 1)
+            profile = abs(self.profile.seconds(work) / seconds - 1)
+            self._curve_error += _ERROR_WEIGHT * (curve - self._curve_error)
+            self._profile_error += _ERROR_WEIGHT * (profile - self._profile_error)
 
     def draft_ended(self, now: float) -> None:
         """Note that a draft made beside the target has come: until then a step may have waited."""

@@ -180,10 +180,9 @@ class _Offers:
     def _price_step(self, values: TokenValues, most: FloatArray) -> None:
         """Work out the step without drafts: its seconds and its value."""
         times, room, candidates = self._times, self._view.room, self._candidates
-        target = times.target(room.num_sampled)
+        self._target_s = times.target(room.num_sampled)
         self._host = max(times.overhead, _LEAST_OVERHEAD_S)
-        self.plain_s = round_seconds(target, host=self._host)
-        self._prefill_s = times.target(room.num_rows) - target
+        self.plain_s = round_seconds(self._target_s, host=self._host)
         self._worth = values.of_tokens(candidates, self._view, most, self.plain_s)
         # Requests that do not draft are worth as much as the others, in the mean.
         mean = float(self._worth.sum()) / len(candidates)
@@ -253,10 +252,11 @@ class _Offers:
             else:
                 batch = (own & (self._places == 1)).cumsum(axis=1)
                 inside += longest * times.curve_of(group.drafter).at(batch)
-        rows = view.room.num_rows + (bought * self._found).cumsum(axis=1)
+        num_rows = view.room.num_rows
+        rows = num_rows + (bought * self._found).cumsum(axis=1)
         inside += np.where(inside > 0, times.draft_overhead, 0.0)
         inside += (bought * self._reads).cumsum(axis=1)
-        verify = times.target.at(rows) - self._prefill_s
+        verify = self._target_s + times.added(num_rows, rows)
         seconds = round_seconds(verify + inside, beside=beside, host=self._host)
         values = self.plain_value + (bought * self._gains).cumsum(axis=1)
         affordable = bought.cumsum(axis=1) <= view.room.budget
@@ -289,7 +289,7 @@ class _Offers:
         value of its token."""
         times, num = self._times, len(self._candidates)
         rows = self._view.room.num_rows + int(lengths.sum())
-        row = float(times.target(rows + num) - times.target(rows)) / num
+        row = float(times.added(rows, np.array([rows + num]))[0]) / num
         self._rate = rate
         names = {c.drafter for c in self._candidates}
         self._token_s = {n: float(max(0.0, row + times.curve_of(n)(num) / num)) for n in names}

@@ -34,9 +34,10 @@ class Savings:
         self._drafters, self._view, self._sharing = list(drafters.values()), view, num_sharing
         times, acceptance = view.learn.times, view.learn.acceptance
         self._lengths = np.arange(1, longest + 1)
-        self._plain = round_seconds(times.target(num_sharing), host=times.overhead)
-        rows = times.target.at(num_sharing * (1 + self._lengths))
-        self._step = round_seconds(rows, host=times.overhead + times.draft_overhead)
+        plain = times.target(num_sharing)
+        self._plain = round_seconds(plain, host=times.overhead)
+        verify = plain + times.added(num_sharing, num_sharing * (1 + self._lengths))
+        self._step = round_seconds(verify, host=times.overhead + times.draft_overhead)
         self._factors = np.array([acceptance.shape_of(n).factors[:longest] for n in drafters])
         remaining = view.learn.lengths.remaining
         self.remaining = np.array(
