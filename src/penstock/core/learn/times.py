@@ -29,15 +29,13 @@ Seconds = TypeVar("Seconds", float, npt.NDArray[np.float64])
 
 _CATCH_UP_WEIGHT = 0.1  # weight of a measured catch-up; weights are chosen by hand
 _MIN_CATCH_UP_TOKENS = 16  # tokens a request from which on a catch-up measures reading
-_STEPS_WEIGHT = 0.02  # weight of a step in the steps per token
+_STEPS_WEIGHT = 0.02  # weight of a step in the steps per token, and in errors of predictions
 _MOST_READING = 0.3  # share of a drafter's time up to which its reading is subtracted
 _USUALLY_UNREAD = 2  # tokens a request after a round
 _MOST_OVERHEAD_S = 2e-3  # longer gaps are a lack of work
 _DRAFT_ENDS = 8  # of the latest drafts made beside the target; a step waits for few of them
 _OVERHEAD_WEIGHT = 0.02  # least weight of a pause
-_ERROR_WEIGHT = 0.02  # weight of a step in the errors of predictions
-_SHIFT_WEIGHT = 0.05  # weight of a step in the profile's shift
-_DRAFTING_WEIGHT = 0.05  # weight of a step in the seconds of drafting
+_SHIFT_WEIGHT = 0.05  # weight of a step in the profile's shift, and in the seconds of drafting
 _LONGEST_REDRAW = 64
 """Longest interval of steps between two fits of a learned profile: 1, 2, 4, ... at first."""
 _FOLLOWED = 64  # steps between two fits of a profile of rows
@@ -235,8 +233,8 @@ class Times:
         if seconds > 0:
             curve = abs(self.target(work.num_positions) / seconds - 1)
             profile = abs(self.profile.seconds(work) / seconds - 1)
-            self._curve_error += _ERROR_WEIGHT * (curve - self._curve_error)
-            self._profile_error += _ERROR_WEIGHT * (profile - self._profile_error)
+            self._curve_error += _STEPS_WEIGHT * (curve - self._curve_error)
+            self._profile_error += _STEPS_WEIGHT * (profile - self._profile_error)
 
     def draft_ended(self, now: float) -> None:
         """Note that a draft made beside the target has come: until then a step may have waited."""
@@ -274,7 +272,7 @@ class Times:
             if work is not None and work.num_decodes:
                 beyond = self.profile.seconds(work)
                 beyond -= self.profile.seconds(work._replace(num_draft_tokens=0))
-                self.drafting += _DRAFTING_WEIGHT * (result.phases.draft + beyond - self.drafting)
+                self.drafting += _SHIFT_WEIGHT * (result.phases.draft + beyond - self.drafting)
         longest: dict[str, int] = {}
         for drafter, num in _drafted(result) if result.draft_times else ():
             longest[drafter] = max(num, longest.get(drafter, 0))
