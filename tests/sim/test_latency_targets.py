@@ -55,7 +55,7 @@ def test_the_summary_counts_them_by_tenant() -> None:
 @pytest.mark.slow
 def test_more_targets_are_met_than_where_they_are_worth_nothing() -> None:
     def met(**options: Any) -> int:
-        loads = [mixed(tight=0.0075, seed=seed) for seed in range(4)]
+        loads = [mixed(tight=0.007, seed=seed) for seed in range(4)]
         return sum(int(served(load, **options).met_target.sum()) for load in loads)
 
     assert met() > 1.05 * met(in_time=0)

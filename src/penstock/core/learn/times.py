@@ -99,9 +99,10 @@ class Times:
     def added(self, num_rows: int, rows: FloatArray | npt.NDArray[np.int64]) -> FloatArray:
         """Return the seconds by which steps of so many `rows` exceed one of `num_rows`.
 
-        By the profile, if it predicts steps no worse than the curve by rows does, which mixes long
-        prompts with many requests, but cannot be wrong for long."""
-        if self.profile is UNKNOWN or self._curve_error < self._profile_error:
+        By a profile that tells rows from attention, if it predicts steps no worse than the curve by
+        rows does, which mixes long prompts with many requests, but cannot be wrong for long."""
+        is_own = self.profile is UNKNOWN or (self._follows_rows and not self.learns_profile)
+        if is_own or self._curve_error < self._profile_error:
             return self.target.at(rows) - self.target(num_rows)
         return self.profile.linear_at(rows) - self.profile.linear(num_rows)
 
