@@ -200,6 +200,15 @@ def test_more_rows_take_what_the_profile_says_while_it_is_right(is_right: bool) 
     assert by_rows[2] > 0.01  # with attention, which drafts do not add
 
 
+def test_more_rows_never_take_less_time_by_what_is_learned() -> None:
+    """Beside a long prompt it could be more than all that the step's other requests take."""
+    faster = StepProfile("faster", 10**6, (1, 100, 128, 500), (0.01, 0.1, 0.05, 0.2))
+    times = Estimators(faster).times
+    assert times.added(100, np.array([100, 128])) == pytest.approx([0.0, -0.05])
+    times.learns_profile = True
+    assert times.added(100, np.array([100, 128])).tolist() == [0.0, 0.0]
+
+
 def test_a_measured_profile_follows_the_steps_without_drafters_too() -> None:
     """It was measured while all took three times as long."""
     times = Estimators().times

@@ -104,7 +104,9 @@ class Times:
         is_own = self.profile is UNKNOWN or (self._follows_rows and not self.learns_profile)
         if is_own or self._curve_error < self._profile_error:
             return self.target.at(rows) - self.target(num_rows)
-        return self.profile.linear_at(rows) - self.profile.linear(num_rows)
+        added = self.profile.linear_at(rows) - self.profile.linear(num_rows)
+        # What is learned is noisy, or hoped for: less could be more than all of a short step.
+        return np.maximum(added, 0.0) if self.learns_profile else added
 
     def draft_seconds(self, drafter: str, batch: int, num_tokens: int) -> float:
         """Return the seconds of drafts for a batch, of this machine or a draft server."""
