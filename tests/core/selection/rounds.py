@@ -69,6 +69,7 @@ class Rounds:
         draft_len: int = 4,
         seed: int = 0,
         sampling: SamplingParams | None = None,
+        tenant: Callable[[int], str] = lambda _: "default",
     ) -> None:
         self.policy = policy
         self.machine = machine
@@ -90,6 +91,7 @@ class Rounds:
         self.max_tokens = max_tokens
         self._draft_len = draft_len
         self._sampling = sampling or SamplingParams()
+        self._tenant = tenant
         self._rng = np.random.default_rng(seed)
         self._num_requests = 0
 
@@ -142,7 +144,9 @@ class Rounds:
     def _arrive(self) -> None:
         n = self._num_requests
         prompt_len = self._prompt_len(n)
-        request = Request(str(n), prompt_len, self.max_tokens, sampling=self._sampling)
+        request = Request(
+            str(n), prompt_len, self.max_tokens, tenant=self._tenant(n), sampling=self._sampling
+        )
         state = RequestState(request, n)
         state.status = Status.RUNNING
         state.kv[TARGET] = SequenceKV(prompt_len)

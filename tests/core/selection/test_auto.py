@@ -1,5 +1,6 @@
 from collections import Counter
 from collections.abc import Mapping
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -83,6 +84,24 @@ def test_what_is_learned_within_a_request_moves_it() -> None:
         right, wrong = right + (name == best), wrong + (name != best)
     assert right > 0.6 * (right + wrong)
     assert world.num_switches / len(world.finished) < 4
+
+
+def test_drafters_inside_a_step_serve_together_only_if_that_saves_time() -> None:
+    """Each of four tenants has a specialist, and all requests wait for every drafter in use."""
+    names = ("d0", "d1", "d2", "d3")
+
+    def rates(number: int) -> dict[str, float]:
+        return {name: 0.9 if number % 4 == i else 0.5 for i, name in enumerate(names)}
+
+    def num_used(seconds: float, *, beside: bool = False) -> float:
+        machine = Machine(dict.fromkeys(names, seconds), beside=beside)
+        policy = make_policy("selection", "auto")
+        world = Rounds(policy, machine, rates, tenant=lambda n: names[n % 4]).run(400)
+        return fmean(len(set(chosen.values()) - {None}) for chosen in world.played[-100:])
+
+    assert num_used(2e-3) < 1.3
+    assert num_used(0.02e-3) > 3
+    assert num_used(2e-3, beside=True) > 3
 
 
 def test_where_replays_say_nothing_it_tries_instead() -> None:

@@ -48,7 +48,7 @@ _REVIEW_EVERY = 4
 """Most steps between reviews: those of several requests at once take hardly longer than one."""
 _HOST_SHARE = 0.1  # of a step, from which on nothing is chosen
 _REVIEW_SHARE = 0.5  # seconds of a review, in the host's part of a step
-_DEMAND_WEIGHT = 0.05  # weight of a request in the demand for drafters
+_NUM_RECENT = 32  # requests for which drafters are compared together; chosen by hand
 _STEP_WEIGHT = 0.02  # weight of a step in the mean number of requests
 _FEWEST_TOKENS = 24  # output tokens from which on a replay says enough for later requests
 _EARLY_REQUESTS = 64.0  # ended requests up to which the budget is nearly constant
@@ -115,7 +115,8 @@ class Auto(SelectionPolicy):
         self._models: dict[str, int] = {}
         self._columns: dict[str, int] = {}
         self._known: dict[str, _Known] = {}
-        self._demand: dict[str, float] = {}
+        self._used: set[str] = set()
+        self._recent: dict[str, FloatArray] = {}
         self._budget = _Budget(options.explore)
         self._num_sharing, self._num_steps = 1.0, 0
         self._proposals: dict[tuple[str, str], ReplayProposal] = {}
@@ -158,8 +159,10 @@ class Auto(SelectionPolicy):
         sharing = max(round(self._num_sharing), len(states))
         longest = min(self.options.k_max, MOST_POSITIONS)
         savings = Savings(states, drafters, view, sharing, longest)
-        demand = self._want(list(drafters), savings.if_shared(expected[:, columns]))
-        savings.share(demand)
+        names = list(drafters)
+        kept = [j for j, name in enumerate(names) if name in self._used]
+        used = savings.share(self._recent_rates(states, expected)[:, columns], kept)
+        self._used = {names[j] for j in used}
         means = values = savings.at(expected[:, columns])
         if drawn is not None and self._budget.pays(0.0):
             values = savings.at(drawn[:, columns])
@@ -169,7 +172,6 @@ class Auto(SelectionPolicy):
             None if d.max_num_seqs is None else d.max_num_seqs - _others(d, states, view.loads)
             for d in drafters.values()
         ]
-        names = list(drafters)
         chosen: dict[str, str | None] = {}
         for i, index in enumerate(assign(values, room)):
             request_id = states[i].request.id
@@ -235,13 +237,15 @@ class Auto(SelectionPolicy):
                 return found[0], None
         return found[0], found[1]
 
-    def _want(self, names: Sequence[str], saved: FloatArray) -> FloatArray:
-        """Learn, and return, the share of requests [J] for which each drafter would be best."""
-        best = np.where(saved.max(axis=1) > 0, saved.argmax(axis=1), -1)
-        for j, name in enumerate(names):
-            share, keep = float((best == j).mean()), (1 - _DEMAND_WEIGHT) ** len(best)
-            self._demand[name] = keep * self._demand.get(name, share) + (1 - keep) * share
-        return np.array([self._demand[name] for name in names])
+    def _recent_rates(self, states: Sequence[RequestState], rates: FloatArray) -> FloatArray:
+        """Note the rates [S, J] of these requests, and return those of recent ones, [P, J]."""
+        recent, num = self._recent, rates.shape[1]
+        for state, row in zip(states, rates, strict=True):
+            recent.pop(state.request.id, None)
+            recent[state.request.id] = row
+        for request_id in list(recent)[:-_NUM_RECENT]:
+            del recent[request_id]
+        return np.stack([row for row in recent.values() if len(row) == num])
 
     def _column(self, drafter: Drafter) -> int:
         """Return the model's column: drafters with one model share what is known of it."""

@@ -7,6 +7,7 @@ each waits for its own that are made beside it, the link to a draft server inclu
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -54,23 +55,62 @@ class Savings:
         self.reading = self.unread * reading
         """Seconds [S, J] that a step's requests wait until a drafter has read the text."""
 
-    def if_shared(self, rates: FloatArray) -> FloatArray:
-        """Return seconds [S, J] saved per token, at these rates, if all requests chose alike."""
-        drafting = np.array([self._drafting(d, self._sharing) for d in self._drafters])
-        return self._plain - self._per_token(drafting, rates)
+    def share(self, rates: FloatArray, kept: Sequence[int]) -> list[int]:
+        """Divide requests with rates [P, J] among drafters, and return which ones serve them.
 
-    def share(self, demand: FloatArray) -> None:
-        """Divide the drafters' time by `demand`, the share of requests [J] that each would get."""
-        loads, wanted = self._view.loads, np.rint(self._sharing * demand)
+        kept: the ones that serve so far, which stay unless others save a margin more."""
+        shares = self._divide(rates, kept) if self._sharing > 1 else {}
+        loads = self._view.loads
         seconds = []
-        for drafter, most in zip(self._drafters, wanted.tolist(), strict=True):
-            load = loads.get(drafter.name, 0)
-            joined, kept = max(1, load + 1, int(most)), max(1, load, int(most))
+        for j, drafter in enumerate(self._drafters):
+            load, wanted = loads.get(drafter.name, 0), round(self._sharing * shares.get(j, 0.0))
+            joined, stayed = max(1, load + 1, wanted), max(1, load, wanted)
             own = self._drafting(drafter, joined)
-            seconds.append((own if kept == joined else self._drafting(drafter, kept), own))
-        kept_s, joined_s = np.array(seconds).swapaxes(0, 1)
-        self._shared = np.where(self._stays[..., None], kept_s, joined_s)
+            seconds.append((own if stayed == joined else self._drafting(drafter, stayed), own))
+        stayed_s, joined_s = np.array(seconds).swapaxes(0, 1)
+        self._shared = np.where(self._stays[..., None], stayed_s, joined_s)
         self._change = np.where(self._stays, 1.0, 1.0 + MARGIN)
+        return list(shares)
+
+    def _divide(self, rates: FloatArray, kept: Sequence[int]) -> dict[int, float]:
+        """Return the drafters that serve requests with rates [P, J], with their shares of them.
+
+        Those beside the step may all serve. For one inside it other requests wait, too: these are
+        added one by one, the one first with which all requests save most, while that grows."""
+        inside = [j for j, d in enumerate(self._drafters) if self._is_inside(d)]
+        beside = [j for j in range(len(self._drafters)) if j not in inside]
+        tokens, rows = self._tokens(rates), np.arange(len(rates))
+        undrafted = np.full(len(rates), self._plain)
+
+        @cache
+        def seconds(j: int, users: int) -> FloatArray:
+            drafting = self._drafting(self._drafters[j], users)
+            return np.asarray(((self._step + drafting) / tokens[:, j]).min(axis=-1))
+
+        def per_token(used: Sequence[int], shares: Sequence[float]) -> FloatArray:
+            """Return the seconds per token [U + 1, P] with each of these drafters and with none."""
+            users = [max(1, round(self._sharing * share)) for share in shares]
+            return np.array([*map(seconds, used, users), undrafted])
+
+        def divided(used: Sequence[int]) -> tuple[float, list[float]]:
+            """Return the mean seconds per token if each request has its best, and the shares."""
+            taken = per_token(used, [1 / len(used)] * len(used)).argmin(axis=0)
+            shares = (np.bincount(taken, minlength=len(used) + 1)[:-1] / len(rates)).tolist()
+            return float(per_token(used, shares)[taken, rows].mean()), shares
+
+        def grown(used: Sequence[int]) -> tuple[float, Sequence[int], list[float]]:
+            """Return the least mean with these drafters and others, with those and their shares."""
+            least, shares = divided(used) if used else (self._plain, [])
+            while left := [j for j in inside if j not in used]:
+                mean, by_used, best = min((*divided([*used, j]), j) for j in left)
+                if mean >= least:
+                    break
+                least, used, shares = mean, [*used, best], by_used
+            return least, used, shares
+
+        anew, with_kept = grown(beside), grown([*beside, *(j for j in kept if j in inside)])
+        _, used, shares = with_kept if with_kept[0] < (1 + MARGIN) * anew[0] else anew
+        return {j: share for j, share in zip(used, shares, strict=True) if share}
 
     def at(self, rates: FloatArray) -> FloatArray:
         """Return seconds saved [S, J] at these rates, after `share`."""
@@ -86,15 +126,22 @@ class Savings:
         seconds = times.curve_of(drafter.name)(users)
         if drafter.is_chained:
             seconds *= times.steps_of(drafter.name)  # looked-up tokens take none
-        if not self._view.is_beside(drafter):
+        if self._is_inside(drafter):
             seconds *= self._sharing / users
         return np.asarray(seconds * self._lengths)
 
+    def _is_inside(self, drafter: Drafter) -> bool:
+        """Return True if all requests of a step wait for the drafter."""
+        return not (drafter.remote or self._view.is_beside(drafter))
+
     def _per_token(self, drafting: FloatArray, rates: FloatArray) -> FloatArray:
         """Return the seconds per token [S, J] with the best draft length; drafting: [..., J, K]."""
+        return np.asarray(((self._step + drafting) / self._tokens(rates)).min(axis=-1))
+
+    def _tokens(self, rates: FloatArray) -> FloatArray:
+        """Return the tokens [S, J, K] that a step with such drafts is expected to make."""
         odds = (rates / (1 - rates))[..., None] * self._factors
-        tokens = 1 + (odds / (1 + odds)).cumprod(axis=-1).cumsum(axis=-1)
-        return np.asarray(((self._step + drafting) / tokens).min(axis=-1))
+        return np.asarray(1 + (odds / (1 + odds)).cumprod(axis=-1).cumsum(axis=-1))
 
 
 def num_unread(state: RequestState, drafter: Drafter) -> int:
