@@ -1,5 +1,6 @@
 """What `penstock doctor` finds: with nothing wrong, and with one thing wrong at a time."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -8,9 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.conftest import Cli
+from tests.engine.small_gguf import write_gguf
+from tests.engine.small_models import CASES
+from tests.engine.test_gguf_tokenizer import ORIGINALS
 from typer.testing import CliRunner
 
 from penstock.cli import app
+from penstock.engine import backends
+from penstock.engine.memory import free_memory
 from penstock.engine.native import loading
 from penstock.zoo.registry import bundled_models
 
@@ -45,6 +52,41 @@ def test_a_broken_model(tmp_path: Path) -> None:
     assert code == 1
     assert found["target"][0] == "failure"
     assert str(broken) in found["target"][1]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3-moe", "gemma3"])
+def test_a_gguf_file(name: str, tmp_path: Path) -> None:
+    path, case = tmp_path / "model.gguf", CASES[name]
+    case = dataclasses.replace(case, changes=case.changes | {"vocab_size": 512})
+    write_gguf(path, case, "F32", ORIGINALS["qwen2"](), "qwen2")
+    code, found = findings(str(path), "--port", "0", "--no-speculation")
+    assert (code, found["target"]) == (0, ("ok", f"{path} can be read"))
+    write_gguf(path, case, "F32", **{"attention.key_length": 64, "attention.value_length": 64})
+    code, found = findings(str(path), "--port", "0", "--no-speculation")
+    assert (code, found["target"][0]) == (1, "failure")
+    assert "blk.0.attn_q.weight has shape" in found["target"][1]
+
+
+@pytest.mark.parametrize("backend", ["native", "eager"])
+@pytest.mark.parametrize("drafters", ["--no-speculation", "--drafter=draft-tiny"])
+def test_memory_that_serve_would_not_get(backend: str, drafters: str, cli: Cli) -> None:
+    """The doctor's line is the one with which the command ends."""
+    given = ("--set", f"kv_tokens={10**12}", "--set", f"backend={backend}", drafters)
+    code, found = findings(str(TARGET), "--port", "0", *given)
+    assert (code, found["memory"][0]) == (1, "failure")
+    said = found["memory"][1].partition(";")[0]
+    code, _, err = cli("generate", "a", "--target", TARGET, *given)
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith(f"penstock: {said}; ")
+    assert err.endswith(
+        "GiB are free: smaller or quantised models, a lower kv_tokens or more memory would do\n"
+    )
+
+
+def test_settings_that_do_not_suit_the_model() -> None:
+    code, found = findings(str(TARGET), "--port", "0", "--max-model-len", "99999999")
+    assert code == 1
+    assert "max_model_len 99999999 is more than the" in found["settings"][1]
 
 
 def test_settings_and_ports(tmp_path: Path) -> None:
@@ -86,19 +128,19 @@ def test_limits_of_control_groups(tmp_path: Path) -> None:
     assert doctor.cpu_quota(tmp_path) is None
 
     meminfo = tmp_path / "meminfo"
-    assert doctor.free_memory(meminfo, tmp_path) is None
+    everything = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert free_memory(meminfo, tmp_path) == everything, "nothing else is known"
     meminfo.write_text("MemTotal: 9000 kB\nMemAvailable: 4000 kB\n")
-    assert doctor.free_memory(meminfo, tmp_path) == 4000 * 1024
+    assert free_memory(meminfo, tmp_path) == 4000 * 1024
     (tmp_path / "memory.max").write_text("3000000\n")
     (tmp_path / "memory.current").write_text("1000000\n")
-    assert doctor.free_memory(meminfo, tmp_path) == 2_000_000
+    assert free_memory(meminfo, tmp_path) == 2_000_000
 
 
 def test_more_threads_than_may_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "cpu.max").write_text("50000 100000\n")
-    (tmp_path / "memory.max").write_text("1000\n")
-    (tmp_path / "memory.current").write_text("1\n")
     monkeypatch.setattr(doctor, "CGROUP", tmp_path)
+    monkeypatch.setattr(backends, "free_memory", lambda: 999)
     code, found = findings(str(TARGET), "--port", "0", "--no-speculation")
     assert found["threads"][0] == "warning"
     assert "a quota of 0.5 cores" in found["threads"][1]

@@ -1,5 +1,7 @@
 """An engine without models: every request's output is its own prompt, over and over."""
 
+import os
+import signal
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -208,6 +210,12 @@ def slow_engine(config: EngineConfig) -> ToyEngine:
 
 def refused_engine(config: EngineConfig) -> ToyEngine:
     raise ValueError(f"{config.target}: not a checkpoint,\nreally")
+
+
+def killed_engine(config: EngineConfig) -> ToyEngine:
+    """Killed while it is loaded, as a system does that is out of memory."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
 
 
 def buggy_engine(config: EngineConfig) -> ToyEngine:

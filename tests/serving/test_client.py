@@ -134,12 +134,19 @@ async def test_a_killed_engine_fails_its_requests_and_is_restarted(slow: EngineC
     assert not psutil.pid_exists(pid)
 
 
-async def test_an_engine_that_cannot_be_loaded_says_why_in_one_line() -> None:
-    client = client_of("tests.serving.fakes:refused_engine")
+@pytest.mark.parametrize(
+    ("engine", "told"),
+    [
+        ("refused", f"{TOKENIZER}: not a checkpoint, really"),
+        ("killed", "the engine process ended while it was loading, killed as if memory ran out"),
+    ],
+)
+async def test_an_engine_that_cannot_be_loaded_says_why_in_one_line(engine: str, told: str) -> None:
+    client = client_of(f"tests.serving.fakes:{engine}_engine")
     with pytest.raises(EngineFailed) as failure:
         await client.start()
     await client.close()
-    assert str(failure.value) == f"{TOKENIZER}: not a checkpoint, really"
+    assert str(failure.value) == told
 
 
 @pytest.mark.slow

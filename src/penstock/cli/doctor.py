@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import typer
 
-from penstock.cli.memory import CGROUP, MEMINFO, MEMORY_SHARE, free_memory, model_bytes
 from penstock.cli.options import JsonOption, with_options_of
 from penstock.cli.serve import serve
 from penstock.cli.terminal import SERVE_EXTRA, what_to_install
+from penstock.engine.memory import CGROUP, LESS_MEMORY, MEMORY_SHARE
 from penstock.json_text import dumps
 
 if TYPE_CHECKING:
     from penstock.config import ServeConfig
 
-_GIB = 2**30
 _OPEN_FILES = 4096
 """Open files to recommend: one per client, and room for the engine's."""
 
@@ -71,8 +70,11 @@ def _findings(options: dict[str, Any]) -> Iterator[Finding]:
     yield _threads(config)
     yield from _memory_nodes()
     if config is not None:
-        yield from _models(config)
-        yield _memory(config)
+        models = list(_models(config))
+        yield from models
+        # vLLM takes memory by itself.
+        if config.engine.vllm is None and {model.state for model in models} == {"ok"}:
+            yield _memory(config)
         yield from _ports(config)
     yield _files()
 
@@ -176,6 +178,8 @@ def _models(config: ServeConfig) -> Iterator[Finding]:
     from penstock.engine.models.checkpoint import CheckpointError
     from penstock.engine.models.config import DecoderConfig
     from penstock.engine.models.formats import open_checkpoint
+    from penstock.engine.models.weights import specs_in
+    from penstock.engine.tokenizer import load_tokenizer
 
     for name, path in _model_paths(config).items():
         if hub_name(str(path)) is not None:
@@ -184,9 +188,10 @@ def _models(config: ServeConfig) -> Iterator[Finding]:
             continue
         try:
             if config.engine.vllm is None or name != "target":
-                DecoderConfig.from_pretrained(path)
-            with open_checkpoint(path).tensors():
-                pass
+                shape = DecoderConfig.from_pretrained(path)
+                with open_checkpoint(path).tensors() as tensors:
+                    specs_in(tensors, shape)
+            load_tokenizer(path)
         except (CheckpointError, OSError) as error:
             told = "name another file or folder, or download it again"
             yield Finding(name, "failure", " ".join(str(error).split()), told)
@@ -195,16 +200,19 @@ def _models(config: ServeConfig) -> Iterator[Finding]:
 
 
 def _memory(config: ServeConfig) -> Finding:
-    needed = sum(map(model_bytes, set(_model_paths(config).values())))
-    free = free_memory(MEMINFO, CGROUP)
-    if free is None:
-        return Finding("memory", "ok", f"the models take {needed / _GIB:.1f} GiB")
-    message = f"the models take {needed / _GIB:.1f} GiB of {free / _GIB:.1f} GiB that are free"
-    if config.engine.device.startswith("cpu") and needed > free:
-        return Finding("memory", "failure", message, "smaller or quantised models, or more memory")
-    if config.engine.device.startswith("cpu") and needed > MEMORY_SHARE * free:
-        return Finding("memory", "warning", message, "little is left for KV memory")
-    return Finding("memory", "ok", message)
+    """Return what the engine would take, by its own reckoning."""
+    from penstock.engine.backends import resolve_placements
+    from penstock.engine.build import sized_models
+
+    try:
+        need = sized_models(config.engine, resolve_placements(config.engine)).need()
+    except ValueError as error:
+        return Finding("settings", "failure", str(error), "change that setting")
+    if need.weights + need.kv > need.free:
+        return Finding("memory", "failure", str(need), LESS_MEMORY)
+    if need.weights + need.kv > MEMORY_SHARE * need.free:
+        return Finding("memory", "warning", str(need), f"little is left: {LESS_MEMORY}")
+    return Finding("memory", "ok", str(need))
 
 
 def _ports(config: ServeConfig) -> Iterator[Finding]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.cli.memory import CGROUP, MEMINFO, MEMORY_SHARE, free_memory, model_bytes
+from penstock.engine.memory import MEMORY_SHARE, free_memory, model_bytes
 from penstock.engine.models.hub import HubName, Say, cached, fetch
 from penstock.engine.models.pairs import SmallModel, small_models
 
@@ -64,8 +64,7 @@ def _entry(model: SmallModel, path: Path) -> dict[str, str]:
 def _suits(target: Path, num_bytes: int) -> bool:
     """Return whether a drafter of this size is small beside the target, and fits in memory."""
     beside = model_bytes(target)
-    free = free_memory(MEMINFO, CGROUP)
-    fits = free is None or beside + num_bytes <= MEMORY_SHARE * free
+    fits = beside + num_bytes <= MEMORY_SHARE * free_memory()
     return fits and _SMALLER * num_bytes <= beside
 
 

@@ -203,7 +203,7 @@ class ModelsConfig(Model):
     backend: Literal["auto", "native", "eager"] = "auto"
     attention: Literal["packed", "decomposed"] = "packed"
     num_threads: int | None = Field(default=None, ge=1)
-    kv_tokens: int | None = Field(default=None, ge=16)
+    kv_tokens: int | None = Field(default=None, ge=16, le=2**40)
     block_size: int = Field(default=16, ge=1, le=256)
     max_model_len: int | None = Field(default=None, ge=2)
     prefix_caching: bool = True

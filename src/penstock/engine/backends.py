@@ -25,6 +25,7 @@ from penstock.engine.eager import EagerRunner
 from penstock.engine.executor import LocalExecutor, RunnerExecutor
 from penstock.engine.kv_cache import kv_bytes_per_token
 from penstock.engine.lanes import use_cores
+from penstock.engine.memory import MemoryNeed, free_memory, model_bytes
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.dtypes import resolve_dtype
 from penstock.engine.models.weights import weight_bytes
@@ -226,8 +227,7 @@ def affordable_blocks(
         free -= weights
         share = _GPU_MEMORY_SHARE
     else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        share = _MEMORY_SHARE
+        free, share = free_memory(), _MEMORY_SHARE
     tokens = int(free * share) // sum(kv_bytes_per_token(m, kv_dtype) for m in models)
     return max(1, min(tokens, _DEFAULT_SEQUENCES * max_model_len) // block_size)
 
@@ -278,6 +278,18 @@ class Models:
         tokens, places = self.num_blocks * self.config.block_size, self.places
         each = (kv_bytes_per_token(m, places[n].kv_dtype) for n, m in self.shapes.items())
         return tokens * sum(each)
+
+    def need(self) -> MemoryNeed:
+        """Return the memory that the models on the CPU take."""
+        paths = {**self.config.drafter_models, TARGET: self.config.target}
+        tokens, weights, kv = self.num_blocks * self.config.block_size, 0, 0
+        for name, shape in self.shapes.items():
+            place = self.places[name]
+            if place.device.type == "cpu":
+                native = place.backend == "native"
+                weights += model_bytes(paths[name]) if native else weight_bytes(shape, place.dtype)
+                kv += tokens * kv_bytes_per_token(shape, place.kv_dtype)
+        return MemoryNeed(weights, kv, free_memory())
 
     def drafter(self, name: str, path: Path) -> ModelDrafter | TextDrafter:
         target, own = self.target, self.tokenizers.get(name)
@@ -359,13 +371,14 @@ def load_runner(
         [config], dtype, place, _BLOCK_SIZE, config.max_position_embeddings, weights=0
     )
     threads = len(cores) or torch.get_num_threads()
-    if place.type != "cpu" or dtype not in DTYPES or why_not_native() is not None:
-        if rounding == "int4":
-            raise ConfigError(
-                "weights int4 are for the CPU's own kernels, which cannot be had here"
-            )
-        kind = GraphRunner if place.type == "cuda" else EagerRunner
-        return kind.load(path, dtype, place, num_blocks, _BLOCK_SIZE)
-    # As in `resolve_placement`.
-    torch.set_num_threads(1)
-    return NativeRunner.load(path, dtype, num_blocks, _BLOCK_SIZE, threads, rounding=rounding)
+    is_native = place.type == "cpu" and dtype in DTYPES and why_not_native() is None
+    if rounding == "int4" and not is_native:
+        raise ConfigError("weights int4 are for the CPU's own kernels, which cannot be had here")
+    kv = num_blocks * _BLOCK_SIZE * kv_bytes_per_token(config, dtype)
+    with MemoryNeed(model_bytes(path), kv, free_memory()).explained():
+        if not is_native:
+            kind = GraphRunner if place.type == "cuda" else EagerRunner
+            return kind.load(path, dtype, place, num_blocks, _BLOCK_SIZE)
+        # As in `resolve_placement`.
+        torch.set_num_threads(1)
+        return NativeRunner.load(path, dtype, num_blocks, _BLOCK_SIZE, threads, rounding=rounding)

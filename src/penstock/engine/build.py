@@ -109,14 +109,15 @@ def load_engine(config: EngineConfig, *, calibrated: bool = True) -> Engine:
     torch.manual_seed(0)
     places = resolve_placements(config)
     if config.vllm is None:
-        models = _models(config, places)
+        models = sized_models(config, places)
     else:
         models = _models_beside_vllm(config, places)
         config = models.config
     place = models.place
     clock = MonotonicClock()
-    drafters = _drafters(config, models)
-    executor = models.executor(drafters, clock)
+    with models.need().explained():
+        drafters = _drafters(config, models)
+        executor = models.executor(drafters, clock)
     state = None if config.state is None else StateFile(config, config.state, models, drafters)
     scheduler = _scheduler(config, models, Estimators() if state is None else state.restore())
     profile = None if config.profile is None else read_profile(config.profile)
@@ -154,8 +155,8 @@ def load_engine(config: EngineConfig, *, calibrated: bool = True) -> Engine:
     )
 
 
-def _models(config: EngineConfig, places: Mapping[str, Placement]) -> Models:
-    """Raises: CheckpointError, ConfigError."""
+def sized_models(config: EngineConfig, places: Mapping[str, Placement]) -> Models:
+    """Return an engine's models, not loaded yet. Raises: CheckpointError, ConfigError."""
     shapes = _shapes(config)
     tokenizers = _tokenizers(config)
     max_model_len = resolve_context(config, shapes[TARGET])

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import multiprocessing
 import pickle
+import signal
 import socket
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -298,8 +299,9 @@ class Supervisor:
             answer = await process.ready
             if isinstance(answer, Failed):
                 self._listener.on_lost(f"the engine cannot be restarted: {answer.message}")
-                await process.reap()
-                return answer.message
+                is_killed = await process.reap() == -signal.SIGKILL
+                # By Linux, mostly.
+                return f"{answer.message}{', killed as if memory ran out' * is_killed}"
             self._listener.on_ready(answer, asyncio.get_running_loop().time() - started_at)
             if not loaded.done():
                 loaded.set_result(None)

@@ -29,7 +29,7 @@ class GgufCheckpoint(Checkpoint):
         file = open_gguf(self.path)
         tensors = GgufTensors(file)
         yield tensors
-        tensors.check_all_read()
+        tensors.check_all_known()
         file.drop_pages()
 
     def tokenizer_source(self) -> bytes:

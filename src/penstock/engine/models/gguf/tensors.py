@@ -33,7 +33,7 @@ class GgufTensors:
 
     def __init__(self, file: GgufFile) -> None:
         self._file = file
-        self._read = set(ROPE_TENSORS)  # with the configuration
+        self._known = set(ROPE_TENSORS)  # read with the configuration
         self._metadata = Metadata(file)
         architecture = self._metadata.architecture
         kind = {arch.name.lower(): arch for arch in MODEL_ARCH}[architecture]
@@ -49,7 +49,6 @@ class GgufTensors:
 
     def read(self, name: str, out: torch.Tensor) -> None:
         entry = self._entry(name, tuple(out.shape))
-        self._read.add(entry.name)
         read_values(self._file, entry, out)
         self._file.drop_pages(entry)
         self._require(is_finite(out), entry)
@@ -62,7 +61,6 @@ class GgufTensors:
         entry = self._entry(name, shape)
         if entry.kind in FLOATS:
             return None
-        self._read.add(entry.name)
         data = torch.from_numpy(self._file.data(entry))
         self._require(are_blocks_finite(entry.kind, data), entry)
         if self._is_rotated(name):
@@ -76,12 +74,12 @@ class GgufTensors:
         if not finite:
             raise self._file.error(f"tensor {entry.name} {NOT_FINITE}")
 
-    def check_all_read(self) -> None:
-        """Raises CheckpointError for a tensor that was never read, as it would change the model."""
-        unread = next((name for name in self._file.tensors if name not in self._read), None)
-        if unread is not None:
+    def check_all_known(self) -> None:
+        """Raises CheckpointError for a tensor nobody asked for, as it would change the model."""
+        unknown = next((name for name in self._file.tensors if name not in self._known), None)
+        if unknown is not None:
             raise self._file.error(
-                f"tensor {unread} is not part of a plain {self._metadata.architecture} model"
+                f"tensor {unknown} is not part of a plain {self._metadata.architecture} model"
             )
 
     def _name(self, name: str) -> str:
@@ -103,6 +101,7 @@ class GgufTensors:
             raise self._file.error(
                 f"tensor {theirs} has shape {entry.shape}; its metadata asks for {shape}"
             )
+        self._known.add(theirs)
         return entry
 
     def _is_rotated(self, name: str) -> bool:
