@@ -81,7 +81,8 @@ def write_gguf(
 ) -> Checkpoint:
     """A random model; the one that comes back has what was stored."""
     torch.manual_seed(0)
-    config = case.config(**SHAPE | case.changes)
+    rows = {} if tokenizer is None else {"vocab_size": 512}
+    config = case.config(**SHAPE | case.changes | rows)
     config.pad_token_id = None
     model = case.model(config).eval()
     with torch.no_grad():

@@ -20,6 +20,7 @@ from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.gguf.file import GgufFile
 from penstock.engine.models.gguf.values import read_values
 from penstock.engine.models.quantized import QuantizedMatrix, Weight
+from penstock.engine.models.rope import Rope
 from penstock.engine.models.weights import load_weights, stored_weights
 from penstock.engine.native.runner import NativeRunner
 from penstock.engine.runner import ModelRunner
@@ -240,10 +241,30 @@ def test_damaged_headers(damage: Damage, parts: tuple[str, ...], tmp_path: Path)
         ({"rope.dimension_count": 8}, ("8 rotated dimensions",)),
         ({"rope.scaling.type": "longrope"}, ("longrope", "linear, yarn")),
         ({"attention.layer_norm_rms_epsilon": float("nan")}, ("must be finite",)),
+        ({"attention.layer_norm_rms_epsilon": None}, ("rms_epsilon is missing",)),
+        ({"attention.causal": 0}, ("llama.attention.causal is 0, which is not computed",)),
+        ({"rope.scaling.yarn_beta_fast": 16.0}, ("yarn_beta_fast is 16.0, which is",)),
+        ({"expert_weights_scale": 2.5}, ("expert_weights_scale is 2.5, which is",)),
     ],
 )
 def test_metadata_that_does_not_fit(changes, parts, tmp_path) -> None:
     refusal(write_gguf(tmp_path / "model.gguf", CASES["llama"], **changes).path, *parts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rope"),
+    [
+        ({"rope.freq_base": None, "rope.scaling.type": None}, Rope(10_000.0)),
+        ({"rope.scaling.type": None, "rope.scaling.factor": 4.0}, Rope(1e4, "linear", 4.0)),
+        ({"rope.scaling.type": None, "rope.scale_linear": 4.0}, Rope(1e4, "linear", 4.0)),
+        ({"rope.scaling.type": "none", "rope.scale_linear": 4.0}, Rope(1e4)),
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 0.0}, Rope(1e4)),
+    ],
+)
+def test_rope_of_a_file_that_does_not_say_all(changes, rope, tmp_path) -> None:
+    """As llama.cpp has it: a factor without a type is linear, 0 is none."""
+    path = write_gguf(tmp_path / "model.gguf", CASES["llama"], **changes).path
+    assert DecoderConfig.from_pretrained(path).rope == rope
 
 
 def test_another_architecture(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def write_parts(folder: Path, kind: str = "F16") -> list[Path]:
 
 @pytest.mark.parametrize("kind", ["F16", "Q8_0"])
 def test_any_part_opens_the_model(kind: str, tmp_path: Path) -> None:
-    whole = write_gguf(tmp_path / "whole.gguf", wide("llama"), kind).path
+    whole = write_gguf(tmp_path / "whole.gguf", wide("llama"), kind, ORIGINALS["gpt-2"]()).path
     (tmp_path / "parts").mkdir()
     parts = write_parts(tmp_path / "parts", kind)
     expected = logits(eager(whole))

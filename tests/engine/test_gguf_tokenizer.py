@@ -1,12 +1,16 @@
 """Tokenizers from GGUF files cut, join and stream texts as those they were written from."""
 
+import re
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import gguf
 import pytest
+from tests.engine import small_gguf
 from tests.engine.small_gguf import add_tokenizer, finish
+from tests.engine.small_models import CASES
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, trainers
 from tokenizers import pre_tokenizers as pre
 from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
@@ -122,7 +126,7 @@ def test_ids_and_texts_are_the_originals(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "other"), [*pairwise(ORIGINALS), ("llama-bpe", "qwen2")])
 def test_another_cut_would_be_seen(name: str, other: str, tmp_path: Path) -> None:
     original = ORIGINALS[name]()
-    tokenizer = load_tokenizer(write(tmp_path, original, other))
+    tokenizer = load_tokenizer(write(tmp_path, original, other, ggml__add_bos_token=False))
     assert any(tokenizer.encode(text) != original.encode(text).ids for text in HARD)
 
 
@@ -265,8 +269,6 @@ def test_sentencepiece_by_scores(tmp_path: Path) -> None:
     kinds += [gguf.TokenType.NORMAL] * (len(vocab) - len(kinds))
     kinds += [gguf.TokenType.USER_DEFINED] * len(OWN_TEXTS)
     writer.add_token_types(kinds)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
     finish(writer)
     tokenizer = load_tokenizer(path)
     for index, added in enumerate(OWN_TEXTS, len(vocab)):
@@ -282,25 +284,61 @@ def test_sentencepiece_by_scores(tmp_path: Path) -> None:
         assert "".join([*map(stream.add, ids), stream.finish()]) == text == tokenizer.decode(ids)
 
 
-@pytest.mark.parametrize(
-    ("values", "parts"),
-    [
-        ({"ggml__pre": "klingon"}, ("tokenizer.ggml.pre is 'klingon'", "qwen2")),
-        ({"ggml__model": "bert"}, ("tokenizer.ggml.model is 'bert'", "gpt2, llama")),
+Values = dict[str, gguf.GGUFValue]
+
+DAMAGE: dict[str, Callable[[Values], object]] = {
+    "pre is 'klingon'; allowed: gpt-2, ": lambda v: put(v, pre="klingon"),
+    "pre is 'default'; allowed: ": lambda v: put(v, pre="default"),
+    "pre is 'missing'; allowed: ": lambda v: v.pop("tokenizer.ggml.pre"),
+    "model is 'bert'; allowed: gpt2, llama": lambda v: put(v, model="bert"),
+    "has no tokenizer.ggml.merges": lambda v: v.pop("tokenizer.ggml.merges"),
+    "merges holds 'a'; two tokens": lambda v: item(v, "merges", 3, "a"),
+    "token_type has 0 entries for": lambda v: v.pop("tokenizer.ggml.token_type"),
+    "token_type has 4 entries for": lambda v: put(v, token_type=[1] * 4),
+    "scores has 0 entries for": lambda v: put(v, model="llama"),
+    "tokens: 'a' is given twice": lambda v: item(v, "tokens", 5, "a"),
+    "unknown_token_id is 9999; allowed": lambda v: put(v, unknown_token_id=9999),
+    "end a text are (9999, ": lambda v: put(v, eos_token_id=9999),
+    ", 9999, ": lambda v: put(v, eot_token_id=9999),
+    "are (); one is needed": lambda v: (
+        v.pop("tokenizer.ggml.eos_token_id"),
+        put(v, token_type=[1] * len(v["tokenizer.ggml.token_type"].value)),
+    ),
+    "has no tokenizer.ggml.bos_token_id": lambda v: put(v, add_bos_token=1),
+    "has no tokenizer.ggml.bos_token_id, ": lambda v: put(v, pre="tekken"),
+    "tensor token_embd.weight has 512 rows": lambda v: [
+        v[f"tokenizer.ggml.{name}"].value.extend(more)
+        for name, more in {"tokens": map(str, range(1000, 1100)), "token_type": [1] * 100}.items()
     ],
-)
-def test_unknown_tokenizers(values: dict[str, str], parts: tuple[str, ...], tmp_path: Path) -> None:
+}
+"""Damages of a tokenizer's metadata, by what is said of them."""
+
+
+def put(values: Values, **new: Any) -> None:
+    for name, value in new.items():
+        kind = gguf.GGUFValueType.get_type(value)
+        values[f"tokenizer.ggml.{name}"] = gguf.GGUFValue(value, kind)
+
+
+def item(values: Values, name: str, index: int, value: str) -> None:
+    values[f"tokenizer.ggml.{name}"].value[index] = value
+
+
+@pytest.mark.parametrize("told", DAMAGE)
+def test_a_tokenizer_whose_texts_would_be_wrong(
+    told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damage_and_finish(writer: gguf.GGUFWriter) -> None:
+        DAMAGE[told](writer.kv_data[0])
+        finish(writer)
+
     path = tmp_path / "model.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    add_tokenizer(writer, ORIGINALS["gpt-2"]())
-    for key, value in values.items():
-        writer.kv_data[0][f"tokenizer.{key.replace('__', '.')}"].value = value
-    finish(writer)
-    with pytest.raises(CheckpointError) as caught:
-        load_tokenizer(path)
+    monkeypatch.setattr(small_gguf, "finish", damage_and_finish)
+    small_gguf.write_gguf(path, CASES["qwen2"], "F32", ORIGINALS["qwen2"](), "qwen2")
+    with pytest.raises(CheckpointError, match=re.escape(told)) as caught:
+        _ = open_checkpoint(path).description(), load_tokenizer(path)
     assert "\n" not in str(caught.value)
-    for part in (str(path), *parts):
-        assert part in str(caught.value)
+    assert str(path) in str(caught.value)
 
 
 def test_a_file_without_a_tokenizer(tmp_path: Path) -> None:

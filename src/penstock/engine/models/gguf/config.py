@@ -10,6 +10,7 @@ from gguf.constants import TokenType
 
 from penstock.engine.models.families import FAMILIES
 from penstock.engine.models.gguf.file import GgufFile, TensorEntry
+from penstock.engine.models.gguf.tokenizer import SPM_IDS
 from penstock.engine.models.gguf.values import read_values
 from penstock.engine.models.quantized import FLOATS
 
@@ -26,7 +27,7 @@ _ARCHITECTURES = {
 _COMPUTED = {
     "qwen3moe": {"expert_count"},
     "phi3": {"attention.sliding_window"},
-    "gemma3": {"attention.sliding_window"},
+    "gemma3": {"attention.sliding_window", "attention.sliding_window_pattern"},
 }
 """Keys of _REFUSED that an architecture supports."""
 
@@ -34,7 +35,7 @@ ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_
 """Divisors of the rotary frequencies: for all texts, for texts of usual length, for longer ones."""
 
 _GEMMA_PATTERN = 6
-"""One layer in so many has no window, as in Gemma 3; the file does not say it."""
+"""One layer in so many has no window, as in Gemma 3, unless the file says it."""
 _GEMMA_27B_LAYERS = 62
 """Layers of Gemma 3 27B, the only one whose scores are not scaled by head_dim; the file does not
 say it."""
@@ -54,6 +55,13 @@ _REFUSED = (
     "rope.scaling.yarn_log_multiplier",
 )
 """Keys of an architecture that change its arithmetic, unless they are 0."""
+_YARN = {"ext_factor": 1, "attn_factor": 1, "beta_fast": 32, "beta_slow": 1}
+_ONLY = {
+    **dict.fromkeys(_REFUSED, 0),
+    **{f"rope.scaling.yarn_{name}": value for name, value in _YARN.items()},
+    **dict.fromkeys(("attention.causal", "expert_gating_func", "expert_weights_scale"), 1),
+}
+"""The same, and others, with the values that are computed."""
 
 _END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _END_TEXTS = frozenset(
@@ -159,7 +167,9 @@ def _own(metadata: Metadata) -> dict[str, Any]:
             scaled_by = metadata.whole("embedding_length") // metadata.whole("attention.head_count")
         return {
             "sliding_window": metadata.whole("attention.sliding_window"),
-            "sliding_window_pattern": _GEMMA_PATTERN,
+            "sliding_window_pattern": metadata.whole(
+                "attention.sliding_window_pattern", _GEMMA_PATTERN
+            ),
             "rope_local_base_freq": metadata.number("rope.freq_base_swa", 10_000.0),
             "query_pre_attn_scalar": scaled_by,
         }
@@ -174,21 +184,34 @@ def _own(metadata: Metadata) -> dict[str, Any]:
 
 
 def end_token_ids(file: GgufFile) -> tuple[int, ...]:
-    """Return end-of-text ids: those named in the metadata, and known control tokens."""
+    """Return end-of-text ids: those named in the metadata, and known control tokens.
+
+    Raises CheckpointError where a tokenizer has none, or does not fit the embeddings."""
     named = [file.metadata.get(f"tokenizer.ggml.{name}") for name in _END_IDS]
+    if named[0] is None and file.metadata.get("tokenizer.ggml.model") == "llama":
+        named[0] = SPM_IDS["eos"]
     kinds = file.metadata.get("tokenizer.ggml.token_type", ())
-    tokens = file.strings("tokenizer.ggml.tokens")
+    tokens, rows = file.strings("tokenizer.ggml.tokens"), file.tensors[_EMBEDDINGS].shape[0]
+    if len(tokens) > rows:
+        raise file.error(f"has {len(tokens)} tokens; tensor {_EMBEDDINGS} has {rows} rows")
     known = [
         index
         for index, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
         if kind == TokenType.CONTROL and token in _END_TEXTS
     ]
-    return tuple(dict.fromkeys([i for i in named if i is not None] + known))
+    ends = tuple(dict.fromkeys([i for i in named if i is not None] + known))
+    if tokens and not (ends and {*ends} <= {*range(len(tokens))}):
+        raise file.error(
+            f"tokens that end a text are {ends}; one is needed, allowed: 0..{len(tokens) - 1}"
+        )
+    return ends
 
 
 def _check(file: GgufFile, metadata: Metadata) -> None:
-    for name in _REFUSED:
-        if metadata.get(name) and name not in _COMPUTED.get(metadata.architecture, ()):
+    for name, only in _ONLY.items():
+        if metadata.get(name, only) != only and name not in _COMPUTED.get(
+            metadata.architecture, ()
+        ):
             raise file.error(
                 f"{metadata.key(name)} is {metadata.get(name)!r}, which is not computed"
             )
@@ -210,11 +233,9 @@ def _rope(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
     theta = metadata.number("rope.freq_base", 10_000.0)
     if any(name in file.tensors for name in ROPE_TENSORS):
         return {"rope_theta": theta, **_rope_factors(file, metadata)}
-    kind = metadata.get("rope.scaling.type", "none")
-    factor = metadata.number("rope.scaling.factor", metadata.number("rope.scale_linear", 1.0))
-    if kind == "none" and metadata.has("rope.scale_linear"):
-        kind = "linear"
-    if kind == "none" or (kind == "linear" and factor == 1.0):
+    kind = metadata.get("rope.scaling.type", "linear")
+    factor = metadata.number("rope.scaling.factor", metadata.number("rope.scale_linear", 1.0)) or 1
+    if kind == "none" or (kind == "linear" and factor == 1):
         return {"rope_theta": theta, "partial_rotary_factor": metadata.rotated_share}
     if kind not in ("linear", "yarn"):
         raise file.error(

@@ -21,6 +21,7 @@ from tokenizers import (
     processors,
 )
 
+from penstock.config import each_once
 from penstock.engine.models.checkpoint import CheckpointError, one_line
 from penstock.engine.models.fast_tokenizer import FastTokenizer
 from penstock.engine.models.gguf.file import GgufFile
@@ -57,26 +58,25 @@ class _Cut:
 
 
 _CUTS = {
-    "default": _Cut(),
-    "gpt-2": _Cut(),
-    "phi-2": _Cut(),
-    "smollm": _Cut(single_digits=True),
-    "starcoder": _Cut(single_digits=True),
-    "refact": _Cut(single_digits=True),
+    **dict.fromkeys(("gpt-2", "phi-2"), _Cut()),
+    **dict.fromkeys(("smollm", "starcoder", "refact"), _Cut(single_digits=True)),
     "qwen2": _Cut(_QWEN2, nfc=True),
     "deepseek-r1-qwen": _Cut(_QWEN2),
     "dbrx": _Cut(_LLAMA3),
     "gpt-4o": _Cut(_GPT4O),
-    "tekken": _Cut(_TEKKEN, ignore_merges=True),
-    "llama-bpe": _Cut(_LLAMA3, ignore_merges=True, adds_bos=True),
-    "llama3": _Cut(_LLAMA3, ignore_merges=True, adds_bos=True),
-    "llama-v3": _Cut(_LLAMA3, ignore_merges=True, adds_bos=True),
+    "tekken": _Cut(_TEKKEN, ignore_merges=True, adds_bos=True),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3"), _Cut(_LLAMA3, ignore_merges=True, adds_bos=True)
+    ),
 }
-"""Pre-tokenizers by tokenizer.ggml.pre."""
+"""Pre-tokenizers by tokenizer.ggml.pre. `default`, llama.cpp's for unknown ones, is no model's."""
+
+SPM_IDS = {"bos": 1, "eos": 2, "unk": 0}
+"""Special tokens of SentencePiece that a file need not name."""
 
 
 def fast_tokenizer(file: GgufFile) -> FastTokenizer:
-    """Build the tokenizer. Raises CheckpointError for an unsupported kind."""
+    """Build the tokenizer. Raises CheckpointError for an unsupported kind, or an incomplete one."""
     tokens = file.strings(f"{_PREFIX}tokens")
     if not tokens:
         raise file.error("has no tokenizer.ggml.tokens")
@@ -84,11 +84,10 @@ def fast_tokenizer(file: GgufFile) -> FastTokenizer:
     build = {"gpt2": _byte_level, "llama": _sentencepiece}.get(kind)
     if build is None:
         raise file.error(f"{_PREFIX}model is {kind!r}; allowed: gpt2, llama")
-    kinds = file.metadata.get(f"{_PREFIX}token_type") or [TokenType.NORMAL] * len(tokens)
-    if len(kinds) != len(tokens):
-        raise file.error(f"{_PREFIX}token_type has {len(kinds)} entries for {len(tokens)} tokens")
+    kinds = _per_token(file, "token_type", len(tokens))
     # Unused tokens pad the matrices; a text that spells one is ordinary text.
-    used = {t: i for i, t in enumerate(tokens) if kinds[i] != TokenType.UNUSED}
+    pairs = ((t, i) for i, t in enumerate(tokens) if kinds[i] != TokenType.UNUSED)
+    used = each_once(pairs, f"{_PREFIX}tokens", file.error)
     try:
         tokenizer = build(file, used)
         _add_tokens(tokenizer, tokens, kinds)
@@ -101,6 +100,14 @@ def fast_tokenizer(file: GgufFile) -> FastTokenizer:
         raise file.error(f"its tokenizer cannot be used ({one_line(error)})") from error
 
 
+def _per_token(file: GgufFile, name: str, count: int) -> Any:
+    values = file.metadata.get(f"{_PREFIX}{name}")
+    found = len(values) if isinstance(values, tuple) else 0
+    if found != count:
+        raise file.error(f"{_PREFIX}{name} has {found} entries for {count} tokens")
+    return values
+
+
 def _chat_template(file: GgufFile) -> Any:
     """Return the chat template, or several by name, as transformers has them."""
     usual, prefix = file.metadata.get(_TEMPLATE), f"{_TEMPLATE}."
@@ -111,11 +118,13 @@ def _chat_template(file: GgufFile) -> Any:
 
 
 def _byte_level(file: GgufFile, vocab: dict[str, int]) -> Tokenizer:
-    name = file.metadata.get(f"{_PREFIX}pre", "default")
+    name = file.metadata.get(f"{_PREFIX}pre", "missing")
     cut = _CUTS.get(name)
     if cut is None:
         raise file.error(f"{_PREFIX}pre is {name!r}; allowed: {', '.join(_CUTS)}")
     merges = [_pair(file, merge) for merge in file.strings(f"{_PREFIX}merges")]
+    if not merges:
+        raise file.error(f"has no {_PREFIX}merges")
     tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=cut.ignore_merges))
     if cut.nfc:
         tokenizer.normalizer = normalizers.NFC()
@@ -138,10 +147,9 @@ def _pair(file: GgufFile, merge: str) -> tuple[str, str]:
 
 
 def _sentencepiece(file: GgufFile, vocab: dict[str, int]) -> Tokenizer:
-    scores = file.metadata.get(f"{_PREFIX}scores", ())
-    if len(scores) <= max(vocab.values()):
-        raise file.error(f"{_PREFIX}scores has {len(scores)} entries; one a token is expected")
-    unknown = file.strings(f"{_PREFIX}tokens")[_token_id(file, "unknown_token_id", len(scores), 0)]
+    tokens = file.strings(f"{_PREFIX}tokens")
+    scores = _per_token(file, "scores", len(tokens))
+    unknown = _special_tokens(file, tokens)["unk_token"]
     tokenizer = Tokenizer(
         models.BPE(
             vocab,
@@ -185,8 +193,10 @@ def _add_tokens(tokenizer: Tokenizer, tokens: Sequence[str], kinds: Sequence[int
 
 def _special_tokens(file: GgufFile, tokens: Sequence[str]) -> dict[str, str]:
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    usual = SPM_IDS if file.metadata.get(f"{_PREFIX}model") == "llama" else {}
     ids = {
-        name: _token_id(file, f"{theirs}_token_id", len(tokens)) for name, theirs in names.items()
+        name: _token_id(file, f"{theirs}_token_id", len(tokens), usual.get(name))
+        for name, theirs in names.items()
     }
     return {f"{name}_token": tokens[index] for name, index in ids.items() if index is not None}
 
@@ -201,9 +211,14 @@ def _token_id(file: GgufFile, name: str, count: int, default: int | None = None)
 def _add_bos(file: GgufFile, tokenizer: Tokenizer, special: dict[str, str]) -> None:
     """Add a first and a last token to texts where the file or its kind asks for them."""
     is_sentencepiece = file.metadata[f"{_PREFIX}model"] == "llama"
-    usual = is_sentencepiece or _CUTS[file.metadata.get(f"{_PREFIX}pre", "default")].adds_bos
-    before = file.metadata.get(f"{_PREFIX}add_bos_token", usual) and special.get("bos_token")
-    after = file.metadata.get(f"{_PREFIX}add_eos_token", False) and special.get("eos_token")
+    usual = is_sentencepiece or _CUTS[file.metadata[f"{_PREFIX}pre"]].adds_bos
+    ends = []
+    for name, default in (("bos", usual), ("eos", False)):
+        is_added = file.metadata.get(f"{_PREFIX}add_{name}_token", default)
+        if is_added and f"{name}_token" not in special:
+            raise file.error(f"has no {_PREFIX}{name}_token_id, which is added to texts")
+        ends.append(is_added and special[f"{name}_token"])
+    before, after = ends
     used = [token for token in (before, after) if token]
     if used:
         one = [token for token in (before, "$A", after) if token]
