@@ -15,6 +15,7 @@ from penstock.config import (
     SUFFIX,
     ConfigError,
     DrafterParts,
+    Where,
     each_once,
     model_name,
 )
@@ -42,7 +43,8 @@ def with_models(engine: dict[str, Any], *, download: bool = True) -> dict[str, A
     download: of models on the hub; else a name that is not in the cache stays as it is."""
     say = note if download else lambda line: None
     target = str(engine.get("target") or DEFAULT_TARGET)
-    path = _target_path(target, download)
+    where = ("engine", "target")
+    path = _model_path(target, f"target {target!r}", ("target",), where, download=download)
     is_added = not _is_tiny(path) and engine.get("vllm") is None
     look_up = engine.get("look_up", SUFFIX if is_added else "none")
     if "drafters" in engine:
@@ -67,20 +69,26 @@ def with_models(engine: dict[str, Any], *, download: bool = True) -> dict[str, A
 
 
 def checkpoint_folder(model: str) -> Path:
-    """Return the path of a bundled model, of one on the hub, or `model` if that exists.
+    """Return the path of a checkpoint, of a bundled model or of one on the hub.
 
     Raises: ConfigError."""
-    path = Path(model)
-    if path.exists():
-        return path
-    cards = {**_cards("target"), **_cards("drafter")}
-    if model in cards:
-        return cards[model].path
-    found = _hub_path(model)
+    return _model_path(model, f"model {model!r}", ("target", "drafter"))
+
+
+def _model_path(
+    text: str, what: str, roles: Sequence[str], where: Where = (), *, download: bool = True
+) -> Path:
+    """Return the path of a model. what, where: of errors. Raises: ConfigError."""
+    if _is_checkpoint(text):
+        return Path(text)
+    cards = {name: card for role in roles for name, card in _cards(role).items()}
+    found = cards[text].path if text in cards else _hub_path(text, download)
     if found is None:
+        others = LOOK_UPS if roles == ("drafter",) else ()
         raise ConfigError(
-            f"model {model!r} is neither a checkpoint folder nor bundled; bundled are "
-            f"{', '.join(cards)}; {_HUB_FORMS}"
+            f"{what} is neither a checkpoint folder, a GGUF file nor a bundled "
+            f"{' or '.join(roles)}; bundled are {', '.join([*cards, *others])}; {_HUB_FORMS}",
+            where,
         )
     return found
 
@@ -135,22 +143,6 @@ def _is_tiny(path: Path) -> bool:
     return 0 < model_bytes(path) < _TINY_BYTES
 
 
-def _target_path(text: str, download: bool) -> Path:
-    if _is_checkpoint(text):
-        return Path(text)
-    targets = _cards("target")
-    if text in targets:
-        return targets[text].path
-    found = _hub_path(text, download)
-    if found is None:
-        raise ConfigError(
-            f"target {text!r} is neither a checkpoint folder, a GGUF file nor a bundled target; "
-            f"bundled are {', '.join(targets)}; {_HUB_FORMS}",
-            ("engine", "target"),
-        )
-    return found
-
-
 def _drafters_of(target: str) -> dict[str, str]:
     """Return all drafters of a bundled target, the default first; none of any other target."""
     if _is_checkpoint(target) or target not in _cards("target"):
@@ -172,13 +164,5 @@ def _drafter_path(name: str, path: str, download: bool = True) -> str:
     model = parts.model
     if model is None or _is_checkpoint(model):
         return path
-    cards = _cards("drafter")
-    found = cards[model].path if model in cards else _hub_path(model, download)
-    if found is None:
-        raise ConfigError(
-            f"drafter {name!r}: {model!r} is neither a checkpoint folder, a GGUF file nor a "
-            f"bundled drafter; bundled are {', '.join(cards)}, {' and '.join(LOOK_UPS)}; "
-            f"{_HUB_FORMS}",
-            ("engine", "drafters", name),
-        )
-    return parts.with_model(str(found))
+    told, where = f"drafter {name!r}: {model!r}", ("engine", "drafters", name)
+    return parts.with_model(str(_model_path(model, told, ("drafter",), where, download=download)))

@@ -8,8 +8,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from penstock.config import ConfigError
-
 _MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 MEMORY_SHARE = 0.8
@@ -55,6 +53,8 @@ class MemoryNeed(NamedTuple):
     @contextmanager
     def explained(self) -> Iterator[None]:
         """Raise ConfigError with these bytes, or with a GPU's, where an allocation fails."""
+        from penstock.config import ConfigError
+
         try:
             yield
         except (MemoryError, OSError, RuntimeError) as error:

@@ -89,9 +89,6 @@ class Metadata:
     def key(self, name: str) -> str:
         return f"{self.architecture}.{name}"
 
-    def has(self, name: str) -> bool:
-        return self.key(name) in self._file.metadata
-
     def get(self, name: str, default: Any = None) -> Any:
         return self._file.metadata.get(self.key(name), default)
 
@@ -246,7 +243,7 @@ def _rope(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
         context = metadata.whole("context_length")
         original = metadata.whole("rope.scaling.original_context_length", context)
         scaling["original_max_position_embeddings"] = original
-        if metadata.has("rope.scaling.attn_factor"):
+        if metadata.get("rope.scaling.attn_factor") is not None:
             # GGUF multiplies the usual factor by it, transformers replaces it.
             usual = 0.1 * math.log(factor) + 1.0
             scaling["attention_factor"] = metadata.number("rope.scaling.attn_factor") * usual
