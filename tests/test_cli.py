@@ -291,7 +291,7 @@ def test_chat_piped(cli: Cli, chatty: str, monkeypatch: pytest.MonkeyPatch) -> N
     def says(said: str, *more: str) -> tuple[str, int]:
         """What it prints, and how often it says how fast it was."""
         monkeypatch.setattr(sys, "stdin", io.StringIO(said))
-        code, out, err = cli("chat", *options, *more)
+        code, out, err = cli("chat", *options[1:], *more)
         assert code == 0, err
         return out, err.count("tokens/s")
 
@@ -311,7 +311,7 @@ def test_chat_goes_on_when_the_context_is_full(cli, chatty, monkeypatch) -> None
     options = ("--target", chatty, "--max-tokens", "8", "--dtype", "float32")
     turns = [f"{i} is a turn of some length: " + "la " * 50 for i in range(9)]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(turns)))
-    code, out, err = cli("chat", *options)
+    code, out, err = cli("chat", *options[1:])  # MODEL as in `serve MODEL`
     assert code == 0, err
     told = [line for line in err.splitlines() if line.startswith("penstock: ")]
     assert told

@@ -153,7 +153,7 @@ def test_settings_are_shown_without_a_download(hub: Hub, cli: Cli, tmp_path: Pat
     code, out, err = cli("config", "show", "lab/tiny", "--json")
     assert (code, err, hub.asked) == (0, "", [])
     rows = {row["setting"]: row["value"] for row in json.loads(out)}
-    assert (rows["engine.target"], rows["served_model_name"]) == ("lab/tiny", "lab/tiny")
+    assert (rows["engine.target"], rows["served_model_name"]) == ("lab/tiny", ["lab/tiny"])
     file = tmp_path / "x.yaml"
     file.write_text("engine: {target: 'lab/tiny:Q8_0', drafters: {auto: auto, a: lab/b}}")
     assert cli("config", "check", file)[0] == 0

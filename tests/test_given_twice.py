@@ -1,5 +1,8 @@
 """A setting that is given twice is refused, wherever settings are given."""
 
+import json
+from pathlib import Path
+
 import pytest
 from tests.conftest import Cli
 
@@ -77,6 +80,29 @@ def test_options(cli: Cli, arguments: tuple[str, ...], said: str) -> None:
     code, out, error = cli(*arguments)
     assert (code, out) == (2, "")
     assert error == f"penstock: {said} is given twice\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (("--served-model-name", "a", "--served-model-name", "b"), ["a", "b"]),
+        (("--set", "served_model_name=[a, b]"), ["a", "b"]),
+        (("--set", "served_model_name=a"), ["a"]),
+        ((), ["kept"]),
+    ],
+)
+def test_several_names_of_a_model(cli: Cli, tmp_path: Path, arguments, names) -> None:
+    (tmp_path / "serve.yaml").write_text("served_model_name: [kept]")
+    given = ("--config", str(tmp_path / "serve.yaml"), *arguments)
+    rows = {r["setting"]: r["value"] for r in json.loads(cli(*SHOW, "--json", *given)[1])}
+    assert rows["served_model_name"] == names
+
+
+def test_several_drafters_generate(cli: Cli) -> None:
+    """As they serve; the last was the only one."""
+    model = ("--target", "target-small", "--drafter", "draft-nothing")
+    code, _, err = cli("generate", "a", *model, "--drafter", "draft-tiny")
+    assert (code, "'draft-nothing' is neither" in err) == (2, True)
 
 
 def test_an_option_of_one_value_is_overridden_by_a_later_one(cli: Cli) -> None:

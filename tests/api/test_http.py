@@ -17,7 +17,7 @@ PAGE = "https://chat.example"
 
 @pytest.fixture(scope="module")
 def cors() -> Iterator[httpx.Client]:
-    config = serve_config(served_model_name="lab/toy", cors_origins=[PAGE])
+    config = serve_config(served_model_name=["lab/toy", "toy"], cors_origins=[PAGE])
     with running_server(config) as running, httpx.Client(base_url=running.url) as client:
         yield client
 
@@ -33,6 +33,20 @@ def test_a_models_name_may_have_slashes(cors: httpx.Client) -> None:
     assert cors.get("/v1/models/lab/toy").json()["id"] == "lab/toy"
     assert cors.get("/v1/models/lab%2Ftoy").json()["id"] == "lab/toy"
     assert cors.get("/v1/models/lab").status_code == 404
+
+
+def test_a_model_with_several_names(cors: httpx.Client) -> None:
+    """Each is listed and asked for; answers have the first, as in vLLM."""
+    assert [card["id"] for card in cors.get("/v1/models").json()["data"]] == ["lab/toy", "toy"]
+    assert cors.get("/v1/models/toy").json()["id"] == "toy"
+    listed = cors.get("/api/tags").json()["models"]
+    assert [card["name"] for card in listed] == ["lab/toy:latest", "toy:latest"]
+    for name in ("lab/toy", "toy"):
+        asked = {"model": name, "prompt": "a", "max_tokens": 1}
+        assert cors.post("/v1/completions", json=asked).json()["model"] == "lab/toy"
+    answer = cors.post("/v1/completions", json={**asked, "model": "x"})
+    assert "this server has 'lab/toy', 'toy'" in answer.json()["error"]["message"]
+    assert 'model_name="lab/toy"' in cors.get("/metrics").text
 
 
 def test_health_can_be_asked_by_head(http: httpx.Client) -> None:

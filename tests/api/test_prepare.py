@@ -26,7 +26,7 @@ def preparer(
 ) -> RequestBuilder:
     quotas = Quotas(tenants)
     return RequestBuilder(
-        "toy", tokenizer, READY, verification, lambda: READY.drafters, lambda client: 64, quotas
+        ("toy",), tokenizer, READY, verification, lambda: READY.drafters, lambda client: 64, quotas
     )
 
 

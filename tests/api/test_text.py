@@ -43,7 +43,9 @@ def test_a_text_may_go_on_from_another(tmp_path: Path) -> None:
 async def test_completions_go_on_from_their_prompt_and_assistants_begin(tmp_path: Path) -> None:
     spelled = load_tokenizer(save(tmp_path, metaspace(), chat_template=CHAT))
     engine = Ready(tmp_path, 1000, 4096, frozenset(), (), {})
-    prepare = RequestBuilder("toy", spelled, engine, None, lambda: (), lambda client: 8, Quotas())
+    prepare = RequestBuilder(
+        ("toy",), spelled, engine, None, lambda: (), lambda client: 8, Quotas()
+    )
     body: dict[str, Any] = {"prompt": "The quick"}
     (completion,) = await prepare.completion(CompletionBody.model_validate(body), SOMEONE, "job")
     body = {"messages": [{"role": "user", "content": "The quick"}]}

@@ -128,13 +128,13 @@ def _add_openai(app: FastAPI, service: Service, caller_of: Callable[..., Caller]
 
     @app.get("/v1/models", dependencies=[Depends(caller_of)])
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [service.model_card()]}
+        return {"object": "list", "data": [*map(service.model_card, service.model_names)]}
 
     # A model's name may contain slashes.
     @app.get("/v1/models/{model_id:path}", dependencies=[Depends(caller_of)])
     async def model(model_id: str) -> dict[str, Any]:
         service.prepare.check_model(model_id)
-        return service.model_card()
+        return service.model_card(model_id)
 
 
 def _add_infill(app: FastAPI, service: Service, caller_of: Callable[..., Caller]) -> None:

@@ -77,7 +77,7 @@ async def _serve_users(
 ) -> None:
     config = ServeConfig(
         engine=EngineConfig(target=settings.drafter.model),
-        served_model_name=server.limits.target,
+        served_model_name=(server.limits.target,),
     )
     client = EdgeClient(server, _ready(settings, server), max_waiting=config.max_waiting_requests)
     app = create_app(config, client, drafter.tokenizer)

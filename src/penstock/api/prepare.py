@@ -116,7 +116,7 @@ class RequestBuilder:
     max_choices: limit of one client's body, over all its prompts
     quotas: limits of tenants"""
 
-    model_name: str
+    model_names: tuple[str, ...]
     tokenizer: Tokenizer
     engine: Ready
     verification: Literal["coupled", "ratio"] | None
@@ -278,8 +278,9 @@ class RequestBuilder:
 
     def check_model(self, name: str) -> None:
         """Raises: ApiError for any model but this server's."""
-        if name != self.model_name:
-            message = f"model {name!r} does not exist; this server has {self.model_name!r}"
+        if name not in self.model_names:
+            known = ", ".join(map(repr, self.model_names))
+            message = f"model {name!r} does not exist; this server has {known}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def _check(self, body: GenerationBody, caller: Caller, num_prompts: int) -> None:

@@ -132,8 +132,7 @@ def _tracer(config: ServeConfig) -> Tracer | None:
         return None
     from penstock.api.tracing import Tracer
 
-    name = config.served_model_name or config.engine.target_name
-    return Tracer.to(config.otlp_traces_endpoint, name)
+    return Tracer.to(config.otlp_traces_endpoint, config.model_names[0])
 
 
 def _draft_listener(config: DraftersConfig) -> VerificationServer:

@@ -33,13 +33,14 @@ class Service:
     def __init__(self, config: ServeConfig, client: RequestClient, tokenizer: Tokenizer) -> None:
         self.client = client
         self.tokenizer = tokenizer
-        self.model_name = config.served_model_name or config.engine.target_name
+        self.model_names = config.model_names
+        self.model_name = self.model_names[0]
         self.started_at = int(time.time())
         self._timeout_s = config.request_timeout_s
         self._max_wait_s = config.max_wait_s
         self.metrics = Metrics(self.model_name)
         self.prepare = RequestBuilder(
-            self.model_name,
+            self.model_names,
             tokenizer,
             client.info,
             config.engine.verification,
@@ -64,11 +65,11 @@ class Service:
         http.state.ignored_fields = header_value(ignored)
         return body
 
-    def model_card(self) -> dict[str, Any]:
-        """Return the model's entry in `/v1/models`."""
+    def model_card(self, name: str) -> dict[str, Any]:
+        """Return the model's entry in `/v1/models` under one of its names."""
         engine = self.client.info
         card = {
-            "id": self.model_name,
+            "id": name,
             "object": "model",
             "created": self.started_at,
             "owned_by": "penstock",

@@ -22,8 +22,8 @@ _HELP = "/clear starts a new conversation, /exit or Ctrl-D ends."
 
 
 def chat(
-    target: cli.TargetOption = None,
-    drafter: cli.OneDrafterOption = None,
+    target: cli.TargetArgument = None,
+    drafter: cli.DrafterOption = None,
     no_speculation: cli.NoSpeculationOption = False,
     dtype: cli.DtypeOption = None,
     max_tokens: Annotated[
@@ -47,7 +47,6 @@ def chat(
     console = Console(highlight=False, soft_wrap=True)
     with one_line(ConfigError):
         sampling = sampling_of(temperature, seed)
-        options["drafter"] = [drafter] if drafter else None
         config = engine_with(options)
         with Console(stderr=True).status("loading the models"):
             generator = Generator(config)

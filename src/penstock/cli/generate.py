@@ -35,7 +35,7 @@ def generate(
         bool, typer.Option("--raw", help="Continue PROMPT without a chat template.")
     ] = False,
     target: cli.TargetOption = None,
-    drafter: cli.OneDrafterOption = None,
+    drafter: cli.DrafterOption = None,
     no_speculation: cli.NoSpeculationOption = False,
     engine: cli.EngineOption = None,
     dtype: cli.DtypeOption = None,
@@ -54,7 +54,6 @@ def generate(
     with one_line(ConfigError):
         check_text(prompt)
         sampling = sampling_of(temperature, seed)
-        options["drafter"] = [drafter] if drafter else None
         generator = Generator(engine_with(options))
         messages = [{"role": "user", "content": prompt}]
         is_chat = generator.has_chat_template and not raw

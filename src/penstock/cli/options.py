@@ -75,14 +75,6 @@ DrafterOption = Annotated[
         "target's family from the hub.",
     ),
 ]
-OneDrafterOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME|NAME=PATH",
-        help="Use this drafter only; a bare NAME is a bundled one, `ngram`, `suffix` or "
-        "`ngram+NAME`.",
-    ),
-]
 NoSpeculationOption = Annotated[
     bool, typer.Option("--no-speculation", help="No speculative decoding: load no drafters.")
 ]

@@ -53,8 +53,12 @@ def serve(
     ] = None,
     port: Annotated[int | None, typer.Option(metavar="PORT", help="0: a free port. [8000]")] = None,
     served_model_name: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Model name in the API. Default: the target's own."),
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Model name in the API; may be repeated: answers have the first. Default: the "
+            "target's own.",
+        ),
     ] = None,
     api_key: Annotated[
         list[str] | None,

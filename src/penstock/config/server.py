@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from penstock.config.drafters import DraftersConfig
 from penstock.config.engine import EngineConfig
 from penstock.config.model import Model
 from penstock.config.tenants import KeyHash
 
+_Name = Annotated[str, Field(min_length=1)]
+_Names = Annotated[
+    tuple[_Name, ...], BeforeValidator(lambda given: [given] if isinstance(given, str) else given)
+]
+
 
 class ServeConfig(Model):
     """Server settings: engine, address and limits.
 
+    served_model_name: one, or several that requests may give, the first of which answers have
     cors_origins: origins whose web pages may call the API from a browser; `*` is any
     max_waiting_requests: requests without a first token; more get HTTP status 429. A client (a
         tenant where there are API keys, else a network address) may have at most as many as it
@@ -33,7 +39,7 @@ class ServeConfig(Model):
     engine: EngineConfig
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
-    served_model_name: str | None = None
+    served_model_name: _Names = ()
     cors_origins: tuple[str, ...] = ()
     max_waiting_requests: int = Field(default=4096, ge=1)
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024)
@@ -48,6 +54,10 @@ class ServeConfig(Model):
     log_format: Literal["text", "json"] = "text"
     otlp_traces_endpoint: Annotated[str, Field(pattern="^https?://")] | None = None
     drafters: DraftersConfig | None = None
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        return self.served_model_name or (self.engine.target_name,)
 
     @model_validator(mode="after")
     def _one_name_each(self) -> Self:

@@ -71,14 +71,14 @@ def _add_model(app: FastAPI, service: Service, checked: Sequence[params.Depends]
 
     @app.get("/api/tags", dependencies=checked, responses=errors)
     async def tags() -> dict[str, Any]:
-        return {"models": [_card(service)]}
+        return {"models": [_card(service, name) for name in service.model_names]}
 
     @app.get("/api/ps", dependencies=checked, responses=errors)
     async def running() -> dict[str, Any]:
         context = service.client.info.max_request_tokens
         never = "9999-12-31T23:59:59Z"
         loaded = {"expires_at": never, "size_vram": 0, "context_length": context}
-        return {"models": [{**_card(service), **loaded}]}
+        return {"models": [{**_card(service, name), **loaded} for name in service.model_names]}
 
     @app.post(
         "/api/show", dependencies=checked, openapi_extra=body_of(OllamaShow), responses=errors
@@ -117,8 +117,7 @@ async def _refuse(http: Request) -> None:
     raise ApiError(501, f"{path} is not offered: this server has one model, which makes text")
 
 
-def _card(service: Service) -> dict[str, Any]:
-    name = service.model_name
+def _card(service: Service, name: str) -> dict[str, Any]:
     tagged = name if ":" in name else name + LATEST
     return {
         "name": tagged,
