@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,8 +23,9 @@ class Hub:
     """Repositories and faults. Files of weights are in LFS.
 
     repos: files by repository and revision
-    gated: repositories whose files need a token
+    gated: repositories whose files need a token, that of somebody who accepted their terms
     busy: whether all answers are 429
+    pace_s: seconds for each 100 kB of a file
     cuts: bytes after which the next download of a file is cut, by its name
     wrong: files whose content is not that of their SHA-256
     asked: method, file and range of each request for a file"""
@@ -32,6 +34,7 @@ class Hub:
     repos: dict[str, dict[str, dict[str, bytes]]] = field(default_factory=dict)
     gated: set[str] = field(default_factory=set)
     busy: bool = False
+    pace_s: float = 0.0
     cuts: dict[str, list[int]] = field(default_factory=dict)
     wrong: set[str] = field(default_factory=set)
     asked: list[tuple[str, str, str | None]] = field(default_factory=list)
@@ -112,6 +115,9 @@ class _Handler(BaseHTTPRequestHandler):
         if repo in self.hub.gated and "Authorization" not in self.headers:
             self._refuse(401, "GatedRepo")
             return
+        if repo in self.hub.gated and self.headers["Authorization"] == "Bearer hf_stranger":
+            self._refuse(403, "GatedRepo")
+            return
         commit, files = found
         if name not in files:
             self._refuse(404, "EntryNotFound")
@@ -141,7 +147,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(key, value)
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(content[:cut])
+            for start in range(0, len(content[:cut]), 100_000):
+                self.wfile.write(content[start : start + 100_000][: cut and cut - start])
+                time.sleep(self.hub.pace_s)
             self.close_connection = self.close_connection or cut is not None
 
 

@@ -88,6 +88,7 @@ def test_without_arguments_there_is_help(cli: Cli) -> None:
         (["serve", "--port", "70000"], "port: "),
         (["serve", "--dtype", "int4"], "engine.dtype: Input should be 'auto', 'float32'"),
         (["serve", "--kv-dtype", "int4"], "engine.kv_dtype: Input should be 'auto' or 'int8'"),
+        (["serve", "--set", "selecton=lbss"], "'selecton' (did you mean 'selection'?); settings: "),
         (["serve", "--set", "drafter_weights=int3"], "engine.drafter_weights: Input should be"),
         (["serve", "--set", "verification=hope"], "engine.verification: Input should be 'coupled'"),
         (["serve", "--policy", "best"], "engine.policy: unknown policy 'best'; choose from auto, "),

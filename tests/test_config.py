@@ -75,11 +75,11 @@ def test_settings_cannot_be_changed_afterwards() -> None:
         ({}, "engine: Field required"),
         ({"engine": {}}, "engine.target: Field required"),
         ({"engine": 3}, "engine: Input should be a valid dictionary"),
-        ({**engine(), "prot": 80}, "unknown setting 'prot'; settings: engine, host, port, "),
-        (engine(kv_token=64), "engine: unknown setting 'kv_token'; settings: target, drafters, "),
+        ({**engine(), "prot": 80}, "unknown setting 'prot' (did you mean 'port'?); settings: "),
+        (engine(kv_token=64), "engine: unknown setting 'kv_token' (did you mean 'kv_tokens'?); "),
         (
             engine(tenants={"us": {"wait": 2}}),
-            "engine.tenants.us: unknown setting 'wait'; settings: weight, max_running_requests",
+            "engine.tenants.us: unknown setting 'wait' (did you mean 'weight'?); settings: ",
         ),
         ({**engine(), "port": 99999}, "port: Input should be less than or equal to 65535"),
         (engine(kv_tokens=1), "engine.kv_tokens: Input should be greater than or equal to 16"),
@@ -257,7 +257,7 @@ def test_bundles_have_further_settings() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"tennant": "a"}, "unknown setting 'tennant'; settings: tenant, max_draft_tokens"),
+        ({"tennant": "a"}, "unknown setting 'tennant' (did you mean 'tenant'?); settings: ten"),
         ({"max_draft_tokens": -1}, "max_draft_tokens: Input should be greater than or equal to 0"),
         ({"expected_output_tokens": "many"}, "expected_output_tokens: Input should be a valid"),
         ({"tenant": 3}, "tenant: Input should be a valid string"),

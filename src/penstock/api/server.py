@@ -107,10 +107,13 @@ def _facts(model: str, config: ServeConfig, client: EngineClient) -> Iterator[st
     kind = "GGUF" if is_gguf(config.engine.target) else "safetensors"
     threads = f"{facts['num_threads']} thread{'s' * (facts['num_threads'] != 1)}"
     yield f"{model}: {kind}, {facts['dtype']}, {kernels}, {threads}"
+    why = "as asked" if config.drafters is None else "draft servers may connect"
+    if config.engine.look_up == "none" and config.drafters is None:
+        why = "none is named, and tiny targets and vLLM get none by themselves"
     size = "" if facts["kv_bytes"] is None else f" ({facts['kv_bytes'] / 2**30:.2f} GiB)"
     yield (
         f"KV memory of {facts['kv_tokens']:,} tokens{size}, at most {facts['max_model_len']:,} "
-        f"a request; drafters: {', '.join(client.drafters) or 'none'}"
+        f"a request; drafters: {', '.join(client.drafters) or f'none ({why})'}"
     )
 
 

@@ -16,7 +16,7 @@ import typer
 from penstock.cli.options import JsonOption, with_options_of
 from penstock.cli.serve import serve
 from penstock.cli.terminal import SERVE_EXTRA, what_to_install
-from penstock.engine.memory import CGROUP, LESS_MEMORY, MEMORY_SHARE
+from penstock.engine.memory import CGROUP, LESS_MEMORY
 from penstock.json_text import dumps
 
 if TYPE_CHECKING:
@@ -208,10 +208,8 @@ def _memory(config: ServeConfig) -> Finding:
         need = sized_models(config.engine, resolve_placements(config.engine)).need()
     except ValueError as error:
         return Finding("settings", "failure", str(error), "change that setting")
-    if need.weights + need.kv > need.free:
+    if config.engine.device.startswith("cpu") and need.weights + need.kv > need.free:
         return Finding("memory", "failure", str(need), LESS_MEMORY)
-    if need.weights + need.kv > MEMORY_SHARE * need.free:
-        return Finding("memory", "warning", str(need), f"little is left: {LESS_MEMORY}")
     return Finding("memory", "ok", str(need))
 
 

@@ -52,20 +52,8 @@ _TARGET_HELP = (
     "owner/name:QUANT. Default: the bundled family."
 )
 
-TargetArgument = Annotated[
-    str | None,
-    typer.Argument(
-        help=_TARGET_HELP,
-        show_default=False,
-    ),
-]
-TargetOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME|PATH",
-        help=_TARGET_HELP,
-    ),
-]
+TargetArgument = Annotated[str | None, typer.Argument(help=_TARGET_HELP, show_default=False)]
+TargetOption = Annotated[str | None, typer.Option(metavar="NAME|PATH", help=_TARGET_HELP)]
 DrafterOption = Annotated[
     list[str] | None,
     typer.Option(

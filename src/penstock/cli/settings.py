@@ -22,6 +22,7 @@ from penstock.config import (
     hash_of_key,
     parse_config,
     read_settings,
+    unknown_setting,
     yaml_value,
 )
 from penstock.core.policies.bundles import AUTO, BUNDLES
@@ -156,9 +157,7 @@ def _pair(text: str) -> tuple[str, tuple[Any, str]]:
     own, engine = ServeConfig.model_fields, EngineConfig.model_fields
     if where[0] not in own:
         if where[0] not in engine:
-            raise ConfigError(
-                f"{origin}: unknown setting {where[0]!r}; settings: {', '.join([*own, *engine])}"
-            )
+            raise ConfigError(f"{origin}: {unknown_setting(where[0], [*own, *engine])}")
         where.insert(0, _ENGINE)
     if len(where) == 3 and where[1] in _POLICIES and where[2] not in PolicyConfig.model_fields:
         where.insert(2, "options")

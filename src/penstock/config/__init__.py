@@ -24,7 +24,7 @@ from penstock.config.engine import (
     model_name,
 )
 from penstock.config.files import Where, lines_of, read_yaml, yaml_value
-from penstock.config.model import ConfigError, each_once, mistakes_in, parsed
+from penstock.config.model import ConfigError, each_once, mistakes_in, parsed, unknown_setting
 from penstock.config.profiles import ProfilePath, read_profile
 from penstock.config.server import ServeConfig
 from penstock.config.sources import Settings, read_settings
@@ -80,6 +80,7 @@ __all__ = [
     "read_profile",
     "read_settings",
     "read_yaml",
+    "unknown_setting",
     "yaml_value",
 ]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
 from typing import Any, Self, TypeVar
 
 from pydantic import (
@@ -56,9 +57,8 @@ class Model(BaseModel):
         unknown = set(data if isinstance(data, dict) else ()) - set(cls.model_fields)
         if not unknown:
             return handler(data)
-        settings = ", ".join(cls.model_fields)
         mistakes = [
-            _mistake(f"unknown setting {name!r}; settings: {settings}", name=str(name))
+            _mistake(unknown_setting(str(name), [*cls.model_fields]), name=str(name))
             for name in data
             if name in unknown
         ]
@@ -68,6 +68,12 @@ class Model(BaseModel):
             for e in error.errors(include_url=False):
                 mistakes.append(_mistake(e["msg"], e["loc"], _name_in(e)))
         raise ValidationError.from_exception_data(cls.__name__, mistakes, hide_input=True)
+
+
+def unknown_setting(name: str, known: Sequence[str]) -> str:
+    """Return the message on an unknown setting."""
+    close = "".join(f" (did you mean {like!r}?)" for like in get_close_matches(name, known, 1))
+    return f"unknown setting {name!r}{close}; settings: {', '.join(known)}"
 
 
 def address_in(text: str) -> str:

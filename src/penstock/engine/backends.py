@@ -280,16 +280,10 @@ class Models:
         return tokens * sum(each)
 
     def need(self) -> MemoryNeed:
-        """Return the memory that the models on the CPU take."""
+        """Return what the models take, and what this machine has free for those on its CPU."""
         paths = {**self.config.drafter_models, TARGET: self.config.target}
-        tokens, weights, kv = self.num_blocks * self.config.block_size, 0, 0
-        for name, shape in self.shapes.items():
-            place = self.places[name]
-            if place.device.type == "cpu":
-                native = place.backend == "native"
-                weights += model_bytes(paths[name]) if native else weight_bytes(shape, place.dtype)
-                kv += tokens * kv_bytes_per_token(shape, place.kv_dtype)
-        return MemoryNeed(weights, kv, free_memory())
+        weights = sum(model_bytes(paths[name]) for name in self.shapes)
+        return MemoryNeed(weights, self.kv_bytes or 0, free_memory())
 
     def drafter(self, name: str, path: Path) -> ModelDrafter | TextDrafter:
         target, own = self.target, self.tokenizers.get(name)

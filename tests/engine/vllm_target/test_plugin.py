@@ -115,7 +115,7 @@ def test_tenants_are_served_by_weight(runs: Any) -> None:
 @pytest.mark.parametrize(
     ("case", "named"),
     [
-        ("setting", "unknown setting 'admision'; settings: admission, allocation, fairness"),
+        ("setting", "unknown setting 'admision' (did you mean 'admission'?); settings: admission"),
         ("policy", "unknown admission policy 'magic'; choose from fluid_guided"),
         ("whole", "'vllm_v0' computes whole prompts only"),
         ("option", "has no option 'budget'; options: token_budget"),

@@ -73,7 +73,7 @@ class CompletionsClient:
         except TimeoutError as error:
             raise ServerError("its answer is late") from error
         except httpx.HTTPError as error:
-            detail = f": {error}" if isinstance(error, httpx.ConnectError) else ""
+            detail = f" to {self._url}: {error}" if isinstance(error, httpx.ConnectError) else ""
             raise ServerError(f"{type(error).__name__}{detail}") from error
         except (RuntimeError, CancelledError) as error:
             call.close()

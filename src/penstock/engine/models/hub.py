@@ -9,8 +9,11 @@ import errno
 import hashlib
 import re
 import shutil
+import sys
+import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -41,6 +44,8 @@ _NO_MODEL = ("mmproj", "imatrix")
 _MAIN = "main"
 _MARK = ".penstock-unverified"
 """File beside a repository's snapshots, with the name of a file until that is verified."""
+_LOOK_S, _LINE_S = 0.5, 30.0
+"""Seconds between looks at a download, and the most between lines about it."""
 _OFFLINE = "OfflineModeIsEnabled"
 """The library's error under HF_HUB_OFFLINE."""
 
@@ -100,7 +105,7 @@ def fetch(name: HubName, say: Say) -> Path:
         return found
     files = {f.rfilename: f for f in info.siblings or () if _is_plain(f.rfilename, f.size)}
     choice = _chosen(name, files, say)
-    return choice.path(_downloaded(name, choice, files, str(info.sha)))
+    return choice.path(_downloaded(name, choice, files, str(info.sha), say))
 
 
 def cached(name: HubName, say: Say = lambda line: None) -> Path | None:
@@ -241,7 +246,9 @@ def _distance(file: str) -> tuple[bool, int, bool, bool, bool, str]:
 # --- download -----------------------------------------------------------------------------------
 
 
-def _downloaded(name: HubName, choice: _Choice, files: Mapping[str, Any], commit: str) -> Path:
+def _downloaded(
+    name: HubName, choice: _Choice, files: Mapping[str, Any], commit: str, say: Say
+) -> Path:
     """Download missing files one by one, each verified before the next; return their folder."""
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.file_download import repo_folder_name
@@ -257,7 +264,8 @@ def _downloaded(name: HubName, choice: _Choice, files: Mapping[str, Any], commit
         try:
             folder.mkdir(parents=True, exist_ok=True)
             mark.write_text(file)
-            path = hf_hub_download(name.repo, file, revision=name.revision)
+            with _progress(f"{name.text}: {file}", files[file].size or 0, folder, say):
+                path = hf_hub_download(name.repo, file, revision=name.revision)
         except Exception as error:  # as in `fetch`
             raise ConfigError(_advice(name, error)) from error
         _verify(name, Path(path), files[file])
@@ -266,6 +274,27 @@ def _downloaded(name: HubName, choice: _Choice, files: Mapping[str, Any], commit
     if not isinstance(main, str):
         raise ConfigError(f"{name.text} was changed on the hub during the download; run it again")
     return Path(main).parents[choice.main.count("/")]
+
+
+@contextmanager
+def _progress(what: str, size: int, folder: Path, say: Say) -> Iterator[None]:
+    """Say every tenth or 30 s how far a download is, unless a terminal shows its bar."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        told, told_at = 0, time.monotonic()
+        while not (sys.stderr.isatty() or ended.wait(_LOOK_S)):
+            with suppress(OSError):  # one that has just ended
+                found = sum(part.stat().st_size for part in folder.glob("blobs/*.incomplete"))
+                if found - told >= max(size / 10, 1) or time.monotonic() - told_at > _LINE_S:
+                    say(f"{what}: {found / max(size, 1):.0%} of {size / 1e6:.0f} MB")
+                    told, told_at = found, time.monotonic()
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 def _unverified(mark: Path) -> str:
@@ -307,13 +336,14 @@ def _verify(name: HubName, path: Path, file: Any) -> None:
 
 def _advice(name: HubName, error: BaseException) -> str:
     """Return one line on a failed look-up or download that says what to do."""
-    from huggingface_hub import constants
+    from huggingface_hub import constants, get_token
 
     model, hub, kinds = name.text, constants.ENDPOINT, _kinds(error)
-    gated = (
-        f"{model} is gated or private, or does not exist: accept its terms at {hub}/{name.repo}, "
-        "then run `hf auth login` or set HF_TOKEN"
-    )
+    gated = f"{model} is gated or private, or does not exist: accept its terms at {hub}/{name.repo}"
+    if get_token() is None:
+        gated += ", then run `hf auth login` or set HF_TOKEN"
+    else:
+        gated += " with the account of the token that you use; that may also be out of date"
     if _OFFLINE in kinds:
         return (
             f"{model} is not in the cache, and HF_HUB_OFFLINE is set: unset it, or run "
@@ -352,9 +382,10 @@ def _status(error: BaseException) -> int:
 
 
 def _short(error: BaseException) -> str:
-    """Return the HTTP status, or the last cause without unprintable characters of the network."""
-    if _status(error):
-        return f"HTTP status {_status(error)}"
+    """Return the hub and its status, or the last cause without unprintable characters of it."""
+    from huggingface_hub import constants
+
     *_, last = _chain(error)
     text = " ".join(str(last).split())[:160]
-    return "".join(filter(str.isprintable, text)) or type(last).__name__
+    told = "".join(filter(str.isprintable, text)) or type(last).__name__
+    return f"{constants.ENDPOINT}: {f'HTTP status {_status(error)}' if _status(error) else told}"

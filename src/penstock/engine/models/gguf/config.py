@@ -159,14 +159,13 @@ def _own(metadata: Metadata) -> dict[str, Any]:
     if metadata.architecture == "phi3":
         return {"sliding_window": window}
     if metadata.architecture == "gemma3":
+        pattern = metadata.whole("attention.sliding_window_pattern", _GEMMA_PATTERN)
         scaled_by = metadata.head_dim
         if metadata.whole("block_count") == _GEMMA_27B_LAYERS:
             scaled_by = metadata.whole("embedding_length") // metadata.whole("attention.head_count")
         return {
             "sliding_window": metadata.whole("attention.sliding_window"),
-            "sliding_window_pattern": metadata.whole(
-                "attention.sliding_window_pattern", _GEMMA_PATTERN
-            ),
+            "sliding_window_pattern": pattern,
             "rope_local_base_freq": metadata.number("rope.freq_base_swa", 10_000.0),
             "query_pre_attn_scalar": scaled_by,
         }
@@ -205,10 +204,9 @@ def end_token_ids(file: GgufFile) -> tuple[int, ...]:
 
 
 def _check(file: GgufFile, metadata: Metadata) -> None:
+    computed = _COMPUTED.get(metadata.architecture, ())
     for name, only in _ONLY.items():
-        if metadata.get(name, only) != only and name not in _COMPUTED.get(
-            metadata.architecture, ()
-        ):
+        if metadata.get(name, only) != only and name not in computed:
             raise file.error(
                 f"{metadata.key(name)} is {metadata.get(name)!r}, which is not computed"
             )
