@@ -206,7 +206,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("generate", {"prompt": "a", "options": {"temperature": -1}}, "options.temperature: "),
     ("generate", {"prompt": "a", "options": {"num_predict": "x"}}, "options.num_predict: "),
     ("generate", {"prompt": "a", "options": {"mirostat": 2}}, "options.mirostat: only 0 is"),
-    ("generate", {"prompt": "a" * 9000, "raw": True}, "prompt: "),
+    ("generate", {"prompt": "a" * 9000, "raw": True}, "This model's maximum context length is"),
 ]  # fmt: skip
 
 
