@@ -128,7 +128,9 @@ def _add_openai(app: FastAPI, service: Service, caller_of: Callable[..., Caller]
 
     @app.get("/v1/models", dependencies=[Depends(caller_of)])
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [service.model_card()]}
+        data = [service.model_card()]
+        page = {"has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}
+        return {"object": "list", "data": data, **page}
 
     # A model's name may contain slashes.
     @app.get("/v1/models/{model_id:path}", dependencies=[Depends(caller_of)])

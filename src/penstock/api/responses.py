@@ -7,6 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import UTC, datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -437,6 +438,11 @@ def event(data: JsonDict, kind: str | None = None) -> bytes:
 def as_json(body: JsonDict) -> bytes:
     """Encode without white space; NaN is null."""
     return to_json(body, inf_nan_mode="null")
+
+
+def timestamp(seconds: float) -> str:
+    """Return a time since the epoch as RFC 3339 has it."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 async def collected(job: Generation, form: Form, http: HttpRequest) -> Response:

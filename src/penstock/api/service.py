@@ -16,7 +16,7 @@ from penstock.api.http import EXPECTED_OUTPUT_TOKENS, Caller
 from penstock.api.metrics import Metrics
 from penstock.api.prepare import RequestBuilder
 from penstock.api.response_bodies import ResponsesBody
-from penstock.api.responses import EventStream, Form, Generation, collected
+from penstock.api.responses import EventStream, Form, Generation, collected, timestamp
 from penstock.api.unknown_fields import header_value, ignored_fields
 from penstock.config import ServeConfig
 from penstock.serving.client import RequestClient
@@ -65,7 +65,7 @@ class Service:
         return body
 
     def model_card(self) -> dict[str, Any]:
-        """Return the model's entry in `/v1/models`."""
+        """Return the model's entry in `/v1/models`, with OpenAI's and Anthropic's fields."""
         engine = self.client.info
         card = {
             "id": self.model_name,
@@ -74,6 +74,12 @@ class Service:
             "owned_by": "penstock",
             "max_model_len": engine.max_request_tokens,
             "drafters": list(self.client.drafters),
+            "type": "model",
+            "display_name": self.model_name,
+            "created_at": timestamp(self.started_at),
+            "lifecycle": "active",
+            "max_input_tokens": engine.max_request_tokens,
+            "max_tokens": engine.max_request_tokens,
         }
         if engine.draft_model is not None:
             card["draft_model"] = engine.draft_model

@@ -14,8 +14,8 @@ from penstock.api.body import validated
 from penstock.api.errors import ApiError
 from penstock.api.http import Caller
 from penstock.api.ollama.bodies import LATEST, OllamaBody, OllamaChat, OllamaGenerate, OllamaShow
-from penstock.api.ollama.format import OllamaFormat, timestamp
-from penstock.api.responses import as_json
+from penstock.api.ollama.format import OllamaFormat
+from penstock.api.responses import as_json, timestamp
 from penstock.api.schema import body_of, refusals
 from penstock.api.service import Service
 from penstock.api.tool_calls import format_of

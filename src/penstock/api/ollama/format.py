@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from typing import ClassVar
 
 from pydantic_core import from_json
@@ -13,7 +12,7 @@ from pydantic_core import from_json
 from penstock.api.bodies import GenerationBody
 from penstock.api.choices import Delta, ResponseChoice, usage
 from penstock.api.errors import ApiError
-from penstock.api.responses import Form, Generation, JsonDict, as_json
+from penstock.api.responses import Form, Generation, JsonDict, as_json, timestamp
 from penstock.api.tool_calls import CallPiece
 
 PATH = "/api/"
@@ -79,11 +78,6 @@ class OllamaFormat(Form):
             "eval_duration": _nanoseconds(now - first),
             "speculation": counted["speculation"],
         }
-
-
-def timestamp(seconds: float) -> str:
-    """Return a time since the epoch as RFC 3339 has it."""
-    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 def _called(piece: CallPiece) -> JsonDict:
