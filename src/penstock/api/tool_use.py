@@ -215,7 +215,8 @@ def _call_schema(tool: Tool, key: str, place: str) -> dict[str, Any]:
 def _moved(schema: Any, place: str) -> Any:
     """Return a schema with references moved to `place`."""
     made = with_parts(schema, lambda _, part: _moved(part, place))
-    if isinstance(made, dict) and str(ref := made.get("$ref")).startswith("#"):
+    ref = made.get("$ref") if isinstance(made, dict) else None
+    if isinstance(ref, str) and ref.startswith("#"):
         made["$ref"] = f"#{place}{ref[1:]}"
     return made
 

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import typer
 
-from penstock.cli.memory import CGROUP, MEMINFO, MEMORY_SHARE, free_memory, model_bytes
+from penstock.cli.memory import CGROUP, MEMINFO, MEMORY_SHARE, free_memory
 from penstock.cli.options import JsonOption, with_options_of
 from penstock.cli.serve import serve
 from penstock.cli.terminal import SERVE_EXTRA, what_to_install
+from penstock.engine.models.checkpoint import model_bytes
 from penstock.json_text import dumps
 
 if TYPE_CHECKING:

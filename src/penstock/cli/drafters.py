@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.cli.memory import CGROUP, MEMINFO, MEMORY_SHARE, free_memory, model_bytes
+from penstock.cli.memory import CGROUP, MEMINFO, MEMORY_SHARE, free_memory
+from penstock.engine.models.checkpoint import model_bytes
 from penstock.engine.models.hub import HubName, Say, cached, fetch
 from penstock.engine.models.pairs import SmallModel, small_models
 

@@ -11,14 +11,6 @@ MEMORY_SHARE = 0.8
 """Share of the free memory that models may take, as KV memory is added."""
 
 
-def model_bytes(path: Path) -> int:
-    """Return the bytes of a model's weights: of GGUF files, or of a folder's safetensors."""
-    from penstock.engine.models.checkpoint import part_names
-
-    files = list(path.glob("*.safetensors")) if path.is_dir() else part_names(path)
-    return sum(file.stat().st_size for file in files if file.is_file())
-
-
 def free_memory(meminfo: Path, cgroup: Path) -> int | None:
     """Return free bytes of the machine and the control group (version 2 or 1); None: unknown."""
     free: list[int] = []

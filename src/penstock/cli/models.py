@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cli.drafters import automatic_drafter
-from penstock.cli.memory import model_bytes
 from penstock.cli.terminal import note
 from penstock.config import (
     LOOK_UPS,
@@ -19,7 +18,7 @@ from penstock.config import (
     each_once,
     model_name,
 )
-from penstock.engine.models.checkpoint import is_gguf
+from penstock.engine.models.checkpoint import is_gguf, model_bytes
 from penstock.engine.models.hub import HubName, cached, fetch
 from penstock.zoo.registry import DEFAULT_DRAFTER, DEFAULT_TARGET, ModelCard, bundled_models
 

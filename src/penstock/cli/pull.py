@@ -53,7 +53,7 @@ def _size(num_bytes: int) -> str:
 
 def _rows() -> Iterator[dict[str, Any]]:
     from penstock.cli.drafters import cached_drafter
-    from penstock.cli.memory import model_bytes
+    from penstock.engine.models.checkpoint import model_bytes
     from penstock.engine.models.hub import cached_models
     from penstock.zoo.registry import bundled_models
 

@@ -116,3 +116,9 @@ def part_names(path: Path) -> list[Path]:
     stem, digits, suffix = path.name[: named.start()], named[2], path.name[named.end(2) :]
     numbers = range(1, int(digits) + 1)
     return [path.with_name(f"{stem}-{number:05d}-of-{digits}{suffix}") for number in numbers]
+
+
+def model_bytes(path: Path) -> int:
+    """Return the bytes of a model's weights: of GGUF files, or of a folder's safetensors."""
+    files = list(path.glob("*.safetensors")) if path.is_dir() else part_names(path)
+    return sum(file.stat().st_size for file in files if file.is_file())
