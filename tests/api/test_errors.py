@@ -180,7 +180,7 @@ def test_a_prompt_far_too_long_is_never_tokenised_whole(http, monkeypatch, path,
 LONG = [{"role": "user", "content": "word " * 600}]
 OVERFLOWS: list[tuple[str, dict[str, Any], str]] = [
     ("completions", {"prompt": [5] * 600},
-     "However, your prompt resulted in at least 600 tokens, of which 511 would leave room for"),
+     "However, your prompt resulted in at least 600 tokens; 511 leave room."),
     ("completions", {"prompt": [5] * 500, "max_tokens": 20},
      "However, you requested 520 tokens (500 in the prompt, 20 in the completion)."),
     ("chat/completions", {"messages": LONG}, "However, your messages resulted in at least "),

@@ -43,11 +43,8 @@ EITHER: dict[str, Any] = {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}
 SCHEMAS: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "plain": (obj("a"), [{"a": 1}], [{"a": 1, "z": 1}, {"z": 1}]),
     "said to be open": (obj("a", additionalProperties=True), [{"a": 1, "z": 1}], [{"z": 1}]),
-    "a dictionary": (
-        {"type": "object", "additionalProperties": obj("a")},
-        [{"z": {"a": 1}}],
-        [{"z": {"a": 1, "z": 1}}],
-    ),
+    "a dictionary": ({"type": "object", "additionalProperties": obj("a")}, [{"z": {"a": 1}}],
+     [{"z": {"a": 1, "z": 1}}]),
     "any object": ({"type": "object"}, [{"z": 1}, {}], []),
     "an empty one": (obj(), [{}], [{"z": 1}]),
     "of more than it names": (obj(minProperties=1), [{"z": 1}], [{}]),
@@ -60,50 +57,28 @@ SCHEMAS: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "a long tuple": ({"prefixItems": [True], "minItems": 2}, [[1, 2, 3]], [[1]]),
     "a reference": ({**B, **REF}, [{"b": 1}], [{"b": 1, "z": 1}]),
     "recursive": (NODE, [{"v": 1, "next": {"v": 2}}], [{"v": 1, "next": {"v": 2, "z": 1}}]),
-    "any of": (
-        {**B, "anyOf": [obj("a"), REF, {"type": "null"}]},
-        [{"a": 1}, {"b": 1}, None],
-        [{"a": 1, "b": 1}, {"b": 1, "z": 1}],
-    ),
-    "any of, beside names": (
-        {**B, **obj("k"), "anyOf": [obj("a"), REF]},
-        [{"k": 1, "a": 1}, {"k": 1, "b": 1}],
-        [{"k": 1}, {"k": 1, "a": 1, "b": 1}, {"k": 1, "b": 1, "z": 1}],
-    ),
-    "either is required": (
-        obj("a", "b", required=[], **EITHER),
-        [{"a": 1}],
-        [{}, {"a": 1, "z": 1}],
-    ),
+    "any of": ({**B, "anyOf": [obj("a"), REF, {"type": "null"}]}, [{"a": 1}, {"b": 1}, None],
+     [{"a": 1, "b": 1}, {"b": 1, "z": 1}]),
+    "any of, beside names": ({**B, **obj("k"), "anyOf": [obj("a"), REF]},
+     [{"k": 1, "a": 1}, {"k": 1, "b": 1}],
+     [{"k": 1}, {"k": 1, "a": 1, "b": 1}, {"k": 1, "b": 1, "z": 1}]),
+    "either is required": (obj("a", "b", required=[], **EITHER), [{"a": 1}],
+     [{}, {"a": 1, "z": 1}]),
     "one of": ({"oneOf": KINDS}, [{"k": "a", "x": 1}], [{"k": "b", "z": 1}]),
     "all of": ({"allOf": [obj("a"), obj("b")]}, [{"a": 1, "b": 1}], [{"a": 1, "b": 1, "z": 1}]),
-    "all of, with references": (
-        {**B, "allOf": [REF, obj("a")], "properties": {"c": REF}},
-        [{"b": 1, "a": 1}, {"b": 1, "a": 1, "c": {"b": 1}}],
-        [{"b": 1, "a": 1, "z": 1}, {"b": 1, "a": 1, "c": {"b": 1, "z": 1}}],
-    ),
-    "a reference beside names": (
-        {**B, **REF, "properties": {"a": {}}},
-        [{"b": 1}, {"b": 1, "a": 1}],
-        [{"b": 1, "z": 1}],
-    ),
-    "all of, with any of inside": (
-        {"allOf": [{"anyOf": [obj("a"), obj("b")]}, obj("c")]},
-        [{"a": 1, "c": 1}, {"b": 1, "c": 1}],
-        [{"a": 1, "c": 1, "z": 1}],
-    ),
-    "all of beside any of": (
-        {"allOf": [obj("c")], "anyOf": [obj("a"), obj("b")]},
-        [{"c": 1, "a": 1}, {"c": 1, "b": 1}],
-        [{"c": 1, "a": 1, "z": 1}],
-    ),
-    "all of, one of them open": (
-        {"allOf": [obj("a", additionalProperties=True), obj("b")]},
-        [{"a": 1, "b": 1, "z": 1}],
-        [{"a": 1}],
-    ),
+    "all of, with references": ({**B, "allOf": [REF, obj("a")], "properties": {"c": REF}},
+     [{"b": 1, "a": 1}, {"b": 1, "a": 1, "c": {"b": 1}}],
+     [{"b": 1, "a": 1, "z": 1}, {"b": 1, "a": 1, "c": {"b": 1, "z": 1}}]),
+    "a reference beside names": ({**B, **REF, "properties": {"a": {}}},
+     [{"b": 1}, {"b": 1, "a": 1}], [{"b": 1, "z": 1}]),
+    "all of, with any of inside": ({"allOf": [{"anyOf": [obj("a"), obj("b")]}, obj("c")]},
+     [{"a": 1, "c": 1}, {"b": 1, "c": 1}], [{"a": 1, "c": 1, "z": 1}]),
+    "all of beside any of": ({"allOf": [obj("c")], "anyOf": [obj("a"), obj("b")]},
+     [{"c": 1, "a": 1}, {"c": 1, "b": 1}], [{"c": 1, "a": 1, "z": 1}]),
+    "all of, one of them open": ({"allOf": [obj("a", additionalProperties=True), obj("b")]},
+     [{"a": 1, "b": 1, "z": 1}], [{"a": 1}]),
     "a value like a schema": ({"const": obj()}, [obj()], [{}]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

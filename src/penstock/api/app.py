@@ -16,7 +16,7 @@ from penstock.api import errors
 from penstock.api.anthropic.endpoints import add_messages
 from penstock.api.bodies import ChatBody, CompletionBody, ExtraFile, GenerationBody, InfillBody
 from penstock.api.body import validated
-from penstock.api.dashboard import add_dashboard
+from penstock.api.dashboard import add_dashboard, add_home
 from penstock.api.http import (
     IGNORED_FIELDS,
     REQUEST_ID,
@@ -70,6 +70,12 @@ def create_app(config: ServeConfig, client: RequestClient, tokenizer: Tokenizer)
     viewers = ApiKeys({}) if config.open_metrics else api_keys
     _add_operations(app, service, viewers)
     add_dashboard(app, client, service.metrics, viewers)
+
+    def models(http: Request) -> list[dict[str, Any]]:
+        api_keys.caller(http.headers.get("authorization"), client_network(http.scope))
+        return [service.model_card()]
+
+    add_home(app, models)
     return app
 
 

@@ -93,23 +93,16 @@ class ContextOverflow(ApiError):
         asked = (
             f"you requested {num_tokens + max_tokens} tokens ({num_tokens} in the prompt, "
             f"{max_tokens} in the completion)"
-            if max_tokens
-            else f"your {param} resulted in at least {num_tokens} tokens, of which {limit - 1} "
-            "would leave room for an answer"
         )
-        super().__init__(
-            400,
-            f"This model's maximum context length is {limit} tokens. However, {asked}.",
-            param=param,
-            code="context_length_exceeded",
-        )
+        if not max_tokens:
+            asked = f"your {param} resulted in at least {num_tokens} tokens; {limit - 1} leave room"
+        message = f"This model's maximum context length is {limit} tokens. However, {asked}."
+        super().__init__(400, message, param=param, code="context_length_exceeded")
         self._in_messages = f"prompt is too long: {num_tokens} tokens > {limit - 1} maximum"
 
     def body(self, path: str = "") -> dict[str, Any]:
-        made = super().body(path)
-        if path.startswith("/v1/messages"):
-            made["error"]["message"] = self._in_messages
-        return made
+        told = path.startswith("/v1/messages")
+        return ApiError(400, self._in_messages).body(path) if told else super().body(path)
 
 
 def from_validation(error: ValidationError) -> ApiError:

@@ -79,7 +79,6 @@ class Service:
             "created_at": timestamp(self.started_at),
             "lifecycle": "active",
             "max_input_tokens": engine.max_request_tokens,
-            "max_tokens": engine.max_request_tokens,
         }
         if engine.draft_model is not None:
             card["draft_model"] = engine.draft_model

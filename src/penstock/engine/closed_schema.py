@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import unquote
@@ -17,13 +18,14 @@ _MAX_SIZE = 100_000
 
 
 def closed(schema: Any) -> Any:
-    """Return a schema whose objects have no other properties than those it names.
+    """Return a schema, or its text, whose objects have no other properties than those it names.
 
     As with `unevaluatedProperties: false`, which llguidance does not know, where a schema has no
     `additionalProperties`; likewise arrays end behind their `prefixItems`. An object without any
     names stays free. A schema that is malformed or has too large combinations stays as it is."""
     try:
-        return _Closer(schema).closed(schema)
+        read = json.loads(schema) if isinstance(schema, str) else schema
+        return _Closer(read).closed(read)
     except (AttributeError, LookupError, TypeError, ValueError, RecursionError):
         return schema  # malformed ones are for llguidance to refuse
 
@@ -78,8 +80,7 @@ class _Closer:
 
         def change(keyword: str, part: Any) -> Any:
             if keyword in _COMBINED or keyword == "$ref":
-                is_beside = fork is not None and keyword != fork
-                return self.closed(part, tuple(names), is_open or is_beside)
+                return self.closed(part, tuple(names), is_open or fork not in (None, keyword))
             return self.closed(part)
 
         made: dict[str, Any] = with_parts(schema, change)
@@ -95,16 +96,15 @@ class _Closer:
 
     def _gather(
         self,
-        schema: Mapping[str, Any],
+        schema: Any,
         fork: str | None,
         names: dict[str, bool],
         required: list[str],
         seen: set[str],
     ) -> bool:
-        """Add the names for the object that a schema describes, without those of its `fork`.
+        """Add the names for an object, without those of the schema's `fork`.
 
-        names: in their order. required: further ones. Returns whether any part but itself allows
-        others."""
+        required: names that may come last. Returns whether any part but itself allows others."""
         allows = False
         for keyword, value in schema.items():
             parts = value if keyword in _COMBINED and keyword != fork else []

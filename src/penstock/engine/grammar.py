@@ -78,7 +78,7 @@ def grammar_of(kind: GrammarKind, value: Any) -> str:
     if value is False:
         raise GrammarError("Unsatisfiable schema: it is false")
     if kind == "json":
-        value = closed(_read(value))
+        value = closed(value)
     text = value if isinstance(value, str) else json.dumps({} if value is True else value)
     if len(text) > _MAX_LENGTH:
         raise GrammarError(f"has {len(text)} characters; at most {_MAX_LENGTH} are allowed")
@@ -90,14 +90,6 @@ def grammar_of(kind: GrammarKind, value: Any) -> str:
         return grammar_from(kind, text)
     except (ValueError, RecursionError) as error:
         raise GrammarError(_one_line(str(error))) from error
-
-
-def _read(schema: Any) -> Any:
-    """Return a schema that is given as text; as it is where it cannot be read."""
-    try:
-        return json.loads(schema) if isinstance(schema, str) else schema
-    except (ValueError, RecursionError):
-        return schema
 
 
 def lark_json(schema: Mapping[str, Any]) -> str:

@@ -47,12 +47,9 @@ def add_ollama(app: FastAPI, service: Service, caller_of: Callable[..., Caller])
     checked = [Depends(caller_of)]
 
     async def answer(http: Request, caller: Caller, body: OllamaBody) -> Response:
-        tokenizer, is_chat = (
-            service.tokenizer if body.logprobs else None,
-            isinstance(body, OllamaChat),
-        )
-        form, asked = OllamaFormat(body.model, tokenizer, is_chat=is_chat), body.asked()
-        job_id = f"ollama-{uuid4().hex}"
+        tokenizer = service.tokenizer if body.logprobs else None
+        form = OllamaFormat(body.model, tokenizer, is_chat=isinstance(body, OllamaChat))
+        job_id, asked = f"ollama-{uuid4().hex}", body.asked()
         if asked is None:
             service.prepare.check_model(body.model)
             loaded = form.loaded("unload" if body.unloads else "load")

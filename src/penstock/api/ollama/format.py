@@ -9,17 +9,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic_core import from_json
 
+from penstock.api import responses
 from penstock.api.bodies import GenerationBody
 from penstock.api.choices import Delta, ResponseChoice, usage
 from penstock.api.errors import ApiError
-from penstock.api.responses import (
-    Form,
-    Generation,
-    JsonDict,
-    as_json,
-    logprob_entries,
-    timestamp,
-)
+from penstock.api.responses import Form, Generation, JsonDict, as_json, timestamp
 from penstock.api.tool_calls import CallPiece
 
 if TYPE_CHECKING:
@@ -66,7 +60,7 @@ class OllamaFormat(Form):
     def _logprobs_of(self, delta: Delta) -> JsonDict:
         if self._tokenizer is None or not delta.tokens:
             return {}
-        return {"logprobs": logprob_entries(delta.tokens, self._tokenizer)}
+        return {"logprobs": responses.logprob_entries(delta.tokens, self._tokenizer)}
 
     def _said(self, delta: Delta) -> JsonDict:
         head: JsonDict = {"model": self._model, "created_at": timestamp(time.time())}
