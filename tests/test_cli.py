@@ -341,7 +341,7 @@ def test_chat_needs_a_template(cli: Cli, family: dict[str, ModelCard]) -> None:
         (["", "--max-tokens", "5"], "the prompt must not be empty"),
         (["\udcff\udcfe"], "the prompt is not valid UTF-8"),
         (["Hi", "--max-tokens", "0"], "--max-tokens"),
-        (["Hi", "--max-tokens", "100000"], "context length is 512 tokens"),
+        (["Hi", "--max-tokens", "100000"], "context of 512 tokens"),
         (["Hi", "--temperature", "-1"], "--temperature"),
         (["Hi", "--temperature", "inf"], "--temperature must be finite, not inf"),
         (["Hi", "--seed", "-1"], "--seed"),

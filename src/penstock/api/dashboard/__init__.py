@@ -1,6 +1,6 @@
 """The pages at `/`, what is served, and `/dashboard`: figures of the server, and a playground.
 
-Their files load nothing from other servers and need no key; the data in them do."""
+Their files load nothing from other servers and need no key; the data that they show do."""
 
 from __future__ import annotations
 
