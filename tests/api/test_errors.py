@@ -1,10 +1,16 @@
+import importlib.util
 import json
+import os
+import re
+import subprocess
+import sys
 from typing import Any
 
 import httpx
 import openai
 import pytest
 from pydantic import ValidationError
+from tests.serving.harness import RunningServer
 
 from penstock.api.bodies import CompletionBody
 from penstock.engine.tokenizer import Tokenizer
@@ -22,8 +28,8 @@ COMPLETIONS: list[tuple[dict[str, Any], int, str]] = [
     ({"prompt": [1.5]}, 400, "prompt: must be a string, a list of strings"),
     ({"prompt": [-1]}, 400, "prompt: must be a string, a list of strings"),
     ({"prompt": [4096]}, 400, "token ids go from 0 to 4095, not to 4096"),
-    ({"prompt": "a " * 600}, 400, "context of 512 tokens"),
-    ({"prompt": "a", "max_tokens": 512}, 400, "context of 512 tokens"),
+    ({"prompt": "a " * 600}, 400, "context length is 512 tokens. However, "),
+    ({"prompt": "a", "max_tokens": 512}, 400, "context length is 512 tokens. However, "),
     ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens: "),
     ({"prompt": "a", "max_tokens": -5}, 400, "max_tokens: "),
     ({"prompt": "a", "max_tokens": "7"}, 400, "max_tokens: "),
@@ -80,12 +86,20 @@ CHATS: list[tuple[dict[str, Any], int, str]] = [
         400,
         "messages.0.content: must be a string or a list of text parts; images, audio and files are",
     ),
-    ({"messages": [{"role": "user", "content": "a " * 600}]}, 400, "context of 512 tokens"),
+    (
+        {"messages": [{"role": "user", "content": "a " * 600}]},
+        400,
+        "context length is 512 tokens. However, ",
+    ),
     ({"messages": USER, "top_logprobs": 2}, 400, "top_logprobs is only allowed with logprobs"),
     ({"messages": USER, "logprobs": 1}, 400, "logprobs: "),
     ({"messages": USER, "prompt": "a"}, 400, "prompt: is not supported"),
     ({"messages": USER, "max_tokens": 1, "max_completion_tokens": 2}, 400, "not both"),
-    ({"messages": USER, "max_completion_tokens": 512}, 400, "context of 512 tokens"),
+    (
+        {"messages": USER, "max_completion_tokens": 512},
+        400,
+        "context length is 512 tokens. However, ",
+    ),
     ({"messages": USER, "top_k": 2**32}, 400, "top_k: "),
     ({"messages": USER, "stop_token_ids": [2**32]}, 400, "stop_token_ids: token ids go from 0 to"),
 ]
@@ -158,9 +172,73 @@ def test_a_prompt_far_too_long_is_never_tokenised_whole(http, monkeypatch, path,
     if path == "/v1/completions":
         bodies = [{"prompt": text}, {"prompt": ["a", text]}]
     for body in bodies:
-        error = refused(http.post(path, json=body), 400, "context of 512 tokens")
+        error = refused(http.post(path, json=body), 400, "context length is 512 tokens. However, ")
         assert error["code"] == "context_length_exceeded"
     assert sum(sizes) < 2 * 14 * 512
+
+
+LONG = [{"role": "user", "content": "word " * 600}]
+OVERFLOWS: list[tuple[str, dict[str, Any], str]] = [
+    ("completions", {"prompt": [5] * 600},
+     "However, your prompt resulted in at least 600 tokens; 511 leave room."),
+    ("completions", {"prompt": [5] * 500, "max_tokens": 20},
+     "However, you requested 520 tokens (500 in the prompt, 20 in the completion)."),
+    ("chat/completions", {"messages": LONG}, "However, your messages resulted in at least "),
+    ("chat/completions", {"messages": LONG, "stream": True}, "However, your messages resulted in"),
+    ("responses", {"input": "word " * 600}, "However, your messages resulted in at least "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "words"), OVERFLOWS)
+def test_a_context_overflow_in_openais_words(http, path, body, words) -> None:
+    error = refused(http.post(f"/v1/{path}", json=body), 400, words)
+    assert error["message"].startswith("This model's maximum context length is 512 tokens. ")
+    assert (error["type"], error["code"]) == ("invalid_request_error", "context_length_exceeded")
+
+
+@pytest.mark.parametrize("path", ["messages", "messages/count_tokens"])
+def test_a_context_overflow_in_anthropics_words(http: httpx.Client, path: str) -> None:
+    answer = http.post(f"/v1/{path}", json={"model": "toy", "max_tokens": 9, "messages": LONG})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    told = re.fullmatch(r"prompt is too long: (\d+) tokens > 511 maximum", error["message"])
+    assert told is not None
+    assert int(told[1]) > 512
+    assert error["type"] == "invalid_request_error"
+
+
+LITELLM = """
+import sys
+import litellm
+
+def asked(call, model, **fields):
+    try:
+        call(model=model, api_key="none", **fields)
+    except litellm.ContextWindowExceededError:
+        print(call.__name__, model)
+
+text, url = "word " * 600, sys.argv[1]
+told = {"messages": [{"role": "user", "content": text}], "max_tokens": 9, "num_retries": 0}
+for model in ("openai/toy", "hosted_vllm/toy"):
+    asked(litellm.completion, model, api_base=url + "/v1", **told)
+asked(litellm.completion, "anthropic/toy", api_base=url, **told)
+asked(litellm.text_completion, "openai/toy", prompt=text, api_base=url + "/v1")
+asked(litellm.responses, "openai/toy", input=text, api_base=url + "/v1")
+"""
+
+
+@pytest.mark.slow
+def test_a_context_overflow_is_known_to_litellm(server: RunningServer) -> None:
+    if importlib.util.find_spec("litellm") is None:
+        pytest.skip("litellm is not installed")
+    own = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", **os.environ}
+    asked = [sys.executable, "-c", LITELLM, server.url]
+    ran = subprocess.run(asked, env=own, check=False, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert [line for line in ran.stdout.splitlines() if line.endswith("/toy")] == [
+        "completion openai/toy", "completion hosted_vllm/toy", "completion anthropic/toy",
+        "text_completion openai/toy", "responses openai/toy",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("prompt", [[1] * 10_000, [[1]] * 10_000])

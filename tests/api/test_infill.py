@@ -4,12 +4,14 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from urllib.request import Request, urlopen
 
 import httpx
+import ollama
 import pytest
 from tests.api.test_prepare import preparer
 from tests.engine.test_fill import with_tokens
@@ -164,3 +166,16 @@ def test_a_model_without_fill_in_the_middle_tokens(http: httpx.Client) -> None:
     error = http.post("/infill", json=ECHO).json()["error"]
     assert error["param"] == "input_suffix"
     assert "has no fill-in-the-middle tokens" in error["message"]
+
+
+def test_ollamas_form(filling: RunningServer) -> None:
+    body = {"prompt": "one two", "suffix": "three", "max_tokens": 9, "temperature": 0}
+    expected = httpx.post(f"{filling.url}/v1/completions", json=body, timeout=60).json()
+    with closing(ollama.Client(filling.url, timeout=60)) as client:
+        options = {"temperature": 0, "num_predict": 9}
+        made = client.generate("toy", "one two", suffix="three", options=options)
+        assert made.response == expected["choices"][0]["text"]
+        assert made.prompt_eval_count == expected["usage"]["prompt_tokens"]
+        before = client.generate("toy", suffix="three", options=options)
+        assert (before.prompt_eval_count or 0) < (made.prompt_eval_count or 0)
+        assert client.show("toy").capabilities == ["completion", "insert"]

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -195,12 +196,12 @@ def test_count_tokens(tools: anthropic.Anthropic) -> None:
     assert tools.messages.count_tokens(tools=[WEATHER], **asked).input_tokens > counted + 20
 
 
-def test_a_schema() -> None:
+@pytest.mark.parametrize("old", [False, True])
+def test_a_schema(old: bool) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
-    form = {"format": {"type": "json_schema", "schema": schema}}
-    body = MessagesBody.model_validate(
-        {"max_tokens": 1, "messages": user("a"), "output_config": form}
-    )
+    form = {"type": "json_schema", "schema": schema}
+    asked = {"output_format": form} if old else {"output_config": {"format": form}}
+    body = MessagesBody.model_validate({"max_tokens": 1, "messages": user("a"), **asked})
     assert body.as_chat().structures == [Structure("response_format", "json", schema)]
 
 
@@ -273,8 +274,12 @@ def test_a_last_turn_of_the_assistant_goes_on() -> None:
 
 
 def test_models(claude: anthropic.Anthropic) -> None:
-    assert [model.id for model in claude.models.list()] == ["toy"]
-    assert claude.models.retrieve("toy").id == "toy"
+    listed = claude.models.list()
+    assert (listed.first_id, listed.last_id, listed.has_more) == ("toy", "toy", False)
+    for model in (*listed, *claude.beta.models.list(), claude.models.retrieve("toy")):
+        assert (model.id, model.type, model.display_name) == ("toy", "model", "toy")
+        assert abs((datetime.now(UTC) - model.created_at).total_seconds()) < 3600
+        assert (model.lifecycle, model.max_input_tokens) == ("active", 512)
 
 
 IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.com/a.png"}}
@@ -289,6 +294,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": user(7)}, "messages.0.content: "),
     ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
     ({"max_tokens": None}, "max_tokens: Field required"),
+    (
+        {"output_format": {"type": "text"}, "output_config": {"format": {"type": "text"}}},
+        "the body is wrong: give output_config.format or output_format, not both",
+    ),
+    ({"output_format": {"type": "xml"}}, "output_format.type: Input should be"),
     ({"n": 2}, "the body is wrong: n is not a field of messages"),
     ({"mcp_servers": [{"type": "url"}]}, "mcp_servers: only [] is supported"),
     ({"stop_sequences": [""]}, "stop_sequences: a stop string must not be empty"),

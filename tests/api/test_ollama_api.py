@@ -17,6 +17,7 @@ from penstock.api.bodies import ChatBody
 from penstock.api.body import Structure
 from penstock.api.ollama.bodies import OllamaChat, OllamaGenerate
 from penstock.config import hash_of_key
+from penstock.zoo.registry import bundled_models
 
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
 
@@ -152,8 +153,42 @@ def test_loading(llama: ollama.Client) -> None:
     """Clients ask for it before the first question."""
     assert llama.generate("toy", keep_alive="5m").done_reason == "load"
     assert llama.chat("toy").done_reason == "load"
+    for nothing in (0, "0", "0s", 0.0):
+        assert llama.generate("toy", keep_alive=nothing).done_reason == "unload"
+        assert llama.chat("toy", keep_alive=nothing).done_reason == "unload"
+    for forever in (-1, "-1m", "10m"):
+        assert llama.chat("toy", keep_alive=forever).done_reason == "load"
+    assert llama.generate("toy", "a", keep_alive=0).done_reason in ("stop", "length")
     with pytest.raises(ollama.ResponseError, match="'other' does not exist"):
         llama.generate("other")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs(llama: ollama.Client, http: httpx.Client, stream: bool) -> None:
+    def told(made: Any) -> list[Any]:
+        return [entry for part in (made if stream else [made]) for entry in part.logprobs or ()]
+
+    asked: Any = {"options": {"num_predict": 6, "temperature": 0}, "stream": stream}
+    asked |= {"logprobs": True, "top_logprobs": 2}
+    plain = {"max_tokens": 6, "temperature": 0, "logprobs": True, "top_logprobs": 2}
+    body = plain | {"messages": user("one two three")}
+    (choice,) = http.post("/v1/chat/completions", json=body).json()["choices"]
+    found = [
+        entry.model_dump() for entry in told(llama.chat("toy", user("one two three"), **asked))
+    ]
+    for entry in (e for one in choice["logprobs"]["content"] for e in (one, *one["top_logprobs"])):
+        entry.pop("bytes")
+    assert found == choice["logprobs"]["content"]
+    assert len(found) == 6
+    assert told(llama.generate("toy", "one two three", **asked)) == told(
+        llama.chat("toy", user("one two three"), **asked)
+    )
+    body = {"prompt": "one two three", "logprobs": 2, "max_tokens": 6, "temperature": 0}
+    (choice,) = http.post("/v1/completions", json=body).json()["choices"]
+    raw = told(llama.generate("toy", "one two three", raw=True, **asked))
+    assert [entry.token for entry in raw] == choice["logprobs"]["tokens"]
+    assert [len(entry.top_logprobs) for entry in raw] == [2] * 6
+    assert llama.chat("toy", user("a")).logprobs is None
 
 
 def test_the_model(tools: ollama.Client, llama: ollama.Client) -> None:
@@ -166,6 +201,16 @@ def test_the_model(tools: ollama.Client, llama: ollama.Client) -> None:
     info = shown.modelinfo or {}
     assert info[f"{info['general.architecture']}.context_length"] == 512
     assert llama.show("toy").capabilities == ["completion"]
+
+
+def test_sizes_of_a_bundled_model(llama: ollama.Client, http: httpx.Client) -> None:
+    card = bundled_models()["target-small"]
+    size = (card.path / "model.safetensors").stat().st_size
+    assert [model.size for model in (*llama.list().models, *llama.ps().models)] == [size] * 2
+    for name in ("model", "name"):
+        shown = http.post("/api/show", json={name: "toy"}).json()
+        assert shown["model_info"]["general.parameter_count"] == card.parameters
+        assert shown["details"]["parameter_size"] == f"{card.parameters / 1e6:.1f}M"
 
 
 def test_the_version(http: httpx.Client) -> None:
@@ -195,10 +240,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("chat", {"messages": [{**user("a")[0], "images": ["x"]}]}, "messages.0.images: only [] is"),
     ("chat", {"messages": [{**user("a")[0], "tool_calls": [{"function": {"name": "f"}}]}]},
      "messages.0: tool_calls are only allowed in messages of the assistant"),
-    ("chat", {"messages": user("a"), "logprobs": True}, "logprobs: only false is supported"),
+    ("chat", {"messages": user("a"), "logprobs": True, "top_logprobs": 21}, "top_logprobs: Input"),
+    ("chat", {"messages": user("a"), "top_logprobs": 1}, "the body is wrong: top_logprobs is only"),
+    ("chat", {"messages": user("a"), "suffix": "b"}, 'suffix: only "" is supported'),
     ("chat", {"messages": user("a"), "prompt": "b"}, "prompt: is not supported"),
     ("chat", {"messages": user("a"), "n": 2}, "the body is wrong: n is not a field of Ollama's"),
-    ("generate", {"prompt": "a", "suffix": "b"}, 'suffix: only "" is supported'),
+    ("generate", {"prompt": "a", "suffix": "b"}, "suffix: this model has no fill-in-the-middle"),
     ("generate", {"prompt": "a", "images": ["x"]}, "images: only [] is supported"),
     ("generate", {"prompt": "a", "context": [1]}, "context: only [] is supported"),
     ("generate", {"prompt": "a", "template": "{{ .Prompt }}"}, 'template: only "" is supported'),
@@ -206,7 +253,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("generate", {"prompt": "a", "options": {"temperature": -1}}, "options.temperature: "),
     ("generate", {"prompt": "a", "options": {"num_predict": "x"}}, "options.num_predict: "),
     ("generate", {"prompt": "a", "options": {"mirostat": 2}}, "options.mirostat: only 0 is"),
-    ("generate", {"prompt": "a" * 9000, "raw": True}, "prompt: "),
+    ("generate", {"prompt": "a" * 9000, "raw": True}, "This model's maximum context length is"),
 ]  # fmt: skip
 
 

@@ -8,12 +8,14 @@ from unittest.mock import AsyncMock
 import httpx
 import openai
 import pytest
+from fastapi import FastAPI
 from tests.api.samples import labelled, samples
 from tests.serving.fakes import TOKENIZER
 from tests.serving.harness import RunningServer, running_server, serve_config
 
 import penstock
 from penstock.api.app import create_app
+from penstock.api.dashboard import add_home
 from penstock.api.server import _facts
 from penstock.config import hash_of_key
 from penstock.engine.tokenizer import load_tokenizer
@@ -46,6 +48,37 @@ KEYED = {
 def keyed_server() -> Iterator[RunningServer]:
     with running_server(serve_config(KEYED, served_model_name="toy")) as running:
         yield running
+
+
+HTML = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+
+
+def test_the_address_itself(http: httpx.Client, keyed_server: RunningServer) -> None:
+    """A person finds what is served, and Ollama's clients find their server."""
+    page = http.get("/", headers=HTML)
+    assert page.headers["content-type"].startswith("text/html")
+    assert "<h2>toy</h2><p>Drafters: toy-drafter</p>" in page.text
+    for link in re.findall(r'href="([^":]+)"', page.text):
+        assert http.get(f"/{link}").status_code == 200, link
+    for method in ("GET", "HEAD"):
+        answer = http.request(method, "/")
+        assert (answer.status_code, answer.headers["vary"]) == (200, "Accept")
+        assert answer.text == ("Ollama is running" if method == "GET" else "")
+    hidden = httpx.get(keyed_server.url, headers=HTML)
+    assert hidden.status_code == 200
+    assert "toy" not in hidden.text
+    assert "with an API key only" in hidden.text
+    known = {**HTML, "Authorization": "Bearer key-s"}
+    assert "<h2>toy</h2>" in httpx.get(keyed_server.url, headers=known).text
+
+
+async def test_names_are_no_html() -> None:
+    app = FastAPI()
+    add_home(app, lambda _: [{"id": "<b>toy</b>", "drafters": ["<i>"]}])
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        page = (await client.get("/", headers=HTML)).text
+    assert "<h2>&lt;b&gt;toy&lt;/b&gt;</h2><p>Drafters: &lt;i&gt;</p>" in page
 
 
 def test_health_and_version(http: httpx.Client) -> None:

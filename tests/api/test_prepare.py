@@ -184,6 +184,6 @@ async def test_top_k_of_minus_one_is_off(tokenizer: Tokenizer) -> None:
 
 
 async def test_what_does_not_fit_the_context_is_refused(tokenizer: Tokenizer) -> None:
-    with pytest.raises(ApiError, match="context of 100 tokens") as refused:
+    with pytest.raises(ApiError, match="context length is 100 tokens") as refused:
         await completion(preparer(tokenizer), prompt=[5] * 100)
     assert refused.value.code == "context_length_exceeded"

@@ -69,6 +69,40 @@ def test_a_schema_in_every_spelling(real: RunningServer, fields: dict[str, Any])
     assert chat(real, **fields, seed=2) != text
 
 
+class Pet(BaseModel):
+    name: Annotated[str, Field(max_length=12)]
+    age: Annotated[int, Field(ge=0, le=30)]
+
+
+PET = Pet.model_json_schema()
+DOORS: dict[str, tuple[str, dict[str, Any]]] = {
+    "response_format": ("v1/chat/completions", {"response_format": named(PET)}),
+    "guided_json": ("v1/chat/completions", {"guided_json": PET}),
+    "structured_outputs": ("v1/chat/completions", {"structured_outputs": {"json": PET}}),
+    "format": ("api/chat", {"format": PET, "stream": False, "model": "toy"}),
+    "output_format": ("v1/messages", {"output_format": {"type": "json_schema", "schema": PET}}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("door", DOORS)
+def test_a_class_of_two_fields_has_these_fields(real: RunningServer, door: str) -> None:
+    """As pydantic writes its schema: without `additionalProperties`."""
+    path, fields = DOORS[door]
+    texts = set[str]()
+    for drafter in ("none", "tiny", "ngram"):
+        body = {"messages": USER, "max_tokens": 200, "temperature": 0, **fields}
+        body["options"] = {"temperature": 0, "num_predict": 200}
+        body["speculation"] = {"drafter": drafter}
+        answer = httpx.post(f"{real.url}/{path}", json=body, timeout=60).json()
+        said = answer["choices"][0] if "choices" in answer else answer
+        said = said.get("message", said)["content"]
+        texts.add(said if isinstance(said, str) else said[0]["text"])
+    (text,) = texts
+    assert list(json.loads(text)) == ["name", "age"]
+    Pet.model_validate_json(text)
+
+
 @pytest.mark.slow
 def test_the_other_kinds(real: RunningServer) -> None:
     short = {"max_tokens": 40}

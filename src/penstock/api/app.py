@@ -16,7 +16,7 @@ from penstock.api import errors
 from penstock.api.anthropic.endpoints import add_messages
 from penstock.api.bodies import ChatBody, CompletionBody, ExtraFile, GenerationBody, InfillBody
 from penstock.api.body import validated
-from penstock.api.dashboard import add_dashboard
+from penstock.api.dashboard import add_dashboard, add_home
 from penstock.api.http import (
     IGNORED_FIELDS,
     REQUEST_ID,
@@ -70,6 +70,12 @@ def create_app(config: ServeConfig, client: RequestClient, tokenizer: Tokenizer)
     viewers = ApiKeys({}) if config.open_metrics else api_keys
     _add_operations(app, service, viewers)
     add_dashboard(app, client, service.metrics, viewers)
+
+    def models(http: Request) -> list[dict[str, Any]]:
+        api_keys.caller(http.headers.get("authorization"), client_network(http.scope))
+        return [*map(service.model_card, service.model_names)]
+
+    add_home(app, models)
     return app
 
 
@@ -128,7 +134,9 @@ def _add_openai(app: FastAPI, service: Service, caller_of: Callable[..., Caller]
 
     @app.get("/v1/models", dependencies=[Depends(caller_of)])
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [*map(service.model_card, service.model_names)]}
+        data = [*map(service.model_card, service.model_names)]
+        page = {"has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}
+        return {"object": "list", "data": data, **page}
 
     # A model's name may contain slashes.
     @app.get("/v1/models/{model_id:path}", dependencies=[Depends(caller_of)])

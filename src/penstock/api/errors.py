@@ -84,6 +84,27 @@ class ApiError(Exception):
         return Response(body, self.status, headers, media_type="application/json")
 
 
+class ContextOverflow(ApiError):
+    """A request that is longer than the context, in the words by which clients know it.
+
+    num_tokens: of the prompt, at least. max_tokens: asked for behind it, where these do not fit"""
+
+    def __init__(self, num_tokens: int, limit: int, param: str, max_tokens: int = 0) -> None:
+        asked = (
+            f"you requested {num_tokens + max_tokens} tokens ({num_tokens} in the prompt, "
+            f"{max_tokens} in the completion)"
+        )
+        if not max_tokens:
+            asked = f"your {param} resulted in at least {num_tokens} tokens; {limit - 1} leave room"
+        message = f"This model's maximum context length is {limit} tokens. However, {asked}."
+        super().__init__(400, message, param=param, code="context_length_exceeded")
+        self._in_messages = f"prompt is too long: {num_tokens} tokens > {limit - 1} maximum"
+
+    def body(self, path: str = "") -> dict[str, Any]:
+        told = path.startswith("/v1/messages")
+        return ApiError(400, self._in_messages).body(path) if told else super().body(path)
+
+
 def from_validation(error: ValidationError) -> ApiError:
     """Return the first of pydantic's errors."""
     details = error.errors(include_url=False, include_input=False)

@@ -22,7 +22,7 @@ from penstock.api.bodies import (
 )
 from penstock.api.body import Structure
 from penstock.api.choices import ResponseChoice, TextStream
-from penstock.api.errors import ApiError
+from penstock.api.errors import ApiError, ContextOverflow
 from penstock.api.http import Caller
 from penstock.api.reasoning import reasoning_of
 from penstock.api.token_bodies import DetokenizeBody, TokenizeBody
@@ -210,7 +210,7 @@ class RequestBuilder:
         structures, marks = body.structures, set[str]() if thinks is None else thinks.marks
         if tools is not None:
             chat = replace(chat, lead=tools.lead)
-            structures = tools.shaped(structures, special)
+            structures = await asyncio.to_thread(tools.shaped, structures, special)
             marks |= tools.form.marks
         shown = self.tokenizer.special_ids(marks)
 
@@ -373,15 +373,15 @@ class RequestBuilder:
     def _encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
         limit = self.engine.max_request_tokens
         token_ids = self.tokenizer.encode_within(text, limit, add_special_tokens)
-        if token_ids is None:
-            raise self._too_long(f"{param}: {len(text)} characters leave no room", param)
+        if isinstance(token_ids, int):
+            raise ContextOverflow(token_ids, limit, param)
         return token_ids
 
     def _checked(self, token_ids: list[int], param: str) -> list[int]:
         if not token_ids:
             raise ApiError(400, f"{param}: must not be empty", param=param)
         if len(token_ids) >= self.engine.max_request_tokens:
-            raise self._too_long(f"{param}: {len(token_ids)} tokens leave no room", param)
+            raise ContextOverflow(len(token_ids), self.engine.max_request_tokens, param)
         self._check_ids(token_ids, param)
         return token_ids
 
@@ -405,9 +405,7 @@ class RequestBuilder:
         if clips:
             default, wanted = wanted or room, None
         if wanted is not None and wanted > room:
-            raise self._too_long(
-                f"{prompt_len} prompt tokens and max_tokens {wanted} do not fit", "max_tokens"
-            )
+            raise ContextOverflow(prompt_len, prompt_len + room, "max_tokens", wanted)
         most = self.quotas.most_output(tenant, prompt_len)
         unasked = min(default, room, room if most is None else most)
         num_tokens = unasked if wanted is None else wanted
@@ -442,10 +440,6 @@ class RequestBuilder:
             stop=StopStrings(body.stops, prompt.last, prompt.shown) if body.stops else None,
             prediction=prompt.prediction,
         )
-
-    def _too_long(self, what: str, param: str) -> ApiError:
-        message = f"{what} in the context of {self.engine.max_request_tokens} tokens"
-        return ApiError(400, message, param=param, code="context_length_exceeded")
 
     def _sampling(self, body: CompletionBody | ChatBody, n: int, prompt: _Prompt) -> SamplingParams:
         seed = secrets.randbits(64) if body.seed is None else derived_seed(body.seed % 2**64, n)

@@ -7,6 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import UTC, datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -151,18 +152,7 @@ class ChatFormat(Format):
         return self._body("chat.completion.chunk", [choice])
 
     def _logprobs_of(self, tokens: Sequence[TokenText]) -> JsonDict:
-        return {
-            "content": [
-                {
-                    **_entry(t.raw, t.logprob.logprob),
-                    "top_logprobs": [
-                        _entry(self._tokenizer.token_bytes(i, None), value)
-                        for i, value in t.logprob.top
-                    ],
-                }
-                for t in tokens
-            ]
-        }
+        return {"content": logprob_entries(tokens, self._tokenizer)}
 
 
 class InfillFormat(Form):
@@ -251,6 +241,19 @@ def _origins(tokens: Sequence[TokenText]) -> JsonDict:
         if t.origin is not None
     ]
     return {"origins": told} if told else {}
+
+
+def logprob_entries(tokens: Sequence[TokenText], tokenizer: Tokenizer) -> list[JsonDict]:
+    """Return tokens with log-probabilities and alternatives, as chats and Ollama's clients do."""
+    return [
+        {
+            **_entry(token.raw, token.logprob.logprob),
+            "top_logprobs": [
+                _entry(tokenizer.token_bytes(i, None), value) for i, value in token.logprob.top
+            ],
+        }
+        for token in tokens
+    ]
 
 
 def _entry(raw: bytes, logprob: float) -> JsonDict:
@@ -437,6 +440,11 @@ def event(data: JsonDict, kind: str | None = None) -> bytes:
 def as_json(body: JsonDict) -> bytes:
     """Encode without white space; NaN is null."""
     return to_json(body, inf_nan_mode="null")
+
+
+def timestamp(seconds: float) -> str:
+    """Return a time since the epoch as RFC 3339 has it."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 async def collected(job: Generation, form: Form, http: HttpRequest) -> Response:

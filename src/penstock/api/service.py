@@ -16,7 +16,7 @@ from penstock.api.http import EXPECTED_OUTPUT_TOKENS, Caller
 from penstock.api.metrics import Metrics
 from penstock.api.prepare import RequestBuilder
 from penstock.api.response_bodies import ResponsesBody
-from penstock.api.responses import EventStream, Form, Generation, collected
+from penstock.api.responses import EventStream, Form, Generation, collected, timestamp
 from penstock.api.unknown_fields import header_value, ignored_fields
 from penstock.config import ServeConfig
 from penstock.serving.client import RequestClient
@@ -66,7 +66,7 @@ class Service:
         return body
 
     def model_card(self, name: str) -> dict[str, Any]:
-        """Return the model's entry in `/v1/models` under one of its names."""
+        """Return an entry of `/v1/models`, with OpenAI's and Anthropic's fields."""
         engine = self.client.info
         card = {
             "id": name,
@@ -75,6 +75,11 @@ class Service:
             "owned_by": "penstock",
             "max_model_len": engine.max_request_tokens,
             "drafters": list(self.client.drafters),
+            "type": "model",
+            "display_name": name,
+            "created_at": timestamp(self.started_at),
+            "lifecycle": "active",
+            "max_input_tokens": engine.max_request_tokens,
         }
         if engine.draft_model is not None:
             card["draft_model"] = engine.draft_model

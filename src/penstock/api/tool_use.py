@@ -20,6 +20,7 @@ from penstock.api.written_calls import (
     is_xml_value,
     types_of,
 )
+from penstock.engine.closed_schema import with_parts
 from penstock.engine.grammar import lark_json, lark_text
 
 
@@ -95,7 +96,7 @@ class ToolUse:
                 rules.append("other: " + " | ".join(f"{a} call {b}" for a, b in around))
             rules = [f"start: {' | '.join(either)}", *rules]
             return Structure("response_format", "lark", "\n".join(rules))
-        schemas = [_moved(schema, "/anyOf/0", closes=False), self._calls("/anyOf/1/anyOf")]
+        schemas = [_moved(schema, "/anyOf/0"), self._calls("/anyOf/1/anyOf")]
         style = {"x-guidance": schema["x-guidance"]} if "x-guidance" in schema else {}
         return Structure("response_format", "json", {"anyOf": schemas, **style})
 
@@ -211,22 +212,12 @@ def _call_schema(tool: Tool, key: str, place: str) -> dict[str, Any]:
     }
 
 
-def _moved(schema: Any, place: str, closes: bool = True) -> Any:
-    """Return a schema with references moved to `place`.
-
-    closes: set `additionalProperties` to false where it is not given."""
-    if isinstance(schema, list):
-        return [_moved(part, place, closes) for part in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    made = {
-        name: f"#{place}{part[1:]}"
-        if name == "$ref" and isinstance(part, str) and part.startswith("#")
-        else _moved(part, place, closes and name != "allOf")
-        for name, part in schema.items()
-    }
-    if closes and made.get("type") == "object" and "properties" in made and "allOf" not in made:
-        made.setdefault("additionalProperties", "patternProperties" in made)
+def _moved(schema: Any, place: str) -> Any:
+    """Return a schema with references moved to `place`."""
+    made = with_parts(schema, lambda _, part: _moved(part, place))
+    ref = made.get("$ref") if isinstance(made, dict) else None
+    if isinstance(ref, str) and ref.startswith("#"):
+        made["$ref"] = f"#{place}{ref[1:]}"
     return made
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.core.types import Request
+from penstock.engine.closed_schema import closed
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -70,12 +71,14 @@ class GrammarError(ValueError):
 def grammar_of(kind: GrammarKind, value: Any) -> str:
     """Return a grammar in llguidance's form. Raises: GrammarError.
 
-    value: a JSON schema (an object, a boolean, or its text), a regular expression, a list of
-    strings, or a grammar in Lark's or llama.cpp's (GBNF) notation."""
+    value: a JSON schema (an object, a boolean, or its text), which is `closed`; a regular
+    expression; a list of strings; or a grammar in Lark's or llama.cpp's (GBNF) notation."""
     from llguidance import LLMatcher, grammar_from
 
     if value is False:
         raise GrammarError("Unsatisfiable schema: it is false")
+    if kind == "json":
+        value = closed(value)
     text = value if isinstance(value, str) else json.dumps({} if value is True else value)
     if len(text) > _MAX_LENGTH:
         raise GrammarError(f"has {len(text)} characters; at most {_MAX_LENGTH} are allowed")
@@ -90,9 +93,9 @@ def grammar_of(kind: GrammarKind, value: Any) -> str:
 
 
 def lark_json(schema: Mapping[str, Any]) -> str:
-    """Return the Lark expression of JSON by a schema."""
+    """Return the Lark expression of JSON by a schema, which is `closed`."""
     style = {**_JSON_STYLE, **schema.get("x-guidance", {})}
-    return f"%json {json.dumps({**schema, 'x-guidance': style})}"
+    return f"%json {json.dumps({**closed(schema), 'x-guidance': style})}"
 
 
 def behind(lark: str, grammar: str) -> str:

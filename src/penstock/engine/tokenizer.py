@@ -93,19 +93,20 @@ class Tokenizer:
 
     def encode_within(
         self, text: str, limit: int, add_special_tokens: bool = True
-    ) -> list[int] | None:
-        """Encode a text; None for more than `limit` tokens, found without encoding all of it.
+    ) -> list[int] | int:
+        """Encode a text; of more than `limit` tokens return a number that it has at least.
 
-        A text of more characters than the longest tokens could spell counts as too long, even if
-        the tokenizer drops characters, such as repeated spaces."""
+        It is found without encoding all of it. A text of more characters than the longest tokens
+        could spell counts as too long, even if the tokenizer drops some, such as repeated spaces.
+        """
         if len(text) > limit * self._longest_token:
-            return None
+            return -(-len(text) // self._longest_token)
         if len(text) > limit * _HEAD_CHARS:
             head = self.encode(text[: limit * _HEAD_CHARS], add_special_tokens)
             if len(head) > limit + _CUT_TOKENS:
-                return None
+                return len(head) - _CUT_TOKENS
         ids = self.encode(text, add_special_tokens)
-        return ids if len(ids) <= limit else None
+        return ids if len(ids) <= limit else len(ids)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         skipped: Collection[int] = self.special_tokens if skip_special_tokens else ()

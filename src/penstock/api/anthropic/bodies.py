@@ -22,7 +22,7 @@ from penstock.api.bodies import (
     ToolCall,
 )
 from penstock.api.body import Body, json_of_object
-from penstock.api.response_bodies import TextOptions
+from penstock.api.response_bodies import TextFormat, TextOptions
 
 
 def _as_blocks(content: Any) -> Any:
@@ -119,7 +119,7 @@ class Thinking(Body):
 
 
 class MessagesInput(GenerationBody):
-    """Body of `POST /v1/messages/count_tokens`."""
+    """Body of `POST /v1/messages/count_tokens`. output_format: output_config's older name."""
 
     not_offered: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "container": (), "mcp_servers": ([],),
@@ -131,12 +131,15 @@ class MessagesInput(GenerationBody):
     tool_choice: ToolChoice = ToolChoice()
     stop: list[str] = Field(default_factory=list, alias="stop_sequences")
     output_config: TextOptions = TextOptions()
+    output_format: TextFormat | None = None
     thinking: Thinking | None = None
 
     @model_validator(mode="after")
-    def _one_answer(self) -> MessagesInput:
+    def _one_of_each(self) -> MessagesInput:
         if self.n != 1:
             raise ValueError("n is not a field of messages")
+        if self.output_format is not None and "format" in self.output_config.model_fields_set:
+            raise ValueError("give output_config.format or output_format, not both")
         return self
 
     def parts(self) -> Iterator[tuple[tuple[str | int, ...], Body]]:
@@ -154,9 +157,11 @@ class MessagesInput(GenerationBody):
         """Return the equivalent chat request."""
         shared = {name: getattr(self, name) for name in GenerationBody.model_fields}
         messages = list(self._messages())
+        given = self.output_format
+        text = self.output_config if given is None else TextOptions(format=given)
         thinks = self.thinking is not None and self.thinking.type != "disabled"
         return ChatBody.model_construct(
-            **shared | {"response_format": self.output_config.response_format},
+            **shared | {"response_format": text.response_format},
             messages=messages,
             tools=[Tool(type="function", function=tool) for tool in self.tools],
             tool_choice=self.tool_choice.as_chat,

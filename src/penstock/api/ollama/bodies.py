@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AliasChoices,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 
 from penstock.api.bodies import (
     MAX_TOOLS,
@@ -20,6 +28,7 @@ from penstock.api.bodies import (
     ToolCall,
 )
 from penstock.api.body import Body, NamedSchema, ResponseFormat, json_of_object
+from penstock.core.types import MAX_LOGPROBS
 
 LATEST = ":latest"
 """Tag that Ollama adds to names without one."""
@@ -27,6 +36,8 @@ LATEST = ":latest"
 
 _DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 _NAMES = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty"}
+_ZERO = re.compile(r"-?0+(\.0*)?[a-zµ]*")
+"""A duration of nothing: 0, "0s"."""
 _UNSET = {"num_predict": 0, "seed": -1}
 """Values that, like lower ones, mean that an option is not given."""
 
@@ -51,17 +62,16 @@ class OllamaOptions(SamplingBody):
 
 
 class OllamaShow(Body):
-    """Body of `POST /api/show`."""
+    """Body of `POST /api/show`. name: the older name of `model`."""
 
-    model: str
+    model: str = Field(validation_alias=AliasChoices("model", "name"))
 
 
 class OllamaBody(GenerationBody):
-    """Fields of `/api/chat` and `/api/generate`. keep_alive: ignored."""
+    """Fields of `/api/chat` and `/api/generate`. keep_alive: ignored, as nothing is unloaded."""
 
     not_offered: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "images": ([],), "context": ([],), "template": ("",), "suffix": ("",),
-        "logprobs": (False,), "top_logprobs": (0,),
+        "images": ([],), "context": ([],), "template": ("",),
     }  # fmt: skip
 
     model: str
@@ -69,6 +79,8 @@ class OllamaBody(GenerationBody):
     options: OllamaOptions = OllamaOptions()
     format: str | dict[str, Any] = ""
     think: bool | Effort | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
 
     @field_validator("model")
     @classmethod
@@ -86,7 +98,13 @@ class OllamaBody(GenerationBody):
     def _one_answer(self) -> OllamaBody:
         if self.n != 1 or self.options.n != 1:
             raise ValueError("n is not a field of Ollama's API")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs is only allowed with logprobs: true")
         return self
+
+    @property
+    def unloads(self) -> bool:
+        return _ZERO.fullmatch(str((self.model_extra or {}).get("keep_alive"))) is not None
 
     @abstractmethod
     def asked(self) -> ChatBody | CompletionBody | None:
@@ -97,10 +115,11 @@ class OllamaBody(GenerationBody):
 
     def _chat(self) -> dict[str, Any]:
         """Return the fields that all chats have."""
+        shared = {**self._shared(), "logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
         if isinstance(self.think, str):
-            return {**self._shared(), "reasoning_effort": self.think}
+            return {**shared, "reasoning_effort": self.think}
         variables = {} if self.think is None else {"enable_thinking": self.think}
-        return {**self._shared(), "chat_template_kwargs": variables}
+        return {**shared, "chat_template_kwargs": variables}
 
     def _shared(self) -> dict[str, Any]:
         """Return the fields that all bodies have, as OpenAI's endpoints take them."""
@@ -163,18 +182,22 @@ class OllamaChat(OllamaBody):
 class OllamaGenerate(OllamaBody):
     """Body of `POST /api/generate`. raw: the prompt is the text itself, without a chat template.
 
-    Without a prompt it asks for the model to be loaded."""
+    suffix: text behind the answer. Without a prompt it asks for the model to be loaded."""
 
     prompt: str = ""
+    suffix: str = ""
     system: str = ""
     raw: bool = False
 
     def asked(self) -> ChatBody | CompletionBody | None:
-        """Return the equivalent request: of a completion if it is raw."""
-        if not self.prompt:
+        """Return the equivalent request: of a completion if it is raw or fills in the middle."""
+        if not (self.prompt or self.suffix):
             return None
-        if self.raw:
-            return CompletionBody.model_construct(**self._shared(), prompt=self.prompt)
+        if self.raw or self.suffix:
+            told = (self.top_logprobs or 0) if self.logprobs else None
+            return CompletionBody.model_construct(
+                **self._shared(), prompt=self.prompt, suffix=self.suffix, logprobs=told
+            )
         messages = [ChatMessage(role="user", content=self.prompt)]
         if self.system:
             messages.insert(0, ChatMessage(role="system", content=self.system))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
@@ -14,11 +15,14 @@ from penstock.api.body import validated
 from penstock.api.errors import ApiError
 from penstock.api.http import Caller
 from penstock.api.ollama.bodies import LATEST, OllamaBody, OllamaChat, OllamaGenerate, OllamaShow
-from penstock.api.ollama.format import OllamaFormat, timestamp
-from penstock.api.responses import as_json
+from penstock.api.ollama.format import OllamaFormat
+from penstock.api.responses import as_json, timestamp
 from penstock.api.schema import body_of, refusals
 from penstock.api.service import Service
 from penstock.api.tool_calls import format_of
+from penstock.engine.fill import FillTokens
+from penstock.engine.memory import model_bytes
+from penstock.zoo.registry import bundled_models
 
 _VERSION = "0.13.0"
 """The version of Ollama whose endpoints these are: clients refuse older ones."""
@@ -43,11 +47,13 @@ def add_ollama(app: FastAPI, service: Service, caller_of: Callable[..., Caller])
     checked = [Depends(caller_of)]
 
     async def answer(http: Request, caller: Caller, body: OllamaBody) -> Response:
-        form, asked = OllamaFormat(body.model, is_chat=isinstance(body, OllamaChat)), body.asked()
-        job_id = f"ollama-{uuid4().hex}"
+        tokenizer = service.tokenizer if body.logprobs else None
+        form = OllamaFormat(body.model, tokenizer, is_chat=isinstance(body, OllamaChat))
+        job_id, asked = f"ollama-{uuid4().hex}", body.asked()
         if asked is None:
             service.prepare.check_model(body.model)
-            return Response(as_json(form.loaded()), media_type="application/json")
+            loaded = form.loaded("unload" if body.unloads else "load")
+            return Response(as_json(loaded), media_type="application/json")
         if isinstance(asked, ChatBody):
             choices = await service.prepare.chat(asked, caller, job_id, clips=True)
         else:
@@ -92,12 +98,17 @@ def _add_model(app: FastAPI, service: Service, checked: Sequence[params.Depends]
             "modelfile": "",
             "parameters": "",
             "template": template or "",
-            "details": _DETAILS,
+            "details": _details(service),
             "model_info": {
                 "general.architecture": "penstock",
+                "general.parameter_count": _num_parameters(service) or None,
                 "penstock.context_length": context,
             },
-            "capabilities": ["completion", *(["tools"] if format_of(template) else [])],
+            "capabilities": [
+                "completion",
+                *(["tools"] if format_of(template) else []),
+                *(["insert"] if FillTokens.of(service.tokenizer) else []),
+            ],
             "modified_at": timestamp(service.started_at),
         }
 
@@ -123,7 +134,23 @@ def _card(service: Service, name: str) -> dict[str, Any]:
         "name": tagged,
         "model": tagged,
         "modified_at": timestamp(service.started_at),
-        "size": 0,
+        "size": model_bytes(service.client.info.tokenizer_path),
         "digest": hashlib.sha256(name.encode()).hexdigest(),
-        "details": _DETAILS,
+        "details": _details(service),
     }
+
+
+def _details(service: Service) -> dict[str, Any]:
+    num = _num_parameters(service)
+    return {**_DETAILS, "parameter_size": f"{num / 1e6:.1f}M" if num else ""}
+
+
+def _num_parameters(service: Service) -> int:
+    """Return the parameters of a bundled model, else 0."""
+    path = service.client.info.tokenizer_path.resolve()
+    with suppress(FileNotFoundError):
+        return next(
+            (card.parameters for card in bundled_models().values() if card.path.resolve() == path),
+            0,
+        )
+    return 0

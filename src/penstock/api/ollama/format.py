@@ -5,31 +5,35 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic_core import from_json
 
+from penstock.api import responses
 from penstock.api.bodies import GenerationBody
 from penstock.api.choices import Delta, ResponseChoice, usage
 from penstock.api.errors import ApiError
-from penstock.api.responses import Form, Generation, JsonDict, as_json
+from penstock.api.responses import Form, Generation, JsonDict, as_json, timestamp
 from penstock.api.tool_calls import CallPiece
+
+if TYPE_CHECKING:
+    from penstock.engine.tokenizer import Tokenizer
 
 PATH = "/api/"
 _NOTHING = Delta(0, "", (), None)
 
 
 class OllamaFormat(Form):
-    """One answer, of a chat or of `/api/generate`.
+    """One answer, of a chat or of `/api/generate`. tokenizer: of log-probabilities, if asked for.
 
     A silent stream sends blanks, which may precede a line of JSON."""
 
     media_type: ClassVar[str] = "application/x-ndjson"
     keep_alive: ClassVar[bytes] = b" "
 
-    def __init__(self, model_name: str, *, is_chat: bool) -> None:
+    def __init__(self, model_name: str, tokenizer: Tokenizer | None, *, is_chat: bool) -> None:
         self._model = model_name
+        self._tokenizer = tokenizer
         self._is_chat = is_chat
         self._started_at = time.perf_counter()
 
@@ -42,19 +46,25 @@ class OllamaFormat(Form):
         try:
             async for delta in job.deltas():
                 last = delta
-                if delta.text or delta.calls or delta.reasoning:
+                if delta.text or delta.calls or delta.reasoning or self._logprobs_of(delta):
                     yield _line({**self._said(delta), "done": False})
             rest = replace(_NOTHING, finish_reason=last.finish_reason)
             yield _line(self._ended(job.choices, rest))
         except ApiError as error:
             yield _line(error.body(PATH))
 
-    def loaded(self) -> JsonDict:
+    def loaded(self, reason: str) -> JsonDict:
         """Return the answer to a request without a prompt."""
-        return {**self._said(_NOTHING), "done": True, "done_reason": "load"}
+        return {**self._said(_NOTHING), "done": True, "done_reason": reason}
+
+    def _logprobs_of(self, delta: Delta) -> JsonDict:
+        if self._tokenizer is None or not delta.tokens:
+            return {}
+        return {"logprobs": responses.logprob_entries(delta.tokens, self._tokenizer)}
 
     def _said(self, delta: Delta) -> JsonDict:
         head: JsonDict = {"model": self._model, "created_at": timestamp(time.time())}
+        head |= self._logprobs_of(delta)
         thought = {"thinking": delta.reasoning} if delta.reasoning else {}
         if not self._is_chat:
             return {**head, "response": delta.text, **thought}
@@ -79,11 +89,6 @@ class OllamaFormat(Form):
             "eval_duration": _nanoseconds(now - first),
             "speculation": counted["speculation"],
         }
-
-
-def timestamp(seconds: float) -> str:
-    """Return a time since the epoch as RFC 3339 has it."""
-    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 def _called(piece: CallPiece) -> JsonDict:
