@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -45,19 +45,17 @@ def origins_of(output: Output) -> list[Origin]:
 class TokenText:
     """A token of a choice with log-probabilities and origin.
 
-    raw: its bytes, which may end inside a character. start, end: of its text in the choice's text.
-    text: whole characters only. logprob: NaN if not requested, or of a prompt's first token."""
+    raw: its bytes, which may end inside a character. start: of its text in the choice's text. end:
+    of the character in which it ends; infinite until that is known. text: whole characters only.
+    logprob: NaN if not requested, or of a prompt's first token."""
 
     token_id: int
     raw: bytes
     start: int
+    end: float
     text: str
     logprob: TokenLogprob
     origin: Origin | None
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.text)
 
     @property
     def has_logprob(self) -> bool:
@@ -92,15 +90,11 @@ class TextStream:
         self._tokens: list[TokenText] = []
         self._previous = previous
 
-    def echo(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
-        """Prepend the prompt. logprobs: of all its tokens but the first, or empty."""
-        known = (_NO_LOGPROB, *logprobs)
-        for place, token_id in enumerate(token_ids):
-            start = self._length + len(self._pending)
-            text = self._detokenizer.add(token_id)
-            self._pending += text
-            if logprobs:
-                self._note(token_id, start, text, known[place], None)
+    def echo(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], *, scored: bool
+    ) -> None:
+        """Prepend the prompt. logprobs: where it is `scored`, of all its tokens but the first."""
+        self.add(token_ids, (_NO_LOGPROB, *logprobs) if scored else ())
 
     def add(
         self,
@@ -109,15 +103,13 @@ class TextStream:
         origins: Sequence[Origin] = (),
     ) -> None:
         """Append tokens. logprobs, origins: one per token, or empty."""
-        if not (logprobs or origins):
-            self._pending += "".join(map(self._detokenizer.add, token_ids))
-            return
         for place, token_id in enumerate(token_ids):
             start = self._length + len(self._pending)
             text = self._detokenizer.add(token_id)
             self._pending += text
-            logprob = logprobs[place] if logprobs else _NO_LOGPROB
-            self._note(token_id, start, text, logprob, origins[place] if origins else None)
+            if logprobs or origins:
+                logprob = logprobs[place] if logprobs else _NO_LOGPROB
+                self._note(token_id, start, text, logprob, origins[place] if origins else None)
 
     def finish(self, num_stop_chars: int = 0) -> None:
         """End the text. num_stop_chars: length of the end to cut, from a stop string's start."""
@@ -133,7 +125,9 @@ class TextStream:
             self._pending = self._pending[:-num_stop_chars]
             end = self._length + len(self._pending)
             self._tokens = [
-                replace(t, text=t.text[: end - t.start]) for t in self._tokens if t.start < end
+                replace(t, text=t.text[: end - t.start])
+                for t in self._tokens
+                if t.start < end or t.end <= end
             ]
         self._is_over = True
 
@@ -150,7 +144,10 @@ class TextStream:
         self, token_id: int, start: int, text: str, logprob: TokenLogprob, origin: Origin | None
     ) -> None:
         raw = self._tokenizer.token_bytes(token_id, self._previous)
-        self._tokens.append(TokenText(token_id, raw, start, text, logprob, origin))
+        end = math.inf if self._detokenizer.is_amid_character else start + len(text)
+        # Tokens of one character are shown or cut together, in however many steps they came.
+        self._tokens = [t if t.end < math.inf else replace(t, end=end) for t in self._tokens]
+        self._tokens.append(TokenText(token_id, raw, start, end, text, logprob, origin))
         self._previous = token_id
 
     def _num_held_back(self) -> int:
@@ -174,6 +171,32 @@ class Delta:
     finish_reason: FinishReason | Literal["tool_calls"] | None
     calls: Sequence[CallPiece] = ()
     reasoning: str = ""
+
+    @classmethod
+    def joined(cls, deltas: Sequence[Delta]) -> Delta:
+        """Return consecutive deltas of a choice as one."""
+        return cls(
+            deltas[-1].index,
+            "".join(d.text for d in deltas),
+            [token for d in deltas for token in d.tokens],
+            deltas[-1].finish_reason,
+            [piece for d in deltas for piece in d.calls],
+            "".join(d.reasoning for d in deltas),
+        )
+
+
+def _merged(deltas: Iterable[Delta]) -> list[Delta]:
+    """Join deltas as long as reasoning precedes text, and both precede calls."""
+    groups, last = list[list[Delta]](), 0
+    for delta in deltas:
+        parts = (delta.reasoning, delta.text, delta.calls)
+        kinds = [kind for kind, part in enumerate(parts) if part]
+        if not groups or min(kinds, default=last) < last:
+            groups.append([])
+            last = 0
+        groups[-1].append(delta)
+        last = max(kinds, default=last)
+    return list(map(Delta.joined, groups))
 
 
 class ResponseChoice:
@@ -217,8 +240,8 @@ class ResponseChoice:
         """The stop string that ended the text, if one did."""
         return self._text.stop_string
 
-    def on_output(self, output: Output) -> Delta | None:
-        """Add an output; return None while there is nothing to show.
+    def on_output(self, output: Output) -> list[Delta]:
+        """Add an output; return what there is to show, in its order.
 
         Raises: ApiError if the engine ended the request without completing it.
         """
@@ -232,15 +255,48 @@ class ResponseChoice:
                 raise ApiError(status, message, code="engine_unavailable", retry_after_s=1.0)
             raise ApiError(status, message, code="engine_error")
         if self._echo:
-            self._text.echo(self.request.prompt_token_ids or (), output.prompt_logprobs)
+            prompt = self.request.prompt_token_ids or ()
+            scored = self.request.sampling.num_prompt_logprobs is not None
+            self._text.echo(prompt, output.prompt_logprobs, scored=scored)
             self._echo = False
         if not self._adds_text:
             nothing = Output(output.request_id, finish_reason=FinishReason.LENGTH)
             output = nothing._replace(num_cached_tokens=output.num_cached_tokens)
-        self.usage.on_output(output)
-        return self._delta(*self._add(output))
+        return _merged(filter(None, self._read(output)))
 
-    def _delta(self, reasoning: str, text: str, tokens: Sequence[TokenText]) -> Delta | None:
+    def _read(self, output: Output) -> Iterator[Delta | None]:
+        """Yield what each token of an output adds, and its end.
+
+        One by one, whatever a step brought: what is shown and counted does not depend on it."""
+        shown = output.token_ids
+        if output.finish_reason is FinishReason.STOP:
+            stops = self.request.stop_token_ids
+            shown = tuple(token for token in shown if token not in stops)
+        origins = origins_of(output) if self.tells_origins else ()
+        num = len(output.token_ids)
+        for place in range(num or 1):
+            part = slice(place, place + 1)
+            self._text.add(shown[part], output.logprobs[part], origins[part])
+            is_last = place + 1 >= num
+            if is_last and output.finish_reason is not None:
+                self._text.finish(output.num_stop_chars)
+                self.finish_reason = output.finish_reason
+            yield self._delta(len(shown[part]))
+            if self.finish_reason is not None and not is_last:
+                # The choice's own end, in the middle of a step.
+                kept = place + 1
+                output = output._replace(
+                    token_ids=shown[:kept],
+                    num_proposed=min(kept, output.num_proposed),
+                    num_accepted=min(kept, output.num_accepted),
+                )
+                break
+        self.usage.on_output(output)
+
+    def _delta(self, num_tokens: int) -> Delta | None:
+        """Return what is ready, with so many new tokens."""
+        text, tokens = self._text.pop_text()
+        reasoning, text = self._split(text, num_tokens)
         reason: FinishReason | Literal["tool_calls"] | None = self.finish_reason
         pieces: Sequence[CallPiece] = ()
         self._has_line_break |= "\n" in text
@@ -257,27 +313,6 @@ class ResponseChoice:
         if reasoning or text or tokens or pieces or reason is not None:
             return Delta(self.index, text, tokens, reason, pieces, reasoning)
         return None
-
-    def _add(self, output: Output) -> tuple[str, str, list[TokenText]]:
-        """Add an output; return the reasoning, the text and the tokens that are ready."""
-        shown = output.token_ids
-        if output.finish_reason is FinishReason.STOP:
-            stops = self.request.stop_token_ids
-            shown = tuple(token for token in shown if token not in stops)
-        origins = origins_of(output) if self.tells_origins else ()
-        # Where a model thinks, one by one: each token is of the reasoning or is not.
-        size = max(1, len(shown)) if self._reasoning is None else 1
-        reasoning, text, tokens = "", "", list[TokenText]()
-        for start in range(0, max(1, len(shown)), size):
-            part = slice(start, start + size)
-            self._text.add(shown[part], output.logprobs[part], origins[part])
-            if start + size >= len(shown) and output.finish_reason is not None:
-                self._text.finish(output.num_stop_chars)
-                self.finish_reason = output.finish_reason
-            popped, more = self._text.pop_text()
-            thought, popped = self._split(popped, len(shown[part]))
-            reasoning, text, tokens = reasoning + thought, text + popped, tokens + more
-        return reasoning, text, tokens
 
     def _split(self, text: str, num_tokens: int) -> tuple[str, str]:
         """Return the reasoning and the rest of a text."""

@@ -13,7 +13,7 @@ from pydantic_core import from_json
 from penstock.api.bodies import GenerationBody
 from penstock.api.choices import Delta, ResponseChoice, usage
 from penstock.api.errors import ApiError
-from penstock.api.responses import Form, Generation, JsonDict, as_json
+from penstock.api.responses import Form, Generation, JsonDict, as_json, by_choice
 from penstock.api.tool_calls import CallPiece
 
 PATH = "/api/"
@@ -34,7 +34,7 @@ class OllamaFormat(Form):
         self._started_at = time.perf_counter()
 
     def response(self, choices: Sequence[ResponseChoice], deltas: Sequence[Delta]) -> JsonDict:
-        (delta,) = deltas
+        (delta,) = by_choice(deltas)
         return self._ended(choices, delta)
 
     async def events(self, job: Generation, body: GenerationBody) -> AsyncIterator[bytes]:

@@ -1,0 +1,205 @@
+"""What is written does not depend on how many tokens a step brings."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.api.test_tool_calls import TAGGED, TOOLS
+
+from penstock.api.anthropic.bodies import MessagesBody
+from penstock.api.anthropic.format import MessagesFormat
+from penstock.api.choices import Delta, ResponseChoice, TextStream
+from penstock.api.ollama.format import OllamaFormat
+from penstock.api.reasoning import THINK
+from penstock.api.response_bodies import ResponsesBody
+from penstock.api.response_format import ResponsesFormat
+from penstock.api.responses import ChatFormat, CompletionFormat, Form
+from penstock.api.tool_calls import HERMES, ToolCallParser
+from penstock.core.types import Output, Request, StopStrings, TokenLogprob
+from penstock.engine.ends import OutputEnd
+from penstock.engine.tokenizer import Tokenizer
+
+EOS, HIDDEN = 2, 4
+HORSE = "🐎"
+TURN = {"role": "user", "content": "Hi"}
+
+
+class StepChoice(ResponseChoice):
+    """The control: reads all tokens of a step at once."""
+
+    def _read(self, output: Output) -> Iterator[Delta | None]:
+        self._text.add(output.token_ids, output.logprobs)
+        if output.finish_reason is not None:
+            self._text.finish(output.num_stop_chars)
+            self.finish_reason = output.finish_reason
+        yield self._delta(len(output.token_ids))
+        self.usage.on_output(output)
+
+
+def outputs_of(
+    request: Request, tokenizer: Tokenizer, token_ids: list[int], sizes: list[int]
+) -> list[Output]:
+    """Steps of these sizes, and of one token from then on, up to the output's end."""
+    end, made, at = OutputEnd(request, lambda: tokenizer), list[Output](), 0
+    for size in [*sizes, *[1] * len(token_ids)]:
+        tokens = token_ids[at : at + size]
+        at += size
+        found = end.follow(tokens)
+        tokens = tokens if found is None else tokens[: found.num_tokens]
+        output = Output(request.id, tuple(tokens), drafter="d", num_proposed=len(tokens))
+        output = output._replace(logprobs=tuple(TokenLogprob(-t / 7, ((t, 0.5),)) for t in tokens))
+        if found is not None:
+            ended = {"finish_reason": found.reason, "num_stop_chars": found.num_stop_chars}
+            return [*made, output._replace(**ended)]
+        made.append(output)
+    raise AssertionError("max_tokens ends it")
+
+
+def shown_by(choice: ResponseChoice, outputs: list[Output]) -> list[Delta]:
+    deltas: list[Delta] = []
+    for output in outputs:
+        deltas += choice.on_output(output)
+        if choice.finish_reason is not None:
+            break
+    return deltas
+
+
+def in_order(deltas: list[Delta]) -> list[tuple[Any, str]]:
+    """Reasoning, text and arguments of calls, as a stream's client joins them."""
+    joined: list[tuple[Any, str]] = []
+    for delta in deltas:
+        pieces: list[tuple[Any, str]] = [("reasoning", delta.reasoning), ("text", delta.text)]
+        pieces += [(call.position, (call.name or "") + call.arguments) for call in delta.calls]
+        for kind, text in pieces:
+            if joined and joined[-1][0] == kind:
+                joined[-1] = kind, joined[-1][1] + text
+            elif text:
+                joined.append((kind, text))
+    return joined
+
+
+def whole(form: Form, choice: ResponseChoice, deltas: list[Delta]) -> Any:
+    """The whole response, without what differs between any two answers."""
+    body = re.sub(
+        r"(call|fc|msg|rs)_[0-9a-f]{24,}", "ID", json.dumps(form.response([choice], deltas))
+    )
+    told = json.loads(body)
+    for name in (
+        "created",
+        "created_at",
+        "total_duration",
+        "prompt_eval_duration",
+        "eval_duration",
+    ):
+        told.pop(name, None)
+    told.get("usage", told).pop("speculation")
+    return told
+
+
+def written(
+    tokenizer: Tokenizer, request: Request, sizes: list[int], token_ids: list[int], kind: Any
+) -> Any:
+    choice_type, thinks, most = kind
+    choice = choice_type(
+        0,
+        request,
+        TextStream(tokenizer, request.stop.strings if request.stop else ()),
+        opens_prompt=True,
+        reasoning=THINK.parser("", None) if thinks else None,
+        calls=None if most == 0 else ToolCallParser(HERMES, TOOLS, whole=False, most=most),
+    )
+    deltas = shown_by(choice, outputs_of(request, tokenizer, token_ids, sizes))
+    tokens = [token for delta in deltas for token in delta.tokens]
+    bodies: dict[str, Any] = {"model": "m", "max_tokens": 9, "messages": [TURN]}
+    forms: list[Form] = [
+        CompletionFormat("i", "m", tokenizer, logprobs=True),
+        ChatFormat("i", "m", tokenizer, logprobs=True),
+        ResponsesFormat("i", "m", ResponsesBody.model_validate({"input": "Hi"})),
+        MessagesFormat("i", "m", MessagesBody.model_validate(bodies)),
+    ]
+    if not choice.usage.num_tokens or deltas[-1].finish_reason == "stop":
+        forms.append(OllamaFormat("m", is_chat=True))  # cut calls are no JSON
+    return in_order(deltas), tokens, [whole(form, choice, deltas) for form in forms]
+
+
+PIECES = [
+    "a", HORSE, "€", "END", "\n", "<think>", "</think>", TAGGED, "<tool_call>", "b " + HORSE,
+]  # fmt: skip
+STOPS = [HORSE, "END", "a" + HORSE, "€€", "ENDE", "\ufffd", "\ufffda", "<tool"]
+
+
+@st.composite
+def texts(draw: st.DrawFn, tokenizer: Tokenizer) -> list[int]:
+    """Token ids, with characters cut short and special tokens among them."""
+    token_ids: list[int] = []
+    for piece in draw(st.lists(st.sampled_from(PIECES), min_size=1, max_size=8)):
+        made = tokenizer.encode(piece, add_special_tokens=False)
+        cut = draw(st.sampled_from([0, 0, 0, 1])) if len(made) > 1 else 0
+        token_ids += made[: len(made) - cut]
+        token_ids += draw(st.sampled_from([[], [], [], [HIDDEN], [EOS]]))
+    return token_ids
+
+
+def request_of(stops: list[str], max_tokens: int) -> Request:
+    stop = StopStrings(tuple(stops)) if stops else None
+    ids = frozenset({EOS})
+    return Request("r", 1, max_tokens, prompt_token_ids=(5,), stop=stop, stop_token_ids=ids)
+
+
+@given(data=st.data())
+def test_however_tokens_are_split_into_steps(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    token_ids = data.draw(texts(tokenizer))
+    max_tokens = data.draw(st.integers(1, len(token_ids)))
+    request = request_of(data.draw(st.lists(st.sampled_from(STOPS), max_size=2)), max_tokens)
+    sizes = data.draw(st.lists(st.integers(1, 9), max_size=20))
+    kind = ResponseChoice, data.draw(st.booleans()), data.draw(st.sampled_from([0, None, 1]))
+    alone = written(tokenizer, request, [], token_ids, kind)
+    assert written(tokenizer, request, sizes, token_ids, kind) == alone
+    assert written(tokenizer, request, [len(token_ids)], token_ids, kind) == alone
+
+
+@pytest.mark.parametrize("sizes", [[], [3], [9]])
+def test_tokens_of_one_character_are_shown_or_cut_together(tokenizer, sizes: list[int]) -> None:
+    horse = tokenizer.encode(HORSE, add_special_tokens=False)
+    token_ids = [*tokenizer.encode("a", add_special_tokens=False), *horse]
+    kind = ResponseChoice, False, 0
+    for stops, num in (([HORSE], 1), ([], len(token_ids))):
+        request = request_of(stops, len(token_ids))
+        _, tokens, (completion, *_) = written(tokenizer, request, sizes, token_ids, kind)
+        assert [(t.token_id, t.start) for t in tokens] == [
+            (token_id, int(place > 0)) for place, token_id in enumerate(token_ids[:num])
+        ]
+        assert completion["usage"]["completion_tokens"] == len(token_ids)
+    # A stop token behind an incomplete character, whose text is the last shown token's.
+    request = request_of([], 9)
+    _, tokens, _ = written(tokenizer, request, sizes, [*token_ids[:-1], EOS], kind)
+    assert [t.text for t in tokens] == ["a", "", "", "\ufffd"]
+
+
+@pytest.mark.parametrize(
+    ("choice_type", "order"),
+    [(ResponseChoice, ["text", "tool_use", "text"]), (StepChoice, ["text", "tool_use"])],
+)
+def test_the_order_is_that_of_the_text(tokenizer, choice_type, order: list[str]) -> None:
+    """A text, a call and a text in one step are three blocks, in a stream as in a whole answer."""
+    token_ids = tokenizer.encode(f"a {TAGGED} b", add_special_tokens=False)
+    request, kind = request_of([], len(token_ids)), (choice_type, False, None)
+    streamed, _, (*_, message) = written(tokenizer, request, [99], token_ids, kind)
+    assert [block["type"] for block in message["content"]] == order
+    assert [kind if kind == "text" else "tool_use" for kind, _ in streamed] == order
+
+
+@pytest.mark.parametrize("choice_type", [ResponseChoice, StepChoice])
+def test_what_follows_the_last_call_is_not_counted(tokenizer, choice_type) -> None:
+    """`parallel_tool_calls: false` ends a choice behind its first call, in the middle of a step."""
+    called = tokenizer.encode(TAGGED.removesuffix("\n</tool_call>"), add_special_tokens=False)
+    token_ids = [*called, *tokenizer.encode(" and more", add_special_tokens=False)]
+    request, kind = request_of([], len(token_ids)), (choice_type, False, 1)
+    _, tokens, (completion, *_) = written(tokenizer, request, [99], token_ids, kind)
+    is_right = choice_type is ResponseChoice
+    assert (completion["usage"]["completion_tokens"] == len(called)) is is_right
+    assert (len(tokens) == len(called)) is is_right
