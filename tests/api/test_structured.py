@@ -11,6 +11,9 @@ from pydantic import BaseModel, Field
 from tests.api.conftest import client_of
 from tests.serving.harness import RunningServer, model_server
 
+from penstock.api.choices import ResponseChoice
+from penstock.api.errors import ApiError
+from penstock.core.types import FinishReason, Output, Request
 from penstock.zoo.registry import model_path
 
 USER = [{"role": "user", "content": "Tell me of a person."}]
@@ -82,6 +85,35 @@ def test_the_other_kinds(real: RunningServer) -> None:
     for field in ({"structured_outputs": {"grammar": grammar}}, {"guided_grammar": grammar}):
         assert re.fullmatch("(ab|cd){2,5}", chat(real, **field, **short))
     assert chat(real, response_format={"type": "text"}, temperature=0)
+
+
+@pytest.mark.slow
+def test_a_grammar_that_outgrows_its_limits_is_named(real: RunningServer) -> None:
+    """In the middle of an answer: 2,500 alternatives behind the first four characters."""
+    many = " | ".join(f'"{n:04}"' for n in range(2500))
+    grammar = f'start: /[a-z ]{{3}}/ "." tail\ntail: {many}'
+    body = {"prompt": "It", "structured_outputs": {"grammar": grammar}, "max_tokens": 20}
+    told = post(real, "completions", **body)
+    assert told.status_code == 400
+    error = told.json()["error"]
+    assert (error["code"], error["type"]) == ("invalid_grammar", "invalid_request_error")
+    assert error["message"].startswith("the grammar: Parser Error: Current row has 2501 items")
+    *_, last, end = post(real, "completions", **body, stream=True).text.split("\n\n")[:-1]
+    assert json.loads(last.removeprefix("data: "))["error"] == error
+    assert end == "data: [DONE]"
+    early = post(real, "completions", prompt="It", guided_grammar=f"start: {many}")
+    assert early.status_code == 400
+    assert early.json()["error"]["code"] == "invalid_grammar"
+    assert early.json()["error"]["param"] == "guided_grammar"
+
+
+def test_what_a_grammar_ends_is_the_clients_error() -> None:
+    reason = "the grammar: lexer error: too many states"
+    choice: Any = ResponseChoice(0, Request("r", 1, 9), None, opens_prompt=True)  # type: ignore[arg-type]
+    with pytest.raises(ApiError) as told:
+        choice.on_output(Output("r", finish_reason=FinishReason.ERROR, error=reason))
+    assert (told.value.status, told.value.code) == (400, "invalid_grammar")
+    assert told.value.message == reason
 
 
 @pytest.mark.slow

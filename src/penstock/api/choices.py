@@ -12,6 +12,7 @@ from penstock.api.errors import ApiError
 from penstock.api.reasoning import ReasoningParser
 from penstock.api.tool_calls import CallPiece, ToolCallParser
 from penstock.core.types import FinishReason, Output, Request, TokenLogprob
+from penstock.engine.grammar import OF_GRAMMAR
 from penstock.serving.usage import Usage
 
 if TYPE_CHECKING:
@@ -251,6 +252,8 @@ class ResponseChoice:
             self.finish_reason = output.finish_reason
             status = _STATUS[output.finish_reason]
             message = output.error or str(output.finish_reason)
+            if message.startswith(OF_GRAMMAR):
+                raise ApiError(400, message, code="invalid_grammar")
             if status == 503:
                 raise ApiError(status, message, code="engine_unavailable", retry_after_s=1.0)
             raise ApiError(status, message, code="engine_error")

@@ -5,6 +5,7 @@ since clients write grammars. A request's state follows its text, and a draft th
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 import threading
@@ -37,6 +38,8 @@ _MAX_LEXER_STATES, _MAX_SYMBOLS = 20_000, 100_000
 _MAX_MESSAGE = 600
 _MAX_COMPILED = 32
 """Grammars cached beside those in use."""
+OF_GRAMMAR = "the grammar: "
+"""Beginning of the reason why a request's grammar ended it."""
 _SPECIAL = b"\xff"
 """First byte of special tokens in llguidance: no byte of UTF-8."""
 _JSON_STYLE: Any = {
@@ -84,6 +87,9 @@ def grammar_of(kind: GrammarKind, value: Any) -> str:
             return LLMatcher.grammar_from_json_schema(text, defaults=_JSON_STYLE)
         if kind == "lark":
             return LLMatcher.grammar_from_lark(text)
+        if kind == "choice":
+            # Not as alternatives of a rule: llguidance allows 2,000 of them.
+            return LLMatcher.grammar_from_regex("|".join(map(re.escape, value)))
         return grammar_from(kind, text)
     except (ValueError, RecursionError) as error:
         raise GrammarError(_one_line(str(error))) from error
@@ -150,9 +156,13 @@ class GrammarCompiler:
             verbose_errors=False,
         )
         matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
-        matcher.compute_bitmask()
-        if matcher.is_error():
-            problem = _one_line(matcher.get_error())
+        mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        # Some limits are met with the first token only.
+        trial = matcher.deep_copy()
+        allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+        trial.try_consume_tokens(trial.compute_ff_tokens() or allowed[:1].tolist())
+        if trial.is_error():
+            problem = _one_line(trial.get_error())
             raise GrammarError(_IN_WORDS.get(problem.partition(" ")[0], problem))
         return matcher
 
@@ -267,18 +277,22 @@ class GrammarState:
             try:
                 matcher = self._follow(text)
             except ValueError as error:
-                self.problem = str(error)
+                self.problem = OF_GRAMMAR + str(error)
                 return
             num_consumed = 0
-            for i, token in enumerate(draft):
-                if i >= first:
-                    matcher.unsafe_compute_mask_ptr(place + (i - first) * row_bytes, row_bytes)
-                if not matcher.try_consume_tokens([token]):
+            forced = self._forced or []
+            for i, token in enumerate((*draft, None)):
+                row = place + (i - first) * row_bytes
+                if i >= first and forced[i : i + 1]:
+                    # llguidance would tokenize all of the forced text for it.
+                    ctypes.memset(row, 0, row_bytes)
+                    ctypes.c_uint8.from_address(row + forced[i] // 8).value = 1 << forced[i] % 8
+                elif i >= first:
+                    matcher.unsafe_compute_mask_ptr(row, row_bytes)
+                if token is None or not matcher.try_consume_tokens([token]):
                     break
                 num_consumed += 1
-            else:
-                last = place + (num_rows - 1) * row_bytes
-                matcher.unsafe_compute_mask_ptr(last, row_bytes)
+                forced = forced if forced[i : i + 1] == [token] else []
             if matcher.is_error():
                 self._fail()
             elif num_consumed:
@@ -295,7 +309,7 @@ class GrammarState:
             try:
                 matcher = self._follow(text)
             except ValueError as error:
-                self.problem = str(error)
+                self.problem = OF_GRAMMAR + str(error)
                 return None
             forced = self._forced
             for i, token in enumerate(samples):
@@ -323,22 +337,27 @@ class GrammarState:
     def _follow(self, text: KnownTokens) -> LLMatcher:
         """Read the new tokens of a text, or roll back those that are not in it yet."""
         matcher, num_known = self._matcher, text.length - text.request.prompt_len
-        if self._num_read < num_known:
+        forced, self._forced = self._forced, None
+        if self._num_read == num_known:
+            self._forced = forced
+        elif self._num_read < num_known:
             tokens = text.tokens(text.length - num_known + self._num_read, text.length)
             num_taken = matcher.try_consume_tokens(tokens)
             if num_taken < len(tokens) and not matcher.is_stopped():
                 place = self._num_read + num_taken
                 self._fail(f"token {tokens[num_taken]} is not allowed at position {place}")
-        elif self._num_read > num_known:
+            if forced and forced[: len(tokens)] == tokens:
+                self._forced = forced[len(tokens) :] or None
+        else:
             matcher.rollback(self._num_read - num_known)
-        if self._num_read != num_known:
-            self._num_read, self._forced = num_known, None
+        self._num_read = num_known
         return matcher
 
     def _fail(self, otherwise: str = "cannot be followed") -> None:
         """Set the problem. otherwise: the reason where llguidance has none."""
-        self.problem = f"the grammar: {_one_line(self._matcher.get_error() or otherwise)}"
+        self.problem = OF_GRAMMAR + _one_line(self._matcher.get_error() or otherwise)
 
 
 def _one_line(text: str) -> str:
+    text = text.replace("<non-verbose/>", "")  # llguidance's mark of a short message
     return " ".join(text.split())[:_MAX_MESSAGE] or "cannot be used"
