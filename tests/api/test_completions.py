@@ -1,18 +1,10 @@
 import json
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 from tests.serving.fakes import EOS
-
-from penstock.api.bodies import CompletionBody
-from penstock.api.http import Caller
-from penstock.api.prepare import RequestBuilder
-from penstock.engine.tokenizer import Tokenizer
-from penstock.serving.limits import Quotas
-from penstock.serving.messages import Ready
 
 PROMPT = "Hello world, this is it. "
 
@@ -180,50 +172,25 @@ def floats(value: Any) -> Any:
     return float(value) if type(value) is int else value
 
 
-SHARED = {
-    "seed": 7,
-    "min_tokens": 2,
-    "stop_token_ids": [9],
-    "top_k": 4,
-    "expected_output_tokens": 5,
-}
-TURNS = [{"role": "user", "content": "Hi"}]
+SHARED = {"seed": 7, "min_tokens": 2, "stop_token_ids": [9], "expected_output_tokens": 5}
+CHAT = {"model": "toy", "messages": [{"role": "user", "content": "Hi"}]}
+OPTIONS = {"num_predict": -1, "seed": -1, "top_k": 4}
 
 
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/completions", {**SHARED, "prompt": [50, 60], "max_tokens": 6, "logprobs": 1, "n": 2}),
-        ("/v1/completions", {"prompt": [[50, 60], [70]], "speculation": {"max_draft_tokens": 2}}),
-        ("/v1/completions", {"prompt": [50], "max_tokens": 0, "echo": True}),
-        (
-            "/v1/chat/completions",
-            {**SHARED, "messages": TURNS, "max_completion_tokens": 6, "logprobs": True,
-             "top_logprobs": 1},
-        ),
-        ("/v1/responses", {**SHARED, "input": "Hi", "max_output_tokens": 6}),
-        ("/v1/messages", {**SHARED, "model": "toy", "messages": TURNS, "max_tokens": 6}),
-        ("/api/chat", {"model": "toy", "messages": TURNS, "stream": False,
-                       "options": {"num_predict": 6, "seed": -1, "top_k": 4}}),
-        ("/api/generate", {"model": "toy", "prompt": "Hi", "stream": False,
-                           "options": {"num_predict": -1}}),
+        ("/v1/completions", SHARED | {"prompt": [50, 60], "max_tokens": 6, "logprobs": 1, "n": 2}),
+        ("/v1/completions", {"prompt": [[50], [70]], "speculation": {"max_draft_tokens": 2}}),
+        ("/v1/chat/completions", CHAT | {"max_tokens": 6, "logprobs": True, "top_logprobs": 1}),
+        ("/v1/responses", SHARED | {"input": "Hi", "max_output_tokens": 6}),
+        ("/v1/messages", CHAT | SHARED | {"max_tokens": 6}),
+        ("/api/chat", CHAT | {"stream": False, "options": OPTIONS}),
         ("/detokenize", {"tokens": [50, 60]}),
     ],
-)  # fmt: skip
+)
 def test_integers_may_have_a_point(http: httpx.Client, path: str, body: dict[str, Any]) -> None:
     told, plain = (http.post(path, json=b) for b in (floats(body), body))
     assert told.status_code == plain.status_code == 200, told.text
-    names = ("choices", "usage", "content", "message", "response", "prompt", "eval_count")
-    for name in names:
+    for name in ("choices", "usage", "content", "message", "prompt", "eval_count"):
         assert told.json().get(name) == plain.json().get(name)
-
-
-@pytest.mark.parametrize("fields", [{"top_p": 0}, {"top_p": 0.0, "temperature": 0.9}])
-async def test_top_p_0_is_greedy(tmp_path: Path, tokenizer: Tokenizer, fields: Any) -> None:
-    """One token is always left, the most likely one."""
-    engine = Ready(tmp_path, 1000, 4096, frozenset(), (), {})
-    prepare = RequestBuilder("toy", tokenizer, engine, None, lambda: (), lambda _: 8, Quotas())
-    someone, body = Caller("someone", "someone"), CompletionBody(prompt="The quick", **fields)
-    (choice,) = await prepare.completion(body, someone, "job")
-    sampling = choice.request.sampling
-    assert (sampling.temperature, sampling.top_p) == (0.0, 1.0)

@@ -11,9 +11,6 @@ from pydantic import BaseModel, Field
 from tests.api.conftest import client_of
 from tests.serving.harness import RunningServer, model_server
 
-from penstock.api.choices import ResponseChoice
-from penstock.api.errors import ApiError
-from penstock.core.types import FinishReason, Output, Request
 from penstock.zoo.registry import model_path
 
 USER = [{"role": "user", "content": "Tell me of a person."}]
@@ -101,19 +98,6 @@ def test_a_grammar_that_outgrows_its_limits_is_named(real: RunningServer) -> Non
     *_, last, end = post(real, "completions", **body, stream=True).text.split("\n\n")[:-1]
     assert json.loads(last.removeprefix("data: "))["error"] == error
     assert end == "data: [DONE]"
-    early = post(real, "completions", prompt="It", guided_grammar=f"start: {many}")
-    assert early.status_code == 400
-    assert early.json()["error"]["code"] == "invalid_grammar"
-    assert early.json()["error"]["param"] == "guided_grammar"
-
-
-def test_what_a_grammar_ends_is_the_clients_error() -> None:
-    reason = "the grammar: lexer error: too many states"
-    choice: Any = ResponseChoice(0, Request("r", 1, 9), None, opens_prompt=True)  # type: ignore[arg-type]
-    with pytest.raises(ApiError) as told:
-        choice.on_output(Output("r", finish_reason=FinishReason.ERROR, error=reason))
-    assert (told.value.status, told.value.code) == (400, "invalid_grammar")
-    assert told.value.message == reason
 
 
 @pytest.mark.slow

@@ -289,14 +289,28 @@ def test_what_cannot_be_compiled_is_refused_in_one_line(tokenizer, kind, value, 
 
 
 @pytest.mark.parametrize("strings", [[f"{n:09}" for n in range(10_000)], ["a" * 260_000]])
-def test_a_choice_has_only_the_limit_of_its_length(
-    tokenizer: Tokenizer, strings: list[str]
-) -> None:
+def test_a_choice_has_only_the_limit_of_its_length(tokenizer, strings: list[str]) -> None:
     compiler = GrammarCompiler(lambda: tokenizer, 4096, [EOS])
     matcher = compiler.compile(grammar_of("choice", strings)).result().deep_copy()
     token_ids = tokenizer.encode(strings[-1], add_special_tokens=False)
     assert matcher.try_consume_tokens(token_ids) == len(token_ids)
     assert matcher.is_accepting()
+
+
+def test_what_one_request_uses_up_others_have(tokenizer: Tokenizer) -> None:
+    """Copies of a compiled grammar share a lexer, whose states are limited."""
+    compiler = GrammarCompiler(lambda: tokenizer, 4096, [EOS])
+    grammar = grammar_of("regex", "(.*a.{20}|.*b.{21}|.*c.{22})!")
+    shared, draw = compiler.compile(grammar), np.random.default_rng(0)
+    text = TokenBuffer(Request("r", 1, 9, prompt_token_ids=(5,)), compiler.begin(grammar))
+    used, kept = shared.result().deep_copy(), text.grammar
+    while not used.is_error():
+        mask = np.unpackbits(np.frombuffer(used.compute_bitmask(), np.uint8), bitorder="little")
+        used.try_consume_tokens([int(draw.choice(np.flatnonzero(mask)))])
+    assert kept is not None
+    assert np.unpackbits(kept.masks(text, (), 1).view(np.uint8)).sum() > 1000
+    assert text.problem is None
+    assert compiler.compile(grammar) is not shared
 
 
 def test_a_text_that_leaves_its_grammar_is_told_where(tokenizer: Tokenizer) -> None:

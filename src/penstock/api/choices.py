@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from penstock.api.errors import ApiError
@@ -91,12 +92,6 @@ class TextStream:
         self._tokens: list[TokenText] = []
         self._previous = previous
 
-    def echo(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], *, scored: bool
-    ) -> None:
-        """Prepend the prompt. logprobs: where it is `scored`, of all its tokens but the first."""
-        self.add(token_ids, (_NO_LOGPROB, *logprobs) if scored else ())
-
     def add(
         self,
         token_ids: Sequence[int],
@@ -173,6 +168,11 @@ class Delta:
     calls: Sequence[CallPiece] = ()
     reasoning: str = ""
 
+    def kind(self) -> object:
+        """Return what is equal for deltas that may be joined without a change of order."""
+        parts = [bool(part) for part in (self.reasoning, self.text, self.calls)]
+        return parts if sum(parts) < 2 else id(self)
+
     @classmethod
     def joined(cls, deltas: Sequence[Delta]) -> Delta:
         """Return consecutive deltas of a choice as one."""
@@ -184,20 +184,6 @@ class Delta:
             [piece for d in deltas for piece in d.calls],
             "".join(d.reasoning for d in deltas),
         )
-
-
-def _merged(deltas: Iterable[Delta]) -> list[Delta]:
-    """Join deltas as long as reasoning precedes text, and both precede calls."""
-    groups, last = list[list[Delta]](), 0
-    for delta in deltas:
-        parts = (delta.reasoning, delta.text, delta.calls)
-        kinds = [kind for kind, part in enumerate(parts) if part]
-        if not groups or min(kinds, default=last) < last:
-            groups.append([])
-            last = 0
-        groups[-1].append(delta)
-        last = max(kinds, default=last)
-    return list(map(Delta.joined, groups))
 
 
 class ResponseChoice:
@@ -258,25 +244,25 @@ class ResponseChoice:
                 raise ApiError(status, message, code="engine_unavailable", retry_after_s=1.0)
             raise ApiError(status, message, code="engine_error")
         if self._echo:
-            prompt = self.request.prompt_token_ids or ()
-            scored = self.request.sampling.num_prompt_logprobs is not None
-            self._text.echo(prompt, output.prompt_logprobs, scored=scored)
+            is_scored = self.request.sampling.num_prompt_logprobs is not None
+            logprobs = (_NO_LOGPROB, *output.prompt_logprobs) if is_scored else ()
+            self._text.add(self.request.prompt_token_ids or (), logprobs)
             self._echo = False
         if not self._adds_text:
             nothing = Output(output.request_id, finish_reason=FinishReason.LENGTH)
             output = nothing._replace(num_cached_tokens=output.num_cached_tokens)
-        return _merged(filter(None, self._read(output)))
+        deltas = filter(None, self._read(output))
+        return [Delta.joined(list(alike)) for _, alike in groupby(deltas, Delta.kind)]
 
     def _read(self, output: Output) -> Iterator[Delta | None]:
         """Yield what each token of an output adds, and its end.
 
         One by one, whatever a step brought: what is shown and counted does not depend on it."""
-        shown = output.token_ids
+        shown, num = output.token_ids, len(output.token_ids)
         if output.finish_reason is FinishReason.STOP:
             stops = self.request.stop_token_ids
             shown = tuple(token for token in shown if token not in stops)
         origins = origins_of(output) if self.tells_origins else ()
-        num = len(output.token_ids)
         for place in range(num or 1):
             part = slice(place, place + 1)
             self._text.add(shown[part], output.logprobs[part], origins[part])
@@ -287,12 +273,10 @@ class ResponseChoice:
             yield self._delta(len(shown[part]))
             if self.finish_reason is not None and not is_last:
                 # The choice's own end, in the middle of a step.
-                kept = place + 1
-                output = output._replace(
-                    token_ids=shown[:kept],
-                    num_proposed=min(kept, output.num_proposed),
-                    num_accepted=min(kept, output.num_accepted),
-                )
+                num = place + 1
+                proposed, accepted = min(num, output.num_proposed), min(num, output.num_accepted)
+                output = output._replace(token_ids=shown[:num])
+                output = output._replace(num_proposed=proposed, num_accepted=accepted)
                 break
         self.usage.on_output(output)
 

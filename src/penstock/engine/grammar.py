@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 from weakref import WeakValueDictionary
@@ -131,11 +131,13 @@ class GrammarCompiler:
         self._thread = ThreadPoolExecutor(1, "penstock-grammar")
         self._lately: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._held: WeakValueDictionary[str, Future[LLMatcher]] = WeakValueDictionary()
+        self._used_up: set[str] = set()
 
     def compile(self, grammar: str) -> Future[LLMatcher]:
         """Compile a grammar of `grammar_of`; fails with GrammarError. For one thread only."""
         found = self._held.get(grammar)
-        if found is None:
+        if found is None or grammar in self._used_up:
+            self._used_up.discard(grammar)
             found = self._held[grammar] = self._thread.submit(self._compile, grammar)
         self._lately[grammar] = found
         self._lately.move_to_end(grammar)
@@ -145,7 +147,12 @@ class GrammarCompiler:
 
     def begin(self, grammar: str) -> GrammarState:
         """Return the state of a request before its first token."""
-        return GrammarState(self.compile(grammar), self._vocab_size)
+        return GrammarState(self.compile(grammar), self._vocab_size, partial(self._renew, grammar))
+
+    def _renew(self, grammar: str) -> LLMatcher:
+        """Compile at once, for one request. From any thread."""
+        self._used_up.add(grammar)
+        return self._compile(grammar)
 
     def _compile(self, grammar: str) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
@@ -242,7 +249,13 @@ class _Vocabulary:
 class GrammarState:
     """State of one request's text in its grammar. Drafter and target may use it at once."""
 
-    def __init__(self, compiled: Future[LLMatcher], vocab_size: int) -> None:
+    def __init__(
+        self,
+        compiled: Future[LLMatcher],
+        vocab_size: int,
+        renew: Callable[[], LLMatcher] | None = None,
+    ) -> None:
+        self._renew = renew
         self.problem: str | None = None
         """Reason why it cannot go on, or None."""
         self._compiled = compiled
@@ -272,31 +285,45 @@ class GrammarState:
         self, text: KnownTokens, draft: Sequence[int], num_rows: int, place: int, row_bytes: int
     ) -> None:
         """Fill masks at an address whose bits are all set. row_bytes: of one row."""
-        first = len(draft) + 1 - num_rows
         with self._lock:
-            try:
-                matcher = self._follow(text)
-            except ValueError as error:
-                self.problem = OF_GRAMMAR + str(error)
-                return
-            num_consumed = 0
-            forced = self._forced or []
-            for i, token in enumerate((*draft, None)):
-                row = place + (i - first) * row_bytes
-                if i >= first and forced[i : i + 1]:
-                    # llguidance would tokenize all of the forced text for it.
-                    ctypes.memset(row, 0, row_bytes)
-                    ctypes.c_uint8.from_address(row + forced[i] // 8).value = 1 << forced[i] % 8
-                elif i >= first:
-                    matcher.unsafe_compute_mask_ptr(row, row_bytes)
-                if token is None or not matcher.try_consume_tokens([token]):
-                    break
-                num_consumed += 1
-                forced = forced if forced[i : i + 1] == [token] else []
-            if matcher.is_error():
-                self._fail()
-            elif num_consumed:
-                matcher.rollback(num_consumed)
+            self._fill(text, draft, num_rows, place, row_bytes)
+            if self._renew is not None and self.problem is not None:
+                # Copies share a lexer's states, of which others may have used up the limit.
+                renew, self._renew = self._renew, None
+                try:
+                    self._matcher, self._num_read, self._forced = renew(), 0, None
+                except GrammarError:
+                    return
+                self.problem = None
+                self._fill(text, draft, num_rows, place, row_bytes)
+
+    def _fill(
+        self, text: KnownTokens, draft: Sequence[int], num_rows: int, place: int, row_bytes: int
+    ) -> None:
+        first = len(draft) + 1 - num_rows
+        try:
+            matcher = self._follow(text)
+        except ValueError as error:
+            self.problem = OF_GRAMMAR + str(error)
+            return
+        num_consumed = 0
+        forced = self._forced or []
+        for i, token in enumerate((*draft, None)):
+            row = place + (i - first) * row_bytes
+            if i >= first and forced[i : i + 1]:
+                # llguidance would tokenize all of the forced text for it.
+                ctypes.memset(row, 0, row_bytes)
+                ctypes.c_uint8.from_address(row + forced[i] // 8).value = 1 << forced[i] % 8
+            elif i >= first:
+                matcher.unsafe_compute_mask_ptr(row, row_bytes)
+            if token is None or not matcher.try_consume_tokens([token]):
+                break
+            num_consumed += 1
+            forced = forced if forced[i : i + 1] == [token] else []
+        if matcher.is_error():
+            self._fail()
+        elif num_consumed:
+            matcher.rollback(num_consumed)
 
     def settle(self, text: KnownTokens, draft: Sequence[int], samples: list[int]) -> int | None:
         """Follow a text, and the target's samples behind it as far as they match the draft.
