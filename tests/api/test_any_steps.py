@@ -24,7 +24,7 @@ from penstock.engine.tokenizer import Tokenizer
 
 EOS, HIDDEN = 2, 4
 HORSE = "🐎"
-TURN = {"role": "user", "content": "Hi"}
+MESSAGE = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]}
 
 
 class StepChoice(ResponseChoice):
@@ -58,24 +58,10 @@ def outputs_of(
     raise AssertionError("max_tokens ends it")
 
 
-def in_order(deltas: list[Delta]) -> list[tuple[Any, str]]:
-    """Reasoning, text and arguments of calls, as a stream's client joins them."""
-    joined: list[tuple[Any, str]] = []
-    for delta in deltas:
-        pieces: list[tuple[Any, str]] = [("reasoning", delta.reasoning), ("text", delta.text)]
-        pieces += [(call.position, (call.name or "") + call.arguments) for call in delta.calls]
-        for kind, text in pieces:
-            if joined and joined[-1][0] == kind:
-                joined[-1] = kind, joined[-1][1] + text
-            elif text:
-                joined.append((kind, text))
-    return joined
-
-
 def written(
     tokenizer: Tokenizer, request: Request, sizes: list[int], token_ids: list[int], kind: Any
 ) -> Any:
-    """Streamed text in its order, tokens, and whole responses, whose ids differ anyway.
+    """Tokens, their number, and whole responses without what differs between any two.
 
     kind: class of the choice, whether the model thinks, limit of calls (0: no tools)."""
     choice_type, thinks, most = kind
@@ -91,19 +77,18 @@ def written(
     for output in outputs_of(request, tokenizer, token_ids, sizes):
         if choice.finish_reason is None:
             deltas += choice.on_output(output)
-    turns: dict[str, Any] = {"model": "m", "max_tokens": 9, "messages": [TURN]}
     forms: list[Form] = [
         CompletionFormat("i", "m", tokenizer, logprobs=True),
         ChatFormat("i", "m", tokenizer, logprobs=True),
         ResponsesFormat("i", "m", ResponsesBody.model_validate({"input": "Hi"})),
-        MessagesFormat("i", "m", MessagesBody.model_validate(turns)),
+        MessagesFormat("i", "m", MessagesBody.model_validate(MESSAGE)),
     ]
     bodies = []
     for form in forms:
         told = json.dumps(form.response([choice], deltas))
         told = re.sub(r'"created(_at)?": \d+|"\w+_[0-9a-f]{24,}"', '"":""', told)
         bodies.append(re.sub(r'"speculation": {.*?}', '"":""', told))
-    return in_order(deltas), [t for d in deltas for t in d.tokens], bodies, choice.usage.num_tokens
+    return [t for d in deltas for t in d.tokens], choice.usage.num_tokens, bodies
 
 
 PIECES = [
@@ -149,35 +134,25 @@ def test_tokens_of_one_character_are_shown_or_cut_together(tokenizer, sizes: lis
     kind = ResponseChoice, False, 0
     for stops, num in (([HORSE], 1), ([], len(token_ids))):
         request = request_of(stops, len(token_ids))
-        _, tokens, _, num_tokens = written(tokenizer, request, sizes, token_ids, kind)
-        assert [(t.token_id, t.start) for t in tokens] == [
-            (token_id, int(place > 0)) for place, token_id in enumerate(token_ids[:num])
-        ]
+        tokens, num_tokens, _ = written(tokenizer, request, sizes, token_ids, kind)
+        assert [t.token_id for t in tokens] == token_ids[:num]
+        assert [t.start for t in tokens] == [0, 1, 1, 1, 1][:num]
         assert num_tokens == len(token_ids)
     # A stop token behind an incomplete character, whose text is the last shown token's.
     request = request_of([], 9)
-    _, tokens, *_ = written(tokenizer, request, sizes, [*token_ids[:-1], EOS], kind)
+    tokens, *_ = written(tokenizer, request, sizes, [*token_ids[:-1], EOS], kind)
     assert [t.text for t in tokens] == ["a", "", "", "\ufffd"]
 
 
-@pytest.mark.parametrize(
-    ("choice_type", "order"),
-    [(ResponseChoice, ["text", "tool_use", "text"]), (StepChoice, ["text", "tool_use"])],
-)
-def test_the_order_is_that_of_the_text(tokenizer, choice_type, order: list[str]) -> None:
-    """A text, a call and a text in one step are three blocks, in a stream as in a whole answer."""
-    token_ids = tokenizer.encode(f"a {TAGGED} b", add_special_tokens=False)
-    request, kind = request_of([], len(token_ids)), (choice_type, False, None)
-    streamed, _, (*_, message), _ = written(tokenizer, request, [99], token_ids, kind)
-    assert re.findall('"type": "(text|tool_use)"', message) == order
-    assert [kind if kind == "text" else "tool_use" for kind, _ in streamed] == order
-
-
 @pytest.mark.parametrize("choice_type", [ResponseChoice, StepChoice])
-def test_what_follows_the_last_call_is_not_counted(tokenizer, choice_type) -> None:
-    """`parallel_tool_calls: false` ends a choice behind its first call, in the middle of a step."""
-    called = tokenizer.encode(TAGGED.removesuffix("\n</tool_call>"), add_special_tokens=False)
-    token_ids = [*called, *tokenizer.encode(" and more", add_special_tokens=False)]
-    request, kind = request_of([], len(token_ids)), (choice_type, False, 1)
-    _, tokens, _, num_tokens = written(tokenizer, request, [99], token_ids, kind)
-    assert ((len(tokens), num_tokens) == (len(called),) * 2) is (choice_type is ResponseChoice)
+def test_texts_and_calls_in_one_step(tokenizer: Tokenizer, choice_type: Any) -> None:
+    """They keep their order; what follows the last call that may be made is not counted."""
+    is_right = choice_type is ResponseChoice
+    called = tokenizer.encode(f"a {TAGGED.partition('</')[0].rstrip()}", add_special_tokens=False)
+    token_ids = [*called, *tokenizer.encode("</tool_call> b", add_special_tokens=False)]
+    request, kind = request_of([], len(token_ids)), (choice_type, False, None)
+    *_, (*_, message) = written(tokenizer, request, [99], token_ids, kind)
+    order = re.findall('"type": "(text|tool_use)"', message)
+    assert (order == ["text", "tool_use", "text"]) is is_right
+    tokens, num_tokens, _ = written(tokenizer, request, [99], token_ids, (choice_type, False, 1))
+    assert ((len(tokens), num_tokens) == (len(called),) * 2) is is_right

@@ -72,7 +72,7 @@ def alike(one: dict[str, Any], other: dict[str, Any]) -> None:
     for name in ("token_logprobs", "top_logprobs"):
         values, wanted = told.pop(name), expected.pop(name)
         for value, want in zip(values, wanted, strict=True):
-            assert value == pytest.approx(want, abs=0.02)
+            assert value == pytest.approx(want, abs=1e-3)
     assert one | {"logprobs": told} == other | {"logprobs": expected}
 
 
