@@ -250,12 +250,9 @@ class GrammarState:
     """State of one request's text in its grammar. Drafter and target may use it at once."""
 
     def __init__(
-        self,
-        compiled: Future[LLMatcher],
-        vocab_size: int,
-        renew: Callable[[], LLMatcher] | None = None,
+        self, compiled: Future[LLMatcher], vocab_size: int, renew: Callable[[], LLMatcher]
     ) -> None:
-        self._renew = renew
+        self._renew: Callable[[], LLMatcher] | None = renew
         self.problem: str | None = None
         """Reason why it cannot go on, or None."""
         self._compiled = compiled
