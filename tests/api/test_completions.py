@@ -1,4 +1,5 @@
 import json
+import re
 from typing import Any
 
 import httpx
@@ -161,3 +162,29 @@ def test_parts_of_characters_stay_apart_in_logprobs(http, tokenizer) -> None:
     assert choice["text"] == "€"
     spelt = "".join(choice["logprobs"]["tokens"]).replace("bytes:", "")
     assert spelt == "\\xe2\\x82\\xac"
+
+
+SHARED = {"seed": 7, "min_tokens": 2, "stop_token_ids": [9], "expected_output_tokens": 5}
+CHAT = {"model": "toy", "messages": [{"role": "user", "content": "Hi"}]}
+OPTIONS = {"num_predict": -1, "seed": -1, "top_k": 4}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", SHARED | {"prompt": [50, 60], "max_tokens": 6, "logprobs": 1, "n": 2}),
+        ("/v1/completions", {"prompt": [[50], [70]], "speculation": {"max_draft_tokens": 2}}),
+        ("/v1/chat/completions", CHAT | {"max_tokens": 6, "logprobs": True, "top_logprobs": 1}),
+        ("/v1/responses", SHARED | {"input": "Hi", "max_output_tokens": 6}),
+        ("/v1/messages", CHAT | SHARED | {"max_tokens": 6}),
+        ("/api/chat", CHAT | {"stream": False, "options": OPTIONS}),
+        ("/detokenize", {"tokens": [50, 60]}),
+    ],
+)
+def test_integers_may_have_a_point(http: httpx.Client, path: str, body: dict[str, Any]) -> None:
+    """6.0 for 6, as some languages write it."""
+    pointed = re.sub(r"(?<=[ \[])(-?\d+)(?=[,\]}])", r"\1.0", json.dumps(body))
+    told, plain = http.post(path, content=pointed), http.post(path, json=body)
+    assert told.status_code == plain.status_code == 200, told.text
+    for name in ("choices", "usage", "content", "message", "prompt", "eval_count"):
+        assert told.json().get(name) == plain.json().get(name)

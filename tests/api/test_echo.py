@@ -19,11 +19,14 @@ def complete(http: httpx.Client, **fields: Any) -> dict[str, Any]:
     return made
 
 
+@pytest.mark.parametrize("prompt", [PROMPT, "H"])
 @pytest.mark.parametrize("max_tokens", [0, 1, 7])
-def test_prompt_then_text(http: httpx.Client, tokenizer: Tokenizer, max_tokens: int) -> None:
-    ids = tokenizer.encode(PROMPT)
+def test_prompt_then_text(
+    http: httpx.Client, tokenizer: Tokenizer, max_tokens: int, prompt: str
+) -> None:
+    ids = tokenizer.encode(prompt)[-len(prompt) :]
     body = {"echo": True, "max_tokens": max_tokens, "logprobs": 2}
-    made = complete(http, prompt=PROMPT, **body)
+    made = complete(http, prompt=ids, **body)
     choice = made["choices"][0]
     whole = ids + expected_tokens(ids, max_tokens)
     assert choice["text"] == tokenizer.decode(whole)
@@ -36,7 +39,8 @@ def test_prompt_then_text(http: httpx.Client, tokenizer: Tokenizer, max_tokens: 
     assert logprobs["top_logprobs"][0] is None
     assert all(len(top) == 2 for top in logprobs["top_logprobs"][1:])
     assert logprobs["text_offset"][0] == 0
-    assert complete(http, prompt=ids, **body)["choices"] == made["choices"]
+    spelt = complete(http, prompt=prompt, add_special_tokens=len(prompt) > 1, **body)
+    assert spelt["choices"] == made["choices"]
 
 
 def test_as_lm_eval_scores_a_continuation(http: httpx.Client, tokenizer: Tokenizer) -> None:

@@ -49,6 +49,7 @@ def body_of(i: int, kind: str, drafter: str, **fields: Any) -> dict[str, Any]:
         "seed": i,
         "ignore_eos": kind == "max_tokens",
         "speculation": {"drafter": drafter},
+        "logprobs": i % 3,
         **ENDS[kind],
         **fields,
     }
@@ -63,6 +64,16 @@ def made(url: str, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     with ThreadPoolExecutor(NUM_CLIENTS) as pool:
         return list(pool.map(ask, bodies))
+
+
+def alike(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Text, tokens, offsets and end are equal; log-probabilities but for rounding."""
+    told, expected = dict(one["logprobs"]), dict(other["logprobs"])
+    for name in ("token_logprobs", "top_logprobs"):
+        values, wanted = told.pop(name), expected.pop(name)
+        for value, want in zip(values, wanted, strict=True):
+            assert value == pytest.approx(want, abs=1e-3)
+    assert one | {"logprobs": told} == other | {"logprobs": expected}
 
 
 def figures(url: str) -> dict[str, float]:
@@ -102,7 +113,7 @@ def test_metrics_and_usage_count_what_answers_have(server, kind, drafter) -> Non
     before = figures(server.url)
     drafted = made(server.url, [body_of(i, kind, drafter) for i in range(2 * NUM_CLIENTS)])
     for one, other in zip(alone, drafted, strict=True):
-        assert other["choices"] == one["choices"]
+        alike(other["choices"][0], one["choices"][0])
         num_tokens = one["usage"]["completion_tokens"]
         assert other["usage"]["completion_tokens"] == num_tokens
         speculation = other["usage"]["speculation"]
@@ -121,8 +132,11 @@ def test_streams_end_as_whole_answers_do(server: RunningServer) -> None:
         ).text
         events = [line[6:] for line in pieces.splitlines() if line.startswith("data: {")]
         choices = [choice for event in events for choice in json.loads(event)["choices"]]
-        assert "".join(c["text"] for c in choices) == whole["choices"][0]["text"]
-        assert choices[-1]["finish_reason"] == whole["choices"][0]["finish_reason"] == "stop"
+        parts = [choice["logprobs"] for choice in choices]
+        joined = {name: [x for part in parts for x in part[name]] for name in parts[0]}
+        text = "".join(c["text"] for c in choices)
+        alike(choices[-1] | {"text": text, "logprobs": joined}, whole["choices"][0])
+        assert choices[-1]["finish_reason"] == "stop"
 
 
 def test_a_stop_string_that_is_too_long_is_refused(server: RunningServer) -> None:
@@ -150,7 +164,8 @@ async def test_the_same_with_draft_servers() -> None:
                 bodies = [body | {"speculation": {"drafter": "auto"}} for body in bodies]
                 drafted = await asyncio.to_thread(made, running.url, bodies)
                 after = await asyncio.to_thread(figures, running.url)
-                assert [a["choices"] for a in drafted] == [a["choices"] for a in alone]
+                for one, other in zip(alone, drafted, strict=True):
+                    alike(other["choices"][0], one["choices"][0])
                 counted_alike(before, after, drafted)
                 assert sum(COUNTED["spec_decode_num_accepted_tokens_total"](a["usage"])
                            for a in drafted) > 0  # fmt: skip

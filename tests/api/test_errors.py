@@ -1,3 +1,4 @@
+import gzip
 import importlib.util
 import json
 import os
@@ -38,7 +39,7 @@ COMPLETIONS: list[tuple[dict[str, Any], int, str]] = [
     ({"prompt": "a", "temperature": -0.1}, 400, "temperature: "),
     ({"prompt": "a", "temperature": "hot"}, 400, "temperature: "),
     ({"prompt": "a", "temperature": 1e9}, 400, "temperature: "),
-    ({"prompt": "a", "top_p": 0}, 400, "top_p: "),
+    ({"prompt": "a", "top_p": -0.1}, 400, "top_p: "),
     ({"prompt": "a", "top_p": 1.1}, 400, "top_p: "),
     ({"prompt": "a", "top_k": -2}, 400, "top_k: "),
     ({"prompt": "a", "top_k": 2**31}, 400, "top_k: "),
@@ -251,6 +252,18 @@ def test_a_wrong_entry_is_one_complaint(prompt: list[Any]) -> None:
 
 def test_more_prompts_than_anybody_takes(http: httpx.Client) -> None:
     refused(http.post("/v1/completions", json={"prompt": [[1]] * 70_000}), 400, "at most 65536")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/api/chat"])
+def test_a_compressed_body_is_refused(http: httpx.Client, path: str) -> None:
+    body = gzip.compress(json.dumps({"model": "toy", "prompt": "a"}).encode())
+    told = http.post(path, content=body, headers={"Content-Encoding": "gzip"})
+    assert told.status_code == 415
+    message = "Content-Encoding: 'gzip' is not read; send the body uncompressed"
+    error = told.json()["error"]
+    assert message == (error if path == "/api/chat" else error["message"])
+    plain = {"Content-Encoding": "identity"}
+    assert http.post("/v1/completions", json={"prompt": "a"}, headers=plain).status_code == 200
 
 
 def test_unknown_endpoints(http: httpx.Client) -> None:

@@ -49,6 +49,19 @@ def test_a_model_with_several_names(cors: httpx.Client) -> None:
     assert 'model_name="lab/toy"' in cors.get("/metrics").text
 
 
+@pytest.mark.parametrize("origin", ["http://penstock.example", "HTTPS://[::1]:8000"])
+def test_a_target_may_have_its_origin(http: httpx.Client, origin: str) -> None:
+    """As clients of proxies send it (RFC 9112, absolute-form)."""
+
+    def get(path: str) -> httpx.Response:
+        return http.get("/", extensions={"target": f"{origin}{path}".encode()})
+
+    assert get("/v1/models?a=b").json() == http.get("/v1/models").json()
+    assert get("/health").json()["status"] == "ok"
+    assert get("/v1/messages/x").json()["type"] == "error"
+    assert get("").status_code == http.get("/").status_code
+
+
 def test_health_can_be_asked_by_head(http: httpx.Client) -> None:
     answer = http.head("/health")
     assert (answer.status_code, answer.content) == (200, b"")

@@ -72,13 +72,12 @@ def test_a_stop_string_cuts_the_last_token(http: httpx.Client) -> None:
     asked = body(COMPLETION, "abcdefgh ijkl", speculation={"origins": True})
     whole = http.post(COMPLETION, json=asked).json()["choices"][0]["text"]
     cut = whole[9:12]
-    for answer in (
-        http.post(COMPLETION, json={**asked, "stop": cut}).json(),
-        *chunks(http, COMPLETION, {**asked, "stop": cut})[-1:],
-    ):
-        choice = answer["choices"][0]
-        assert "".join(o["text"] for o in choice.get("origins", [])) == choice["text"]
-        assert choice["finish_reason"] == "stop"
+    whole_answer = http.post(COMPLETION, json={**asked, "stop": cut}).json()
+    for parts in ([whole_answer], chunks(http, COMPLETION, {**asked, "stop": cut})):
+        choices = [part["choices"][0] for part in parts]
+        told = "".join(o["text"] for choice in choices for o in choice.get("origins", []))
+        assert told == "".join(choice["text"] for choice in choices)
+        assert choices[-1]["finish_reason"] == "stop"
 
 
 def test_origins_are_told_on_request_only(http: httpx.Client) -> None:

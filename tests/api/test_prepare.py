@@ -104,9 +104,10 @@ async def test_stop_tokens(tokenizer: Tokenizer) -> None:
     assert request.stop_token_ids == {9}
 
 
-async def test_a_temperature_next_to_zero_is_greedy(tokenizer: Tokenizer) -> None:
-    (request,) = await completion(preparer(tokenizer), temperature=1e-9)
-    assert request.sampling.temperature == 0
+@pytest.mark.parametrize("fields", [{"temperature": 1e-9}, {"top_p": 0}])
+async def test_what_leaves_one_token_is_greedy(tokenizer: Tokenizer, fields: Any) -> None:
+    (request,) = await completion(preparer(tokenizer), **fields)
+    assert (request.sampling.temperature, request.sampling.top_p) == (0, 1)
 
 
 async def test_speculation_is_the_requests_own(tokenizer: Tokenizer) -> None:

@@ -119,6 +119,22 @@ def test_the_other_kinds(real: RunningServer) -> None:
 
 
 @pytest.mark.slow
+def test_a_grammar_that_outgrows_its_limits_is_named(real: RunningServer) -> None:
+    """In the middle of an answer: 2,500 alternatives behind the first four characters."""
+    many = " | ".join(f'"{n:04}"' for n in range(2500))
+    grammar = f'start: /[a-z ]{{3}}/ "." tail\ntail: {many}'
+    body = {"prompt": "It", "structured_outputs": {"grammar": grammar}, "max_tokens": 20}
+    told = post(real, "completions", **body)
+    assert told.status_code == 400
+    error = told.json()["error"]
+    assert (error["code"], error["type"]) == ("invalid_grammar", "invalid_request_error")
+    assert error["message"].startswith("the grammar: Parser Error: Current row has 2501 items")
+    *_, last, end = post(real, "completions", **body, stream=True).text.split("\n\n")[:-1]
+    assert json.loads(last.removeprefix("data: "))["error"] == error
+    assert end == "data: [DONE]"
+
+
+@pytest.mark.slow
 def test_completions_and_responses_have_them_too(real: RunningServer) -> None:
     made = post(real, "completions", prompt="A person:", max_tokens=200, seed=3, guided_json=SCHEMA)
     Person.model_validate_json(made.json()["choices"][0]["text"])

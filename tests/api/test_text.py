@@ -51,8 +51,7 @@ async def test_completions_go_on_from_their_prompt_and_assistants_begin(tmp_path
     body = {"messages": [{"role": "user", "content": "The quick"}]}
     (answer,) = await prepare.chat(ChatBody.model_validate(body), SOMEONE, "job")
     for choice, expected in ((completion, " brown fox"), (answer, "brown fox")):
-        delta = choice.on_output(Output("job", tuple(spelled.encode("brown fox"))))
-        assert delta is not None
+        (delta,) = choice.on_output(Output("job", tuple(spelled.encode("brown fox"))))
         assert delta.text == expected
 
 

@@ -47,6 +47,8 @@ GRAMMARS = {
     "choice": grammar_of("choice", ["positive", "negative", "neither of them"]),
     "grammar": grammar_of("grammar", 'root ::= num (" + " num){1,4}\nnum ::= [0-9]{1,4}'),
 }
+MANY = " | ".join(f'"{n:04}"' for n in range(2500))
+"""Alternatives: more than llguidance can keep in mind at once."""
 SAMPLINGS = {
     "greedy": SamplingParams(temperature=0.0),
     "coupled": SamplingParams(temperature=1.0),
@@ -224,19 +226,32 @@ def test_the_end_comes_before_min_tokens_where_nothing_else_may(engine, tokenize
     check_valid(tokenizer, texts)
 
 
+@pytest.mark.parametrize("kind", SAMPLINGS)
+@pytest.mark.parametrize("drafter", ["none", "draft-tiny"])
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        ("start: <|nothing|>", "unknown special token"),
+        # More than llguidance can go on with, behind a few tokens.
+        ('start: /[a-z ]{3}/ "." tail\ntail: ' + MANY, "Current row has 2501 items; max is 2000"),
+    ],
+)
 def test_a_grammar_that_cannot_go_on_ends_its_own_request_alone(
-    engine: Engine, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, tokenizer: Tokenizer, grammar: str, reason: str, drafter: str, kind: str
 ) -> None:
-    params = SAMPLINGS["greedy"]
-    requests = make_requests(tokenizer, params, 3, "draft-tiny")
+    params = SAMPLINGS[kind]
+    requests = make_requests(tokenizer, params, 3, drafter)
     broken = dataclasses.replace(
         requests[1],
-        sampling=dataclasses.replace(params, grammar=grammar_of("grammar", "start: <|nothing|>")),
+        sampling=dataclasses.replace(params, grammar=grammar_of("lark", grammar)),
     )
     outputs = outputs_of(make_loop(engine), [requests[0], broken, requests[2]])
     ends = {o.request_id: o for o in outputs if o.finish_reason is not None}
+    assert len(ends) == sum(o.finish_reason is not None for o in outputs)
     assert ends[broken.id].finish_reason is FinishReason.ERROR
-    assert "unknown special token" in (ends[broken.id].error or "")
+    assert EOS not in [t for o in outputs if o.request_id == broken.id for t in o.token_ids]
+    assert (ends[broken.id].error or "").startswith("the grammar: ")
+    assert reason in (ends[broken.id].error or "")
     others, _ = run(make_loop(engine), make_requests(tokenizer, params, 3, "none"))
     for i in (0, 2):
         made = [t for o in outputs if o.request_id == requests[i].id for t in o.token_ids]
@@ -258,6 +273,7 @@ def test_a_grammar_that_cannot_go_on_ends_its_own_request_alone(
         ("regex", r"(a)\1", "invalid regex"),
         ("regex", "(" * 5000 + ")" * 5000, "invalid regex"),
         ("grammar", "start: nothing", "unknown name"),
+        ("lark", f"start: {MANY}", "Current row has 2501 items; max is 2000"),
         ("grammar", "start: " + "(" * 9000 + '"a"' + ")" * 9000, "too deeply nested"),
         ("grammar", "", ""),
         ("json", json.dumps({"enum": ["x" * 300_000]}), "at most 262144 are allowed"),
@@ -270,6 +286,31 @@ def test_what_cannot_be_compiled_is_refused_in_one_line(tokenizer, kind, value, 
     assert reason in str(refused.value)
     assert str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("strings", [[f"{n:09}" for n in range(10_000)], ["a" * 260_000]])
+def test_a_choice_has_only_the_limit_of_its_length(tokenizer, strings: list[str]) -> None:
+    compiler = GrammarCompiler(lambda: tokenizer, 4096, [EOS])
+    matcher = compiler.compile(grammar_of("choice", strings)).result().deep_copy()
+    token_ids = tokenizer.encode(strings[-1], add_special_tokens=False)
+    assert matcher.try_consume_tokens(token_ids) == len(token_ids)
+    assert matcher.is_accepting()
+
+
+def test_what_one_request_uses_up_others_have(tokenizer: Tokenizer) -> None:
+    """Copies of a compiled grammar share a lexer, whose states are limited."""
+    compiler = GrammarCompiler(lambda: tokenizer, 4096, [EOS])
+    grammar = grammar_of("regex", "(.*a.{20}|.*b.{21}|.*c.{22})!")
+    shared, draw = compiler.compile(grammar), np.random.default_rng(0)
+    text = TokenBuffer(Request("r", 1, 9, prompt_token_ids=(5,)), compiler.begin(grammar))
+    used, kept = shared.result().deep_copy(), text.grammar
+    while not used.is_error():
+        mask = np.unpackbits(np.frombuffer(used.compute_bitmask(), np.uint8), bitorder="little")
+        used.try_consume_tokens([int(draw.choice(np.flatnonzero(mask)))])
+    assert kept is not None
+    assert np.unpackbits(kept.masks(text, (), 1).view(np.uint8)).sum() > 1000
+    assert text.problem is None
+    assert compiler.compile(grammar) is not shared
 
 
 def test_a_text_that_leaves_its_grammar_is_told_where(tokenizer: Tokenizer) -> None:

@@ -75,13 +75,13 @@ class LatencyOptions(Body):
 class SamplingBody(Body):
     """Sampling parameters, with vLLM's meanings.
 
-    temperature: 0 is greedy. top_k: 0 and -1 are off. seed: drawn if not given. n: choices, with
-    seeds derived from `seed`. min_tokens: a choice does not stop before so many.
+    temperature, top_p: 0 is greedy. top_k: 0 and -1 are off. seed: drawn if not given. n: choices,
+    with seeds derived from `seed`. min_tokens: a choice does not stop before so many.
     """
 
     max_tokens: int | None = Field(default=None, ge=1)
     temperature: float = Field(default=1.0, ge=0, le=100, allow_inf_nan=False)
-    top_p: float = Field(default=1.0, gt=0, le=1, allow_inf_nan=False)
+    top_p: float = Field(default=1.0, ge=0, le=1, allow_inf_nan=False)
     top_k: int = Field(default=0, ge=-1, le=_MAX_TOP_K)
     min_p: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2, allow_inf_nan=False)

@@ -31,16 +31,23 @@ async def validated(model: type[_Model], http: Request) -> _Model:
 
 
 class Body(BaseModel):
-    """A strictly typed JSON object, in which null means that a field is absent."""
+    """A strictly typed JSON object, in which null means that a field is absent, and 6.0 is 6."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_nulls(cls, data: Any) -> Any:
+    def _as_meant(cls, data: Any) -> Any:
         if isinstance(data, dict):
-            return {name: value for name, value in data.items() if value is not None}
+            return {name: _whole(value) for name, value in data.items() if value is not None}
         return data
+
+
+def _whole(value: Any) -> Any:
+    """Return a number without a fraction as an integer, also in lists; else the value."""
+    if isinstance(value, list) and not {float, list}.isdisjoint(map(type, value)):
+        return [_whole(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def json_of_object(value: Any) -> Any:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from penstock.api.errors import ApiError
 from penstock.api.reasoning import ReasoningParser
 from penstock.api.tool_calls import CallPiece, ToolCallParser
 from penstock.core.types import FinishReason, Output, Request, TokenLogprob
+from penstock.engine.grammar import OF_GRAMMAR
 from penstock.serving.usage import Usage
 
 if TYPE_CHECKING:
@@ -45,19 +47,17 @@ def origins_of(output: Output) -> list[Origin]:
 class TokenText:
     """A token of a choice with log-probabilities and origin.
 
-    raw: its bytes, which may end inside a character. start, end: of its text in the choice's text.
-    text: whole characters only. logprob: NaN if not requested, or of a prompt's first token."""
+    raw: its bytes, which may end inside a character. start: of its text in the choice's text. end:
+    of the character in which it ends; infinite until that is known. text: whole characters only.
+    logprob: NaN if not requested, or of a prompt's first token."""
 
     token_id: int
     raw: bytes
     start: int
+    end: float
     text: str
     logprob: TokenLogprob
     origin: Origin | None
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.text)
 
     @property
     def has_logprob(self) -> bool:
@@ -92,16 +92,6 @@ class TextStream:
         self._tokens: list[TokenText] = []
         self._previous = previous
 
-    def echo(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
-        """Prepend the prompt. logprobs: of all its tokens but the first, or empty."""
-        known = (_NO_LOGPROB, *logprobs)
-        for place, token_id in enumerate(token_ids):
-            start = self._length + len(self._pending)
-            text = self._detokenizer.add(token_id)
-            self._pending += text
-            if logprobs:
-                self._note(token_id, start, text, known[place], None)
-
     def add(
         self,
         token_ids: Sequence[int],
@@ -109,15 +99,13 @@ class TextStream:
         origins: Sequence[Origin] = (),
     ) -> None:
         """Append tokens. logprobs, origins: one per token, or empty."""
-        if not (logprobs or origins):
-            self._pending += "".join(map(self._detokenizer.add, token_ids))
-            return
         for place, token_id in enumerate(token_ids):
             start = self._length + len(self._pending)
             text = self._detokenizer.add(token_id)
             self._pending += text
-            logprob = logprobs[place] if logprobs else _NO_LOGPROB
-            self._note(token_id, start, text, logprob, origins[place] if origins else None)
+            if logprobs or origins:
+                logprob = logprobs[place] if logprobs else _NO_LOGPROB
+                self._note(token_id, start, text, logprob, origins[place] if origins else None)
 
     def finish(self, num_stop_chars: int = 0) -> None:
         """End the text. num_stop_chars: length of the end to cut, from a stop string's start."""
@@ -133,7 +121,9 @@ class TextStream:
             self._pending = self._pending[:-num_stop_chars]
             end = self._length + len(self._pending)
             self._tokens = [
-                replace(t, text=t.text[: end - t.start]) for t in self._tokens if t.start < end
+                replace(t, text=t.text[: end - t.start])
+                for t in self._tokens
+                if t.start < end or t.end <= end
             ]
         self._is_over = True
 
@@ -150,7 +140,10 @@ class TextStream:
         self, token_id: int, start: int, text: str, logprob: TokenLogprob, origin: Origin | None
     ) -> None:
         raw = self._tokenizer.token_bytes(token_id, self._previous)
-        self._tokens.append(TokenText(token_id, raw, start, text, logprob, origin))
+        end = math.inf if self._detokenizer.is_amid_character else start + len(text)
+        # Tokens of one character are shown or cut together, in however many steps they came.
+        self._tokens = [t if t.end < math.inf else replace(t, end=end) for t in self._tokens]
+        self._tokens.append(TokenText(token_id, raw, start, end, text, logprob, origin))
         self._previous = token_id
 
     def _num_held_back(self) -> int:
@@ -174,6 +167,23 @@ class Delta:
     finish_reason: FinishReason | Literal["tool_calls"] | None
     calls: Sequence[CallPiece] = ()
     reasoning: str = ""
+
+    def kind(self) -> object:
+        """Return what is equal for deltas that may be joined without a change of order."""
+        parts = [bool(part) for part in (self.reasoning, self.text, self.calls)]
+        return parts if sum(parts) < 2 else id(self)
+
+    @classmethod
+    def joined(cls, deltas: Sequence[Delta]) -> Delta:
+        """Return consecutive deltas of a choice as one."""
+        return cls(
+            deltas[-1].index,
+            "".join(d.text for d in deltas),
+            [token for d in deltas for token in d.tokens],
+            deltas[-1].finish_reason,
+            [piece for d in deltas for piece in d.calls],
+            "".join(d.reasoning for d in deltas),
+        )
 
 
 class ResponseChoice:
@@ -217,8 +227,8 @@ class ResponseChoice:
         """The stop string that ended the text, if one did."""
         return self._text.stop_string
 
-    def on_output(self, output: Output) -> Delta | None:
-        """Add an output; return None while there is nothing to show.
+    def on_output(self, output: Output) -> list[Delta]:
+        """Add an output; return what there is to show, in its order.
 
         Raises: ApiError if the engine ended the request without completing it.
         """
@@ -228,19 +238,52 @@ class ResponseChoice:
             self.finish_reason = output.finish_reason
             status = _STATUS[output.finish_reason]
             message = output.error or str(output.finish_reason)
+            if message.startswith(OF_GRAMMAR):
+                raise ApiError(400, message, code="invalid_grammar")
             if status == 503:
                 raise ApiError(status, message, code="engine_unavailable", retry_after_s=1.0)
             raise ApiError(status, message, code="engine_error")
         if self._echo:
-            self._text.echo(self.request.prompt_token_ids or (), output.prompt_logprobs)
+            is_scored = self.request.sampling.num_prompt_logprobs is not None
+            logprobs = (_NO_LOGPROB, *output.prompt_logprobs) if is_scored else ()
+            self._text.add(self.request.prompt_token_ids or (), logprobs)
             self._echo = False
         if not self._adds_text:
             nothing = Output(output.request_id, finish_reason=FinishReason.LENGTH)
             output = nothing._replace(num_cached_tokens=output.num_cached_tokens)
-        self.usage.on_output(output)
-        return self._delta(*self._add(output))
+        deltas = filter(None, self._read(output))
+        return [Delta.joined(list(alike)) for _, alike in groupby(deltas, Delta.kind)]
 
-    def _delta(self, reasoning: str, text: str, tokens: Sequence[TokenText]) -> Delta | None:
+    def _read(self, output: Output) -> Iterator[Delta | None]:
+        """Yield what each token of an output adds, and its end.
+
+        One by one, whatever a step brought: what is shown and counted does not depend on it."""
+        shown, num = output.token_ids, len(output.token_ids)
+        if output.finish_reason is FinishReason.STOP:
+            stops = self.request.stop_token_ids
+            shown = tuple(token for token in shown if token not in stops)
+        origins = origins_of(output) if self.tells_origins else ()
+        for place in range(num or 1):
+            part = slice(place, place + 1)
+            self._text.add(shown[part], output.logprobs[part], origins[part])
+            is_last = place + 1 >= num
+            if is_last and output.finish_reason is not None:
+                self._text.finish(output.num_stop_chars)
+                self.finish_reason = output.finish_reason
+            yield self._delta(len(shown[part]))
+            if self.finish_reason is not None and not is_last:
+                # The choice's own end, in the middle of a step.
+                num = place + 1
+                proposed, accepted = min(num, output.num_proposed), min(num, output.num_accepted)
+                output = output._replace(token_ids=shown[:num])
+                output = output._replace(num_proposed=proposed, num_accepted=accepted)
+                break
+        self.usage.on_output(output)
+
+    def _delta(self, num_tokens: int) -> Delta | None:
+        """Return what is ready, with so many new tokens."""
+        text, tokens = self._text.pop_text()
+        reasoning, text = self._split(text, num_tokens)
         reason: FinishReason | Literal["tool_calls"] | None = self.finish_reason
         pieces: Sequence[CallPiece] = ()
         self._has_line_break |= "\n" in text
@@ -257,27 +300,6 @@ class ResponseChoice:
         if reasoning or text or tokens or pieces or reason is not None:
             return Delta(self.index, text, tokens, reason, pieces, reasoning)
         return None
-
-    def _add(self, output: Output) -> tuple[str, str, list[TokenText]]:
-        """Add an output; return the reasoning, the text and the tokens that are ready."""
-        shown = output.token_ids
-        if output.finish_reason is FinishReason.STOP:
-            stops = self.request.stop_token_ids
-            shown = tuple(token for token in shown if token not in stops)
-        origins = origins_of(output) if self.tells_origins else ()
-        # Where a model thinks, one by one: each token is of the reasoning or is not.
-        size = max(1, len(shown)) if self._reasoning is None else 1
-        reasoning, text, tokens = "", "", list[TokenText]()
-        for start in range(0, max(1, len(shown)), size):
-            part = slice(start, start + size)
-            self._text.add(shown[part], output.logprobs[part], origins[part])
-            if start + size >= len(shown) and output.finish_reason is not None:
-                self._text.finish(output.num_stop_chars)
-                self.finish_reason = output.finish_reason
-            popped, more = self._text.pop_text()
-            thought, popped = self._split(popped, len(shown[part]))
-            reasoning, text, tokens = reasoning + thought, text + popped, tokens + more
-        return reasoning, text, tokens
 
     def _split(self, text: str, num_tokens: int) -> tuple[str, str]:
         """Return the reasoning and the rest of a text."""

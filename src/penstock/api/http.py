@@ -40,6 +40,8 @@ EXPECTED_OUTPUT_TOKENS = "X-Penstock-Expected-Output-Tokens"
 
 _VALID_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
+_ORIGIN = re.compile(r"https?://[^/]*", re.IGNORECASE)
+
 trace_parent: ContextVar[str | None] = ContextVar("trace_parent", default=None)
 """W3C's traceparent header of the current request."""
 
@@ -151,7 +153,8 @@ def client_network(scope: Scope) -> str:
 class BodyLimit:
     """ASGI middleware that limits bodies.
 
-    Status 413: over max_bytes. 408: over timeout_s. 429: over the client's share of the memory."""
+    Status 413: over max_bytes. 408: over timeout_s. 415: compressed. 429: over the client's share
+    of the memory."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
         self._app = app
@@ -162,6 +165,11 @@ class BodyLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
+            return
+        coding = Headers(scope=scope).get("content-encoding", "identity")
+        if coding.lower() != "identity":
+            message = f"Content-Encoding: {coding[:64]!r} is not read; send the body uncompressed"
+            await ApiError(415, message).response(scope["path"])(scope, receive, send)
             return
         announced = dict(scope["headers"]).get(b"content-length", b"0")
         if announced.isdigit() and int(announced) > self._max_bytes:
@@ -232,6 +240,8 @@ class ResponseHeaders:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if _ORIGIN.match(scope["path"]):  # as clients of proxies send it
+            scope["path"] = _ORIGIN.sub("", scope["path"]) or "/"
         sent = Headers(scope=scope)
         given = sent.get(REQUEST_ID, "")
         own_id = given if _VALID_ID.fullmatch(given) else uuid4().hex

@@ -443,10 +443,12 @@ class RequestBuilder:
 
     def _sampling(self, body: CompletionBody | ChatBody, n: int, prompt: _Prompt) -> SamplingParams:
         seed = secrets.randbits(64) if body.seed is None else derived_seed(body.seed % 2**64, n)
+        is_greedy = body.temperature < _GREEDY_BELOW or body.top_p == 0
         by_seed: Literal["coupled", "ratio"] = "ratio" if body.seed is None else "coupled"
         return SamplingParams(
-            temperature=body.temperature if body.temperature >= _GREEDY_BELOW else 0.0,
-            top_p=body.top_p,
+            # Of the most likely tokens, at least one is kept.
+            temperature=0.0 if is_greedy else body.temperature,
+            top_p=body.top_p or 1.0,
             top_k=max(0, body.top_k),
             seed=seed,
             verification=self.verification or by_seed,

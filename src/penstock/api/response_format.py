@@ -31,10 +31,13 @@ class ResponsesFormat(Form):
         self._num_events = 0
 
     def response(self, choices: Sequence[ResponseChoice], deltas: Sequence[Delta]) -> JsonDict:
-        (delta,) = deltas
-        for _ in (*self._add(delta), *self._end(delta.finish_reason == "length")):
+        for delta in deltas:
+            for _ in self._add(delta):
+                pass
+        reason = deltas[-1].finish_reason
+        for _ in self._end(reason == "length"):
             pass
-        return self._ended(choices, delta.finish_reason)
+        return self._ended(choices, reason)
 
     async def events(self, job: Generation, body: GenerationBody) -> AsyncIterator[bytes]:
         reason: str | None = None

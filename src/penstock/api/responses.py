@@ -41,7 +41,7 @@ class Form(ABC):
 
     @abstractmethod
     def response(self, choices: Sequence[ResponseChoice], deltas: Sequence[Delta]) -> JsonDict:
-        """Build the whole response. deltas: one per choice, with all of its text."""
+        """Build the whole response. deltas: all of the choices', in order."""
 
     @abstractmethod
     def events(self, job: Generation, body: GenerationBody) -> AsyncIterator[bytes]:
@@ -80,7 +80,7 @@ class CompletionFormat(Format):
         return self._body("text_completion", [self._choice(delta)])
 
     def response(self, choices: Sequence[ResponseChoice], deltas: Sequence[Delta]) -> JsonDict:
-        body = self._body("text_completion", [self._choice(delta) for delta in deltas])
+        body = self._body("text_completion", [self._choice(delta) for delta in by_choice(deltas)])
         return {**body, "usage": usage(choices)}
 
     def usage_chunk(self, choices: Sequence[ResponseChoice]) -> JsonDict:
@@ -132,7 +132,7 @@ class ChatFormat(Format):
                 "finish_reason": delta.finish_reason,
                 **_origins(delta.tokens),
             }
-            for delta in deltas
+            for delta in by_choice(deltas)
         ]
         return {**self._body("chat.completion", made), "usage": usage(choices)}
 
@@ -163,7 +163,7 @@ class InfillFormat(Form):
         self._started_at = time.perf_counter()
 
     def response(self, choices: Sequence[ResponseChoice], deltas: Sequence[Delta]) -> JsonDict:
-        (choice,), (delta,) = choices, deltas
+        (choice,), (delta,) = choices, by_choice(deltas)
         now, counted, cached = time.perf_counter(), usage(choices), choice.usage.num_cached_tokens
         first = choice.first_output_at or now
         timings = {
@@ -188,6 +188,14 @@ class InfillFormat(Form):
                 yield event(self.response(job.choices, [delta]))
         except ApiError as error:
             yield event(error.body())
+
+
+def by_choice(deltas: Sequence[Delta]) -> list[Delta]:
+    """Return one delta per choice, with all of its text."""
+    own: dict[int, list[Delta]] = {}
+    for delta in deltas:
+        own.setdefault(delta.index, []).append(delta)
+    return [Delta.joined(own[index]) for index in sorted(own)]
 
 
 def _timed(what: str, num: int, seconds: float) -> JsonDict:
@@ -322,14 +330,13 @@ class Generation(AbstractContextManager["Generation"]):
             async for output in self._stream:
                 choice, meter = self._by_request[output.request_id]
                 meter.on_output(output)
-                delta = choice.on_output(output)
-                if delta is None:
-                    continue
+                deltas = choice.on_output(output)
                 if choice.finish_reason is not None:
                     meter.finish(choice.finish_reason)
                     if output.finish_reason is None:
                         self._stream.cancel(output.request_id)
-                yield delta
+                for delta in deltas:
+                    yield delta
 
 
 @contextmanager
@@ -450,7 +457,7 @@ def timestamp(seconds: float) -> str:
 async def collected(job: Generation, form: Form, http: HttpRequest) -> Response:
     """Return the whole response. Raises: ApiError, also if the client disconnects before."""
     with job:
-        work = asyncio.create_task(_join(job))
+        work = asyncio.create_task(_all(job))
         gone = asyncio.create_task(_disconnected(http))
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -463,21 +470,8 @@ async def collected(job: Generation, form: Form, http: HttpRequest) -> Response:
     return Response(as_json(body), media_type="application/json")
 
 
-async def _join(job: Generation) -> list[Delta]:
-    pieces: list[list[Delta]] = [[] for _ in job.choices]
-    async for delta in job.deltas():
-        pieces[delta.index].append(delta)
-    return [
-        Delta(
-            index,
-            "".join(d.text for d in own),
-            [token for d in own for token in d.tokens],
-            own[-1].finish_reason,
-            [piece for d in own for piece in d.calls],
-            "".join(d.reasoning for d in own),
-        )
-        for index, own in enumerate(pieces)
-    ]
+async def _all(job: Generation) -> list[Delta]:
+    return [delta async for delta in job.deltas()]
 
 
 async def _disconnected(http: HttpRequest) -> None:

@@ -5,13 +5,14 @@ since clients write grammars. A request's state follows its text, and a draft th
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 from weakref import WeakValueDictionary
@@ -38,6 +39,8 @@ _MAX_LEXER_STATES, _MAX_SYMBOLS = 20_000, 100_000
 _MAX_MESSAGE = 600
 _MAX_COMPILED = 32
 """Grammars cached beside those in use."""
+OF_GRAMMAR = "the grammar: "
+"""Beginning of the reason why a request's grammar ended it."""
 _SPECIAL = b"\xff"
 """First byte of special tokens in llguidance: no byte of UTF-8."""
 _JSON_STYLE: Any = {
@@ -87,6 +90,9 @@ def grammar_of(kind: GrammarKind, value: Any) -> str:
             return LLMatcher.grammar_from_json_schema(text, defaults=_JSON_STYLE)
         if kind == "lark":
             return LLMatcher.grammar_from_lark(text)
+        if kind == "choice":
+            # Not as alternatives of a rule: llguidance allows 2,000 of them.
+            return LLMatcher.grammar_from_regex("|".join(map(re.escape, value)))
         return grammar_from(kind, text)
     except (ValueError, RecursionError) as error:
         raise GrammarError(_one_line(str(error))) from error
@@ -128,11 +134,13 @@ class GrammarCompiler:
         self._thread = ThreadPoolExecutor(1, "penstock-grammar")
         self._lately: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._held: WeakValueDictionary[str, Future[LLMatcher]] = WeakValueDictionary()
+        self._used_up: set[str] = set()
 
     def compile(self, grammar: str) -> Future[LLMatcher]:
         """Compile a grammar of `grammar_of`; fails with GrammarError. For one thread only."""
         found = self._held.get(grammar)
-        if found is None:
+        if found is None or grammar in self._used_up:
+            self._used_up.discard(grammar)
             found = self._held[grammar] = self._thread.submit(self._compile, grammar)
         self._lately[grammar] = found
         self._lately.move_to_end(grammar)
@@ -142,7 +150,12 @@ class GrammarCompiler:
 
     def begin(self, grammar: str) -> GrammarState:
         """Return the state of a request before its first token."""
-        return GrammarState(self.compile(grammar), self._vocab_size)
+        return GrammarState(self.compile(grammar), self._vocab_size, partial(self._renew, grammar))
+
+    def _renew(self, grammar: str) -> LLMatcher:
+        """Compile at once, for one request. From any thread."""
+        self._used_up.add(grammar)
+        return self._compile(grammar)
 
     def _compile(self, grammar: str) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
@@ -153,9 +166,13 @@ class GrammarCompiler:
             verbose_errors=False,
         )
         matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
-        matcher.compute_bitmask()
-        if matcher.is_error():
-            problem = _one_line(matcher.get_error())
+        mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        # Some limits are met with the first token only.
+        trial = matcher.deep_copy()
+        allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+        trial.try_consume_tokens(trial.compute_ff_tokens() or allowed[:1].tolist())
+        if trial.is_error():
+            problem = _one_line(trial.get_error())
             raise GrammarError(_IN_WORDS.get(problem.partition(" ")[0], problem))
         return matcher
 
@@ -235,7 +252,10 @@ class _Vocabulary:
 class GrammarState:
     """State of one request's text in its grammar. Drafter and target may use it at once."""
 
-    def __init__(self, compiled: Future[LLMatcher], vocab_size: int) -> None:
+    def __init__(
+        self, compiled: Future[LLMatcher], vocab_size: int, renew: Callable[[], LLMatcher]
+    ) -> None:
+        self._renew: Callable[[], LLMatcher] | None = renew
         self.problem: str | None = None
         """Reason why it cannot go on, or None."""
         self._compiled = compiled
@@ -265,27 +285,45 @@ class GrammarState:
         self, text: KnownTokens, draft: Sequence[int], num_rows: int, place: int, row_bytes: int
     ) -> None:
         """Fill masks at an address whose bits are all set. row_bytes: of one row."""
-        first = len(draft) + 1 - num_rows
         with self._lock:
-            try:
-                matcher = self._follow(text)
-            except ValueError as error:
-                self.problem = str(error)
-                return
-            num_consumed = 0
-            for i, token in enumerate(draft):
-                if i >= first:
-                    matcher.unsafe_compute_mask_ptr(place + (i - first) * row_bytes, row_bytes)
-                if not matcher.try_consume_tokens([token]):
-                    break
-                num_consumed += 1
-            else:
-                last = place + (num_rows - 1) * row_bytes
-                matcher.unsafe_compute_mask_ptr(last, row_bytes)
-            if matcher.is_error():
-                self._fail()
-            elif num_consumed:
-                matcher.rollback(num_consumed)
+            self._fill(text, draft, num_rows, place, row_bytes)
+            if self._renew is not None and self.problem is not None:
+                # Copies share a lexer's states, of which others may have used up the limit.
+                renew, self._renew = self._renew, None
+                try:
+                    self._matcher, self._num_read, self._forced = renew(), 0, None
+                except GrammarError:
+                    return
+                self.problem = None
+                self._fill(text, draft, num_rows, place, row_bytes)
+
+    def _fill(
+        self, text: KnownTokens, draft: Sequence[int], num_rows: int, place: int, row_bytes: int
+    ) -> None:
+        first = len(draft) + 1 - num_rows
+        try:
+            matcher = self._follow(text)
+        except ValueError as error:
+            self.problem = OF_GRAMMAR + str(error)
+            return
+        num_consumed = 0
+        forced = self._forced or []
+        for i, token in enumerate((*draft, None)):
+            row = place + (i - first) * row_bytes
+            if i >= first and forced[i : i + 1]:
+                # llguidance would tokenize all of the forced text for it.
+                ctypes.memset(row, 0, row_bytes)
+                ctypes.c_uint8.from_address(row + forced[i] // 8).value = 1 << forced[i] % 8
+            elif i >= first:
+                matcher.unsafe_compute_mask_ptr(row, row_bytes)
+            if token is None or not matcher.try_consume_tokens([token]):
+                break
+            num_consumed += 1
+            forced = forced if forced[i : i + 1] == [token] else []
+        if matcher.is_error():
+            self._fail()
+        elif num_consumed:
+            matcher.rollback(num_consumed)
 
     def settle(self, text: KnownTokens, draft: Sequence[int], samples: list[int]) -> int | None:
         """Follow a text, and the target's samples behind it as far as they match the draft.
@@ -298,7 +336,7 @@ class GrammarState:
             try:
                 matcher = self._follow(text)
             except ValueError as error:
-                self.problem = str(error)
+                self.problem = OF_GRAMMAR + str(error)
                 return None
             forced = self._forced
             for i, token in enumerate(samples):
@@ -326,22 +364,27 @@ class GrammarState:
     def _follow(self, text: KnownTokens) -> LLMatcher:
         """Read the new tokens of a text, or roll back those that are not in it yet."""
         matcher, num_known = self._matcher, text.length - text.request.prompt_len
-        if self._num_read < num_known:
+        forced, self._forced = self._forced, None
+        if self._num_read == num_known:
+            self._forced = forced
+        elif self._num_read < num_known:
             tokens = text.tokens(text.length - num_known + self._num_read, text.length)
             num_taken = matcher.try_consume_tokens(tokens)
             if num_taken < len(tokens) and not matcher.is_stopped():
                 place = self._num_read + num_taken
                 self._fail(f"token {tokens[num_taken]} is not allowed at position {place}")
-        elif self._num_read > num_known:
+            if forced and forced[: len(tokens)] == tokens:
+                self._forced = forced[len(tokens) :] or None
+        else:
             matcher.rollback(self._num_read - num_known)
-        if self._num_read != num_known:
-            self._num_read, self._forced = num_known, None
+        self._num_read = num_known
         return matcher
 
     def _fail(self, otherwise: str = "cannot be followed") -> None:
         """Set the problem. otherwise: the reason where llguidance has none."""
-        self.problem = f"the grammar: {_one_line(self._matcher.get_error() or otherwise)}"
+        self.problem = OF_GRAMMAR + _one_line(self._matcher.get_error() or otherwise)
 
 
 def _one_line(text: str) -> str:
+    text = text.replace("<non-verbose/>", "")  # llguidance's mark of a short message
     return " ".join(text.split())[:_MAX_MESSAGE] or "cannot be used"

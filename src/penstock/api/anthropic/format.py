@@ -45,15 +45,19 @@ class MessagesFormat(Form):
         """Text of each block so far; a call's arguments."""
 
     def response(self, choices: Sequence[ResponseChoice], deltas: Sequence[Delta]) -> JsonDict:
-        (delta,) = deltas
-        for _ in self._add(delta):
-            pass
+        for delta in deltas:
+            for _ in self._add(delta):
+                pass
         for block, text in zip(self._blocks, self._texts, strict=True):
             if block["type"] == "tool_use":
                 block["input"] = from_json(text or "{}", allow_partial=True)
             else:
                 block[block["type"]] = text
-        return {**self._head, "content": self._blocks, **self._ended(choices, delta.finish_reason)}
+        return {
+            **self._head,
+            "content": self._blocks,
+            **self._ended(choices, deltas[-1].finish_reason),
+        }
 
     async def events(self, job: Generation, body: GenerationBody) -> AsyncIterator[bytes]:
         reason: str | None = None

@@ -55,7 +55,7 @@ class OllamaOptions(SamplingBody):
 
         def is_set(name: str, value: Any) -> bool:
             return value is not None and not (
-                name in _UNSET and isinstance(value, int) and value <= _UNSET[name]
+                name in _UNSET and isinstance(value, int | float) and value <= _UNSET[name]
             )
 
         return _DEFAULTS | {name: value for name, value in given.items() if is_set(name, value)}

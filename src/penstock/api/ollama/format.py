@@ -13,7 +13,7 @@ from penstock.api import responses
 from penstock.api.bodies import GenerationBody
 from penstock.api.choices import Delta, ResponseChoice, usage
 from penstock.api.errors import ApiError
-from penstock.api.responses import Form, Generation, JsonDict, as_json, timestamp
+from penstock.api.responses import Form, Generation, JsonDict, as_json, by_choice, timestamp
 from penstock.api.tool_calls import CallPiece
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class OllamaFormat(Form):
         self._started_at = time.perf_counter()
 
     def response(self, choices: Sequence[ResponseChoice], deltas: Sequence[Delta]) -> JsonDict:
-        (delta,) = deltas
+        (delta,) = by_choice(deltas)
         return self._ended(choices, delta)
 
     async def events(self, job: Generation, body: GenerationBody) -> AsyncIterator[bytes]:
