@@ -13,9 +13,9 @@ PARALLEL = -n $(or $(WORKERS),auto) --maxprocesses 4 --dist loadfile --no-loadsc
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup native serve test test-slow test-faults vllm-test check size format docs clean
+.PHONY: setup native native-all wheel serve test test-slow test-faults vllm-test check size format docs clean
 
-setup: $(VENV)/.ready native
+setup: native $(VENV)/.ready
 
 # PyTorch comes first and alone, so that its build can be chosen: another package that needs it would
 # bring the default one, on Linux with gigabytes of CUDA.
@@ -27,16 +27,24 @@ $(VENV)/.serve: pyproject.toml constraints.txt
 	$(PIP) -e '.[serve]'
 	touch $@
 
-# The CPU kernels, beside their sources: the best that this processor can use to serve, with the others
-# to test (a wheel has all). With the machine's CMake, or one from the package index.
+# The CPU kernels, beside their sources: the best that this processor can use, or all that it can (a
+# wheel has all). With the machine's CMake, or one from the package index.
 CMAKE ?= $(or $(shell command -v cmake),$(BIN)/cmake)
+COMPILER := $(shell for name in $(CXX) c++ clang++; do command -v $$name && break; done)
+NO_COMPILER := no C++ compiler was found (g++ or clang++), which the CPU kernels need
 NATIVE := src/penstock/engine/native
-KERNELS := $(patsubst %,$(NATIVE)/penstock_%.so,$(shell $(PYTHON) $(NATIVE)/loading.py))
+SETS := $(shell $(PYTHON) $(NATIVE)/loading.py)
 
-native: $(KERNELS)
+native: $(NATIVE)/penstock_$(firstword $(SETS)).so
 
-$(NATIVE)/penstock_%.so: $(CMAKE) CMakeLists.txt $(wildcard $(NATIVE)/*.h $(NATIVE)/*.cpp)
-	@echo "The CPU kernels for $*"
+native-all: $(if $(COMPILER),$(CMAKE))
+	$(if $(COMPILER),,$(error $(NO_COMPILER)))
+	$(CMAKE) -S . -B build/native
+	$(CMAKE) --build build/native --parallel $$(getconf _NPROCESSORS_ONLN) --target $(SETS:%=penstock_%)
+
+$(NATIVE)/penstock_%.so: $(if $(COMPILER),$(CMAKE)) CMakeLists.txt $(wildcard $(NATIVE)/*.h $(NATIVE)/*.cpp)
+	$(if $(COMPILER),,$(error $(NO_COMPILER)))
+	@echo "The CPU kernels for $*: half a minute to two minutes"
 	$(CMAKE) -S . -B build/native
 	$(CMAKE) --build build/native --target penstock_$*
 	touch $@
@@ -49,7 +57,9 @@ $(VENV)/.ready: $(VENV)/.serve
 	$(PIP) -e '.[serve,plot,docs,dev]'
 	touch $@
 
-serve: $(VENV)/.serve $(firstword $(KERNELS))
+# Where the kernels cannot be built, PyTorch serves.
+serve: $(VENV)/.serve
+	@$(if $(COMPILER),$(MAKE) native || true,echo "$(NO_COMPILER); PyTorch serves without")
 	$(BIN)/penstock serve --port $(PORT)
 
 # Exactness with its negative controls, and what each part does: three minutes on two cores of

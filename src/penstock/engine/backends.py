@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ from penstock.engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from penstock.engine.vllm.target import VllmTarget
+
+_log = logging.getLogger(__name__)
 
 ATTENTION: dict[str, AttentionFactory] = {
     "packed": PackedAttention,
@@ -96,6 +99,9 @@ def resolve_placement(config: EngineConfig) -> Placement:
     if place.backend == "native":
         # The kernels have their own threads; PyTorch's would spin on the same cores.
         torch.set_num_threads(1)
+    elif config.backend == "auto" and config.vllm is None and place.device.type == "cpu":
+        why_not = why_not_native() or f"they know no {place.dtype}"
+        _log.warning("PyTorch computes, slower than the CPU kernels would: %s", why_not)
     _check_own_kernels(config, place.backend)
     return place
 

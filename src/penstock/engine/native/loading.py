@@ -42,8 +42,9 @@ def load_library() -> ctypes.CDLL:
         )
     library = FOLDER / f"penstock_{wanted}.so"
     if not library.exists():
+        target = "native" if wanted == usable[0] else "native-all"
         raise NativeUnavailableError(
-            f"{library} was not built; in a checkout `make native` builds it"
+            f"{library} was not built; in a clone `make {target}` builds it with a C++ compiler"
         )
     try:
         return ctypes.CDLL(str(library))
