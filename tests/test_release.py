@@ -1,6 +1,8 @@
 """The version, an sdist, and a wheel outside the checkout."""
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -14,6 +16,7 @@ from packaging.requirements import Requirement
 import penstock
 from penstock.config import ConfigError
 from penstock.engine import vllm
+from penstock.engine.native.loading import usable_instruction_sets
 
 ROOT = Path(__file__).parents[1]
 _SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -78,37 +81,77 @@ def test_an_sdist_holds_what_is_tracked(sdist: Path) -> None:
     assert names == {*tracked, "PKG-INFO"}
 
 
-@pytest.mark.slow
-def test_a_wheel_works_outside_the_checkout(sdist: Path, tmp_path: Path) -> None:
-    """Its kernels are compiled here, out of the sdist."""
-    build = ["--no-deps", "--disable-pip-version-check", "-q", f"-Cbuild-dir={tmp_path / 'build'}"]
-    subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", *build, "-w", str(tmp_path), str(sdist)],
-        check=True,
-        timeout=900,
-    )
-    (wheel,) = tmp_path.glob("*.whl")
-    assert wheel.name.startswith(f"penstock-{PROJECT['version']}-py3-none-")
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `make wheel` builds it, out of what images are built from."""
+    folder = tmp_path_factory.mktemp("source")
+    with tarfile.open(sdist) as packed:
+        packed.extractall(folder, filter="data")
+    (source,) = folder.iterdir()
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    kept = {"Makefile", *(line[1:] for line in ignored if line.startswith("!"))}
+    for path in source.iterdir():
+        if path.name not in kept:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    command = ["make", "wheel", f"PYTHON={sys.executable}"]
+    subprocess.run(command, cwd=source, check=True, capture_output=True, timeout=900)
+    (made,) = (source / "dist").glob("*.whl")
+    return made
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel's files, outside the checkout."""
+    folder = tmp_path_factory.mktemp("installed")
     with zipfile.ZipFile(wheel) as packed:
-        names = packed.namelist()
-        packed.extractall(tmp_path / "installed")
-    assert [name for name in names if name.endswith(".so")]
-    assert "penstock/api/dashboard/index.html" in names
-    assert not [name for name in names if name.endswith((".cpp", ".h"))]
-    assert not [name for name in names if name.startswith(("lab/", "tests/", "penstock/lab/"))]
+        packed.extractall(folder)
+    return folder
+
+
+def run_installed(folder: Path, *arguments: str, **environment: str) -> tuple[str, str]:
+    """What the wheel's program says on standard output and standard error."""
     code = (
         "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'Scikit' not in str(f)];"
-        f"sys.path.insert(0, {str(tmp_path / 'installed')!r});"
-        "import penstock; print(penstock.__file__);"
-        "from penstock.cli import main; sys.argv = ['penstock', 'doctor', '--port', '0']; main()"
+        f"sys.path.insert(0, {str(folder)!r});"
+        "import penstock; print(penstock.__file__, file=sys.stderr);"
+        f"from penstock.cli import main; sys.argv = ['penstock', *{arguments!r}]; main()"
     )
     done = subprocess.run(
         [sys.executable, "-P", "-c", code],
-        cwd=tmp_path,
+        cwd=folder,
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith(str(tmp_path))
-    assert "ok       kernels    compiled for" in done.stdout
+    assert done.stderr.startswith(str(folder))
+    return done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_a_wheel_works_outside_the_checkout(wheel: Path, installed: Path) -> None:
+    """Its kernels are compiled here, out of the sdist."""
+    assert wheel.name.startswith(f"penstock-{PROJECT['version']}-py3-none-")
+    assert sys.platform != "linux" or "-manylinux_" in wheel.name, "what it was built on, unseen"
+    with zipfile.ZipFile(wheel) as packed:
+        names = packed.namelist()
+    assert [name for name in names if name.endswith(".so")]
+    assert "penstock/api/dashboard/index.html" in names
+    assert not [name for name in names if name.endswith((".cpp", ".h"))]
+    assert not [name for name in names if name.startswith(("lab/", "tests/", "penstock/lab/"))]
+    said, _ = run_installed(installed, "doctor", "--port", "0")
+    assert "ok       kernels    compiled for" in said
+
+
+@pytest.mark.slow
+def test_every_instruction_set_of_a_wheel_writes_the_same(installed: Path) -> None:
+    asked = ("generate", "Tell me about rivers.", "--max-tokens", "40", "--temperature", "0")
+    texts = set()
+    for name in usable_instruction_sets():
+        text, noted = run_installed(
+            installed, *asked, "--dtype", "float32", PENSTOCK_INSTRUCTION_SET=name
+        )
+        assert "PyTorch computes" not in noted, name
+        texts.add(text)
+    assert len(texts) == 1
