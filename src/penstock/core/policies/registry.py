@@ -20,6 +20,7 @@ _BASES = {
     "allocation": "AllocationPolicy",
     "pipeline": "Pipeline",
 }
+KINDS = tuple(_BASES)
 _NAME = re.compile(r'^    name: ClassVar\[str\] = "(\w+)"$', re.MULTILINE)
 
 
