@@ -45,6 +45,7 @@ _COUNTS = {
     "requests_unfinished": "unfinished",
     "preemptions": "preemptions",
     "kv_peak_tokens": "KV peak, tokens",
+    "kv_tokens": "KV memory, tokens",
 }
 
 

@@ -1,10 +1,12 @@
-"""`penstock plan`: thresholds, budgets, memory and expected figures of a deployment."""
+"""`penstock plan`: what to start for a load, and what to expect of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -26,19 +28,13 @@ if TYPE_CHECKING:
     from penstock.config import PolicyConfig
     from penstock.sim.parallel import Workers
     from penstock.sim.planner import DeploymentPlan
-    from penstock.sim.run import Setup
+    from penstock.sim.run import FloatArray, Setup
     from penstock.sim.workloads import Workload
 
 _REQUESTS = 5000
 """Requests of a mix: short runs."""
-_BASES = {
-    "stages": "the paper's algorithm with all stages full; the runs below have no stages",
-    "queues": "the paper's algorithm with all stages full and every segment's longest queue of an "
-    "hour; the runs below do not pause requests between segments",
-    "arrivals": "Poisson arrivals at their peak of an hour without waiting; the runs below are "
-    "shorter and limited by memory",
-}
-"""Basis of the memory bound, and the reason why runs have other peaks."""
+_MARGIN = 1.25
+"""Advised memory over the most that a run held: blocks are not full, other hours are busier."""
 
 
 @simulates
@@ -49,17 +45,18 @@ def plan(
         float | None,
         typer.Option(
             metavar="P",
-            help="Probability that the memory bound is exceeded within an hour. [0.001]",
+            help="Of `--json`: probability that `kv_bound_tokens` is exceeded in an hour. [0.001]",
         ),
     ] = None,
 ) -> None:
-    """Plan a deployment for a workload at its rate.
+    """Say what to start for a workload at its rate, what to expect, and how sure that is.
 
-    Thresholds, static limits and the memory bound come from the fluid model, the expected figures
-    from a short simulation of each configuration, and of the bundle that `--policy` names.
+    Limits come from a model of mean rates (in `--json` with its thresholds and memory bound),
+    memory and figures from a simulation of each configuration, and of the bundle that `--policy`
+    names.
     """
     from penstock.fluid.memory import DELTA
-    from penstock.sim.planner import PlanError, mean_rate, plan_deployment
+    from penstock.sim.planner import PlanError, fitting, load_bound, mean_rate, plan_deployment
 
     with bad_input():
         if delta is not None and not 0 < delta < 1:
@@ -67,9 +64,10 @@ def plan(
         base = Scenario(**vars(load), admission="fluid_guided").setup()
         made = load.make(load.rate, _REQUESTS)
         offered = load.rate or mean_rate(made)
-        planned = plan_deployment(
-            base.profile, made, offered, base.num_blocks * base.block_size, delta or DELTA
-        )
+        most = base.num_blocks * base.block_size
+        planned = plan_deployment(base.profile, made, offered, most, delta or DELTA)
+        served = fitting(made, most)
+        least = int((served.prompt_len + served.output_len).max())
         shown = made.select(slice(load.requests or _REQUESTS))
         with_thresholds(base, shown)
         configurations = planned.configurations
@@ -77,47 +75,85 @@ def plan(
             bundled = Scenario(**vars(load), policy=policy).setup()
             configurations[f"policy {policy}"] = with_thresholds(bundled, shown).admission
     with workers_of(load.workers, load.ray) as pool:
-        expected = _expected(base, configurations, shown, load, pool)
+        job = partial(_figures_of, base, shown, load, least)
+        expected = _expected(configurations, job, pool)
+    flags = planned.serve_flags({name: figures["kv_tokens"] for name, figures in expected.items()})
+    advised = expected["penstock"]
+    bound = load_bound(base.profile, made, advised["kv_tokens"], base.acceptance, base.drafters)
     if load.json:
         figures = _figures(planned, offered)
-        figures |= {"expected": expected["penstock"], "expected_by_configuration": expected}
+        figures |= {"bound_requests_per_s": bound, "serve_flags": flags}
+        figures |= {"expected": advised, "expected_by_configuration": expected}
         print(dumps(figures))
         return
-    _print(planned, offered, expected)
+    print(f"for {offered:.4g} requests/s of {load.workload} on {load.profile}, start")
+    print(f"  penstock serve MODEL {flags['penstock']}")
+    _print_expected(expected, flags)
+    _print_how_sure(planned, offered, bound, advised)
 
 
 def _expected(
-    base: Setup,
     configurations: Mapping[str, PolicyConfig],
-    workload: Workload,
-    load: Load,
+    job: Callable[[PolicyConfig], dict[str, Any]],
     workers: Workers,
 ) -> dict[str, dict[str, Any]]:
     """Return the figures of a run per configuration."""
     expected = {}
     with progress(len(configurations), "simulating") as advance:
-        job = partial(_figures_of, base, workload, load)
-        for name, figures in zip(
-            configurations, workers.map(job, configurations.values()), strict=True
-        ):
+        found = workers.map(job, configurations.values())
+        for name, figures in zip(configurations, found, strict=True):
             expected[name] = figures
             advance(1)
     return expected
 
 
 def _figures_of(
-    base: Setup, workload: Workload, load: Load, chosen: PolicyConfig
+    base: Setup, workload: Workload, load: Load, least: int, chosen: PolicyConfig
 ) -> dict[str, Any]:
+    """Return the figures of a run with the memory that it needs, `least` or more, among them."""
     from penstock.core.policies.registry import option_types
     from penstock.sim.run import run
 
     known = option_types("admission", chosen.name)
     told = {target: s for target, s in load.targets.items() if target in known}
     admission = chosen.with_defaults(told)
-    figures = run(replace(base, admission=admission), workload).figures(
-        load.ttft_p99, load.tpot_p99
-    )
-    return {"admission": admission.name, "options": admission.options, **figures}
+
+    def played(kv_tokens: int) -> dict[str, Any]:
+        setup = replace(base, admission=admission, kv_tokens=kv_tokens)
+        report = run(setup, workload)
+        interval = _interval(report.latency)
+        figures = report.figures(load.ttft_p99, load.tpot_p99)
+        return {"kv_tokens": kv_tokens, "latency_mean_interval_95": interval, **figures}
+
+    most = base.num_blocks * base.block_size
+    found = played(most)
+    kv_tokens = max(least, math.ceil(_MARGIN * found["kv_peak_tokens"]))
+    while kv_tokens < most:
+        less = played(kv_tokens)
+        if _serves_as_well(less, found):
+            found = less
+            break
+        kv_tokens *= 2
+    return {"admission": admission.name, "options": admission.options, **found}
+
+
+def _interval(latency: FloatArray) -> list[float] | None:
+    """Return the 95% interval of a run's mean, by the means of ten parts."""
+    from penstock.sim.capacity import Estimate
+
+    if len(latency) < 10:
+        return None
+    ends = [len(latency) * i // 10 for i in range(11)]
+    mean = Estimate.from_values([latency[a:b].mean() for a, b in pairwise(ends)])
+    return [mean.low, mean.high]
+
+
+def _serves_as_well(less: dict[str, Any], plenty: dict[str, Any]) -> bool:
+    """Return whether a run with less memory serves the load as one with plenty does."""
+    interval = plenty["latency_mean_interval_95"]
+    counts = ("requests_refused", "requests_unfinished", "preemptions")
+    is_slower = interval is not None and less["latency_s"]["mean"] > interval[1]
+    return not is_slower and all(less[name] <= plenty[name] for name in counts)
 
 
 def _figures(planned: DeploymentPlan, rate: float) -> dict[str, Any]:
@@ -133,39 +169,26 @@ def _figures(planned: DeploymentPlan, rate: float) -> dict[str, Any]:
         "kv_bound_basis": memory.basis,
         "kv_tokens": planned.kv_tokens,
         "delta": memory.delta,
-        "serve_flags": planned.serve_flags,
     }
 
 
-def _print(planned: DeploymentPlan, rate: float, expected: dict[str, dict[str, Any]]) -> None:
-    thresholds = dict(planned.thresholds)
-    algorithm, steps = thresholds.pop("algorithm"), thresholds.pop("stage_steps")
-    print(f"{algorithm} at {rate:.4g} requests/s, stages of {steps} steps")
-    for name, values in thresholds.items():
-        print(f"  {name:13}{', '.join(f'{v:.4g}' for v in values)}")
-    planned_for = planned.configurations
-    labelled = {
-        figures["admission"] if name in planned_for else name: figures
-        for name, figures in expected.items()
-    }
-    _print_memory(planned, labelled)
-    print(f"static server  {planned.static.token_budget} tokens a step, ", end="")
-    print(f"{planned.static.max_num_seqs} requests at once")
-    flags = planned.serve_flags
-    print(f"penstock serve {flags['penstock']}")
-    print(f"  or --config FILE with {dumps(flags['penstock_config'])}")
-    print(f"vllm serve     {flags['vllm']}")
-    print_side_by_side(labelled, f"expected at {rate:.4g} requests/s, each simulated")
+def _print_expected(expected: dict[str, dict[str, Any]], flags: dict[str, Any]) -> None:
+    names = {"penstock": "penstock", "penstock_config": "with FILE", "vllm": "vllm"}
+    labelled = {names.get(name, name): figures for name, figures in expected.items()}
+    requests = expected["penstock"]["requests_completed"]
+    print_side_by_side(labelled, f"expected: simulations of {requests:,} requests")
+    print(f"with FILE: penstock serve MODEL --config FILE, {dumps(flags['penstock_config'])}")
+    print(f"vllm: vllm serve MODEL {flags['vllm']}")
 
 
-def _print_memory(planned: DeploymentPlan, expected: dict[str, dict[str, Any]]) -> None:
-    memory = planned.memory
-    peaks = (f"{e['kv_peak_tokens']:,} of {label}" for label, e in expected.items())
-    chance = f"but for a probability {memory.delta:g} within an hour" if memory.delta else "ever"
-    print(f"KV tokens      {memory.mean:,.0f} in the mean of the fluid model (M*)")
-    print(f"               {memory.batch:,.0f} in a full batch (M^π)")
-    print(f"               {memory.bound:,.0f} at most, {chance}:")
-    print(f"               {_BASES[memory.basis]}")
-    print(f"               {', '.join(peaks)}: peaks of the runs below")
-    if memory.bound > planned.kv_tokens:
-        print(f"               there are {planned.kv_tokens:,}: preemptions may occur")
+def _print_how_sure(
+    planned: DeploymentPlan, rate: float, bound: float, advised: dict[str, Any]
+) -> None:
+    print("how sure")
+    if advised["latency_mean_interval_95"] is not None:
+        low, high = advised["latency_mean_interval_95"]
+        print(f"  mean latency: {low:.4g} to {high:.4g} s (95% interval)")
+    print(f"  load: {rate / bound:.0%} of {bound:.4g} requests/s, more than which no policy serves")
+    print("  memory: a quarter above the peak, or more where that is slower; ", end="")
+    print(f"there are {planned.kv_tokens:,} tokens")
+    print("  times: the profile's; `penstock profile measure` takes those of your machine")

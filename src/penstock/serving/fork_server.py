@@ -16,7 +16,7 @@ for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
 gc.disable()
 
 import penstock.serving.worker  # noqa: E402, F401
-from penstock.core.policies.registry import KINDS, policies  # noqa: E402
+from penstock.core.policies.registry import policies  # noqa: E402
 
-for kind in KINDS:
+for kind in ("admission", "selection", "allocation", "pipeline"):
     policies(kind)

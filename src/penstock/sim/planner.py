@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -321,14 +321,16 @@ class DeploymentPlan:
             "vllm": PolicyConfig.from_name("vllm_v1", **limits),
         }
 
-    @property
-    def serve_flags(self) -> dict[str, Any]:
-        """Flags or a configuration file for Penstock, flags for vLLM."""
+    def serve_flags(self, kv_tokens: Mapping[str, int]) -> dict[str, Any]:
+        """Return flags or a configuration file for Penstock, flags for vLLM.
+
+        kv_tokens: memory by the names of `configurations`."""
         admission = self._gated().model_dump()
         budget, seqs = self.static.token_budget, self.static.max_num_seqs
+        engine = {"kv_tokens": kv_tokens["penstock_config"], "admission": admission}
         return {
-            "penstock": f"--admission fluid_guided --kv-tokens {self.kv_tokens}",
-            "penstock_config": {"engine": {"kv_tokens": self.kv_tokens, "admission": admission}},
+            "penstock": f"--admission fluid_guided --kv-tokens {kv_tokens['penstock']}",
+            "penstock_config": {"engine": engine},
             "vllm": f"--max-num-batched-tokens {budget} --max-num-seqs {seqs}",
         }
 

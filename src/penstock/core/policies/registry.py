@@ -20,7 +20,6 @@ _BASES = {
     "allocation": "AllocationPolicy",
     "pipeline": "Pipeline",
 }
-KINDS = tuple(_BASES)
 _NAME = re.compile(r'^    name: ClassVar\[str\] = "(\w+)"$', re.MULTILINE)
 
 
