@@ -69,7 +69,7 @@ def test_a_missing_extra_is_one_line(tmp_path: Path, arguments: tuple[str, ...])
     assert (code, out) == (2, ""), err
     assert err.count("\n") == 1
     assert err.startswith("penstock: this needs ")
-    assert "pip install 'penstock[serve]'" in err
+    assert "pip install -e '.[serve]'" in err
 
 
 @pytest.mark.parametrize("case", first_fast(BAD_INPUT))

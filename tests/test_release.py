@@ -31,6 +31,20 @@ def test_one_version_everywhere() -> None:
     assert f"image: penstock:{version}" in (ROOT / "deploy" / "kubernetes.yaml").read_text()
 
 
+def test_nothing_advises_to_install_the_name_from_an_index() -> None:
+    """Where it is not, and anybody could take it."""
+    advice = re.compile(
+        r"(pip install|pip wheel|uvx|--from|--spec)[^\n`]*[ '\"]penstock(\[|['\"`\s]|$)"
+    )
+    folders = (ROOT / name for name in ("src/penstock", "docs", "deploy", "lab"))
+    files = [ROOT / "README.md", *(f for folder in folders for f in folder.rglob("*"))]
+    texts = [f for f in files if f.suffix in (".md", ".py", ".vllm", ".yaml", ".service", "")]
+    found = [f for f in texts if f.is_file() and advice.search(f.read_text(encoding="utf-8"))]
+    assert not found
+    assert advice.search("`pip install penstock`")
+    assert advice.search("uvx --from 'penstock[serve]' penstock serve")
+
+
 def test_what_is_installed_is_pinned() -> None:
     pinned = {
         line.partition("==")[0].lower().replace("_", "-")

@@ -20,7 +20,7 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ModuleNotFoundError as error:
-        raise LabError("reproduce needs matplotlib: pip install 'penstock[plot]'") from error
+        raise LabError("reproduce needs matplotlib: pip install matplotlib") from error
     matplotlib.use("agg")
     from matplotlib import pyplot
 

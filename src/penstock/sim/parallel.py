@@ -122,9 +122,7 @@ def _cluster(address: str) -> Iterator[Workers]:
     try:
         import ray
     except ModuleNotFoundError as error:
-        raise WorkersError(
-            "--ray needs ray, which is not installed: pip install 'penstock[ray]'"
-        ) from error
+        raise WorkersError("--ray needs ray, which is not installed: pip install ray") from error
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     try:
         if colon:

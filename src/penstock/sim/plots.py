@@ -127,7 +127,7 @@ def load_pyplot() -> Any:
     try:
         import matplotlib
     except ModuleNotFoundError as error:
-        raise PlotError("--plot needs matplotlib: pip install 'penstock[plot]'") from error
+        raise PlotError("--plot needs matplotlib: pip install matplotlib") from error
     matplotlib.use("agg")
     from matplotlib import pyplot
 
