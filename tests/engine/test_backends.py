@@ -8,6 +8,7 @@ import torch
 from tests.engine.test_attention import small_config
 
 from penstock.config import ConfigError, EngineConfig
+from penstock.engine import backends
 from penstock.engine.backends import affordable_blocks, resolve_placement
 from penstock.engine.kv_cache import kv_bytes_per_token
 from penstock.engine.models.weights import weight_bytes, weight_specs
@@ -74,3 +75,11 @@ def test_models_on_a_gpu_run_eagerly(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="PyTorch sees no CUDA device"):
         resolve_placement(EngineConfig(**settings))
+
+
+def test_without_kernels_pytorch_computes_and_says_so(monkeypatch, caplog, tmp_path) -> None:
+    monkeypatch.setattr(backends, "why_not_native", lambda: "there are none")
+    assert resolve_placement(EngineConfig(target=tmp_path)).backend == "eager"
+    assert caplog.messages == [
+        "PyTorch computes, slower than the CPU kernels would: there are none"
+    ]
