@@ -146,7 +146,7 @@ def run(job: Trial) -> list[ClaimVerdict]:
             sum(seconds_of(c, True)(batch, batch * drafted) for c in texts[batch])
             for drafted in (_DRAFTED, 0)
         )
-        oracle = "the best set of drafters and number of micro-batches", rates[IDEAL]
+        oracle = "hindsight", rates[IDEAL]
         told += verdicts(batch, Batch(rates, padded / plain, oracle))
     return told
 

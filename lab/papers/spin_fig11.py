@@ -297,7 +297,7 @@ def ahead(cells: Sequence[tuple[FloatArray, FloatArray]]) -> Measurement:
     ratios = [ratio(ours, rival) for ours, rival in cells]
     beaten = sum(r.low > 1 for r in ratios)
     return Measurement(
-        f"{_span(ratios)}, beyond the interval in {beaten} of {len(ratios)} cells",
+        f"{_span(ratios)}, surely in {beaten} of {len(ratios)} cells",
         (beaten == len(ratios), beaten > 0),
     )
 

@@ -165,7 +165,7 @@ def regret(policy: str, horizons: list[int], seed: int) -> Regret:
 def verdicts(found: Losses) -> list[ClaimVerdict]:
     def grows(claim: str, lost: Mapping[str, FloatArray], policy: str = PRINTED) -> ClaimVerdict:
         random, best = (lost[RANDOM], found), (lost[knowing(policy)], found)
-        oracle = "the same with known goodput", best
+        oracle = "goodput known", best
         claim = f"{policy}: {claim} O(log T)"
         return check(claim, like_log, (lost[policy], found), "drafters at random", random, oracle)
 
@@ -181,7 +181,7 @@ def verdicts(found: Losses) -> list[ClaimVerdict]:
             (found.best[PRINTED], found),
             "drafters at random",
             (found.best[RANDOM], found),
-            ("known goodput", (found.best[knowing(PRINTED)], found)),
+            ("goodput known", (found.best[knowing(PRINTED)], found)),
         ),
         check(
             "chunks of two slots reduce switching",
@@ -215,7 +215,7 @@ def like_log(given: tuple[FloatArray, Losses]) -> Measurement:
     power = exponent(lost)
     ends = lost.mean(axis=0)
     return Measurement(
-        f"{ends[-1]:.3g} after {found.horizons[-1]:,} slots, T^{power}",
+        f"{ends[-1]:.3g} in {found.horizons[-1]:,} slots, T^{power}",
         (power.high < 0.5,),
     )
 

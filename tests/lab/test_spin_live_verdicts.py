@@ -39,7 +39,7 @@ def test_the_papers_gain_is_over_all_vanillas_and_ahead_of_each() -> None:
     assert [printed for printed, _ in told] == ["holds", "holds in part", "does not hold"]
     assert {added for _, added in told} == {"does not hold"}
     first = spin_fig10.verdicts(1, batch(whole=60.0))[0]
-    assert "verification takes 1.10 plain steps" in first.claim
+    assert "verification 1.10 steps" in first.claim
     assert "2.00× (2.00 to 2.00) the best" in first.measured
     assert outcomes(batch(whole=29.0, best=30.0), "2.28 times")[0] == "cannot be told here"
     as_random = batch(whole=60.0)
