@@ -31,12 +31,13 @@ _ENDLESS = 10**9
 
 @dataclass(frozen=True)
 class Regret:
-    """What was lost by the end of some slots, in slots of each request's best choice, means over
+    """What was lost by the end of some slots, in slots of each request's best drafter, means over
     the requests: [horizons] each.
 
-    goodput: by drafters that are not the best. reading: by those who read the text after a switch.
-    if_constant: by reading, if it always took as long as the text at the beginning does. switches:
-    their number. best: share of the slots since the horizon before in which the best one drafted.
+    goodput: by drafters that are not the best, or by none where that is worse. reading: by those
+    who read the text after a switch. if_constant: by reading, if it always took as long as the text
+    at the beginning does. switches: their number. best: share of the slots since the horizon before
+    in which the best one drafted.
     """
 
     goodput: FloatArray
@@ -77,13 +78,13 @@ class Slots:
         self.goodput: list[dict[str | None, float]] = [
             {None: alone, **dict(zip(self._names, own, strict=True))} for own in drafted.tolist()
         ]
-        self._best = [max(own.values()) for own in self.goodput]
-        slots = np.append(self._verifying + self._drafting, profile.linear(num))
-        best = np.append(drafted, np.full((num, 1), alone), axis=1).argmax(axis=1)
-        self._slot_s = slots[best]
-        self._round_s: dict[str | None, float] = dict(
-            zip((*self._names, None), slots.tolist(), strict=True)
-        )
+        self._best = drafted.max(axis=1).tolist()
+        slots = self._verifying + self._drafting
+        self._slot_s = slots[drafted.argmax(axis=1)]
+        self._round_s: dict[str | None, float] = {
+            None: 1 / alone,
+            **dict(zip(self._names, slots.tolist(), strict=True)),
+        }
         self._lost: defaultdict[str, float] = defaultdict(float)
 
     def play(self, horizons: Sequence[int], is_timed: bool = False) -> Regret:
@@ -130,7 +131,7 @@ class Slots:
         chosen = self._policy.select(self._states, self._view())
         for i, state in enumerate(self._states):
             name = state.drafter = chosen[state.request.id]
-            worth = self.goodput[i][name] / self._best[i]
+            worth = min(1.0, self.goodput[i][name] / self._best[i])
             self._lost["goodput"] += 1 - worth
             self._lost["best"] += worth == 1
             if name is not None and before[state.request.id] not in (name, None):

@@ -2,7 +2,7 @@
 
 Eight requests of all texts that never end, Spin's five drafters on a device each, four draft tokens
 in a slot (`lab.common.slots`, `lab.common.families`). Counted in slots of each request's best
-choice is what is lost by worse drafters (eq. 6) and by reading the text after a switch.
+drafter is what is lost by worse drafters (eq. 6) and by reading the text after a switch.
 
 T doubles from horizon to horizon. A regret of log T grows by as much each time, one of T by twice
 as much: claimed is an exponent of 0, and one below a half is nearer to that than to 1. The paper
