@@ -176,7 +176,7 @@ def verdicts(found: Losses) -> list[ClaimVerdict]:
         *(grows("goodput regret is", found.goodput, LBSS[spin, _ALPHAS[0]]) for spin in SPIN),
         grows("the number of switches is", found.switches),
         check(
-            "the best drafter is used more and more often",
+            f"{AS_PRINTED} uses the best drafter more and more often",
             more_often,
             (found.best[PRINTED], found),
             "drafters at random",
@@ -184,7 +184,7 @@ def verdicts(found: Losses) -> list[ClaimVerdict]:
             ("goodput known", (found.best[knowing(PRINTED)], found)),
         ),
         check(
-            "chunks of two slots reduce switching",
+            f"{AS_PRINTED}: chunks of two slots reduce switching",
             less,
             (switches[SLOW], switches[SINGLE]),
             "chunks of one against themselves, with other seeds",
@@ -192,7 +192,7 @@ def verdicts(found: Losses) -> list[ClaimVerdict]:
             ("one drafter for ever", (none, switches[SINGLE])),
         ),
         check(
-            "fast switching reduces the switching cost (section IV-C)",
+            f"{AS_PRINTED}: fast switching reduces its cost (section IV-C)",
             less,
             (reading[PRINTED], reading[SLOW]),
             "without it, against itself with other seeds",
