@@ -117,7 +117,7 @@ class Engines(NamedTuple):
             for attention in ("decomposed", "packed")
             for pipeline in ("off", "auto")
         ]
-        return cls(load_padded(scene, most), *eager, scene.load(most))
+        return cls(*[load_padded(scene, most), *eager, scene.load(most)])
 
 
 def systems_of(engines: Engines) -> list[LiveSystem]:
