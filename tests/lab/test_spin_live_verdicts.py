@@ -57,7 +57,7 @@ def test_the_whole_is_set_against_rivals_with_all_parts_but_one() -> None:
     assert told(whole=40.0, packed=40.0) == "does not hold", "the pipeline adds nothing"
     assert told(whole=40.0, unpacked=41.0) == "does not hold", "nor does fast verification"
     assert told(whole=27.0, best=28.0) == "cannot be told here"
-    measured = spin_fig10.verdicts(1, batch(whole=42.0))[1].measured
+    measured = spin_fig10.verdicts(1, batch(whole=42.0, packed=26.0, unpacked=26.0))[1].measured
     assert measured.startswith("1.50× (1.50 to 1.50) without choice")
 
 
