@@ -37,6 +37,7 @@ from lab.bench.live_engine import (
     texts_of_cell,
 )
 from lab.common.claims import ClaimVerdict, bar
+from lab.common.families import SPIN
 from lab.common.hindsight import LONGEST, NONE, KnownText, Option, best_single, clairvoyant
 from lab.common.live import load, make_loop, request_of
 from lab.common.results import Results, ResultTable, parser, table, tell
@@ -47,8 +48,8 @@ from penstock.engine.build import Engine
 from penstock.serving.offline import complete
 from penstock.zoo.registry import DOMAINS
 
-POLICIES = ("auto", "lbss")
-BASELINES = ("lbss", "greedy", "epsilon_greedy")
+POLICIES = ("auto", *SPIN)
+BASELINES = (*SPIN, "greedy", "epsilon_greedy")
 HINDSIGHT = ("none", "best single", "clairvoyant")
 CLOSE = 0.95
 
@@ -162,7 +163,7 @@ def measure_target(
     for batch in args.batches:
         learners = {}
         for name in args.policies:
-            learners[name] = make_loop(engine, PolicyConfig.from_name(name))
+            learners[name] = make_loop(engine, SPIN.get(name) or PolicyConfig.from_name(name))
             if warm and name in POLICIES:
                 Contender(name, learners[name]).play(warm, batch, args.temperature)
         for cell in args.cells:

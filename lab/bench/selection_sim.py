@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from lab.common.claims import bar
-from lab.common.families import OwnRow, always_live
+from lab.common.families import SPIN, OwnRow, always_live
 from lab.common.results import DATA, Results, parser, table, tell
 from lab.common.statistics import FloatArray, interval
 from penstock.config import PolicyConfig
@@ -42,7 +42,8 @@ RECORDED_BAR = 0.97
 def seconds_of(
     policy: str, options: dict[str, Any], rows: dict[str, list[list[int]]]
 ) -> FloatArray:
-    """[requests] seconds from admission to the last token, one request after the other."""
+    """[requests] seconds from admission to the last token, one request after the other. policy: a
+    name, or one of `SPIN`."""
     lengths = np.array([len(row) for row in rows["eagle"]], dtype=np.int64)
     profile = replace(load_profile("a100-llama2-7b"), drafters=PRICES)
     setup = always_live(
@@ -50,7 +51,7 @@ def seconds_of(
         OwnRow(rows),
         tuple(rows),
         1,
-        PolicyConfig.from_name(policy, **options),
+        SPIN.get(policy) or PolicyConfig.from_name(policy, **options),
         beside=False,
     )
     prompts = np.full(len(lengths), PROMPT, dtype=np.int64)
@@ -111,7 +112,9 @@ def compare(names: Sequence[str], args: argparse.Namespace) -> Results:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser(__doc__)
-    options.add_argument("--policies", default="auto,lbss,epsilon_greedy,greedy")
+    options.add_argument(
+        "--policies", default=",".join(("auto", *SPIN, "epsilon_greedy", "greedy"))
+    )
     options.add_argument("--seeds", type=int, default=5)
     options.add_argument("--data", type=Path, default=DATA)
     args = options.parse_args(arguments)

@@ -4,9 +4,9 @@ the claim holds.
 A test that everything passes shows nothing. So a paper's claim is tested by one function that runs
 twice: on what was measured, and on a control of which the claim must be false (the same data
 shuffled, a policy that lacks the property, a law of another order). Where the control passes too,
-the claim is not shown. What does not hold needs an oracle, too: something in the same world of
-which the claim must be true. Where the oracle fails, the world cannot tell. A bar set for this
-project needs no control: it is met or missed.
+the claim is not shown. What does not hold, or only in part, needs an oracle, too: something in the
+same world of which the whole claim must be true. Where the oracle fails, the world cannot tell. A
+bar set for this project needs no control: it is met or missed.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def check(
     oracle: tuple[str, Data] | None = None,
 ) -> ClaimVerdict:
     """The verdict of a test on `data`: `not shown` where the whole claim would also hold of
-    `placebo`; `cannot be told here` where it does not hold of `data` and not of the oracle either.
+    `placebo`; `cannot be told here` where it does not hold wholly of `data`, nor of the oracle.
     control: what `placebo` is; oracle: its name and data."""
     found, false = test(data), test(placebo)
     outcome = judge(*found.parts)
@@ -94,7 +94,7 @@ def check(
         best = Control(name, true.measured, judge(*true.parts))
     if against.outcome == "holds":
         outcome = "not shown"
-    elif outcome == "does not hold" and best is not None and best.outcome != "holds":
+    elif outcome != "holds" and best is not None and best.outcome != "holds":
         outcome = "cannot be told here"
     return ClaimVerdict(claim, found.measured, outcome, against, best)
 

@@ -109,6 +109,12 @@ SPIN_TEXTS = {
     "easy": (0.9, 1.5, 1.6, 1.7, 1.75),
 }
 """Mean log-odds of a draft token's acceptance, by drafter."""
+AS_PRINTED, WITH_ADDITIONS = "Spin as printed", "Spin with additions"
+SPIN = {
+    AS_PRINTED: PolicyConfig.from_bundle("selection", "spin"),
+    WITH_ADDITIONS: PolicyConfig.from_name("lbss"),
+}
+"""Selection of the bundle `spin`, and with all `corrections` of `lbss`: named so everywhere."""
 _BYTES_PER_S = 0.7 * 900e9
 _FLOP_PER_S = 0.4 * 125e12
 _LAUNCH_S = 0.5e-3

@@ -3,6 +3,8 @@ accepted from every drafter: the best single one, and the best one for each requ
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -78,3 +80,19 @@ def clairvoyant(costs: Costs, texts: Sequence[KnownText], batch: int) -> list[Op
     seconds = costs.of_options(texts, batch)
     options = list(seconds)
     return [options[i] for i in np.stack(list(seconds.values())).argmin(axis=0)]
+
+
+def best_subset(
+    names: Sequence[str], tokens: FloatArray, seconds: Callable[[Mapping[str, int]], float]
+) -> list[str]:
+    """Each request's drafter, where all wait for all: the set of drafters, of which each request
+    has its best one, with which most tokens per second are made. tokens: of a round, [requests,
+    drafters]; seconds: of a round, by the number of requests of each drafter."""
+    best: tuple[float, list[str]] = (0.0, [])
+    sets = (itertools.combinations(range(len(names)), n + 1) for n in range(len(names)))
+    for chosen in itertools.chain.from_iterable(sets):
+        own = tokens[:, chosen]
+        drafters = [names[chosen[j]] for j in own.argmax(axis=1)]
+        rate = float(own.max(axis=1).sum()) / seconds(Counter(drafters))
+        best = max(best, (rate, drafters))
+    return best[1]

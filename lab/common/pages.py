@@ -12,8 +12,8 @@ commit          that has the command, if it is gone
 outdated        why the figures must be made again, if they must
 tables          each with a title (Markdown), a header and rows of cells
 verdicts        a line for each claim (`ClaimVerdict.line`); a page tells of its control an
-                outcome other than `does not hold`, of its oracle the outcome if it `holds`,
-                else what was measured
+                outcome other than `does not hold`; of its oracle what was measured, but only the
+                outcome if it `holds`, and nothing if the claim does, too
 remarks         what the figures say, in Markdown, which is gone when they are measured again
 order           where in the page, by rising numbers
 
@@ -104,6 +104,8 @@ def _verdict(line: str) -> str:
 
     def oracle(found: re.Match[str]) -> str:
         name, outcome, measured = found.groups()
+        if line.startswith("[holds]") and outcome == "holds":
+            return ""
         return f" (oracle, {name}: {outcome if outcome == 'holds' else measured})"
 
     return _ORACLE.sub(oracle, _CONTROL.sub(control, line))

@@ -162,13 +162,13 @@ def _looks(labels: Sequence[str], styles: Mapping[str, str]) -> dict[str, dict[s
 
 
 def _plain_ticks(axes: Any) -> None:
-    """On logarithmic scales: 1, 2, 5, 10, … where there is room for them, and no powers of ten."""
+    """On logarithmic scales: 1, 2, 5, 10, … or 1, 10, … as there is room, and no powers of ten."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     for axis in (axes.xaxis, axes.yaxis):
         low, high = axis.get_view_interval()
         if axis.get_scale() == "log" and low > 0 and high < 1000 * low:
-            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
             axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
             axis.set_minor_formatter(NullFormatter())
 

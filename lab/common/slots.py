@@ -4,6 +4,9 @@ has them.
 The policies are the scheduler's own objects; requests and verdicts are made up here. In a slot
 every request is drafted for by whom the policy says, or by nobody, and verified. Each drafter has a
 device of its own: in what a slot leaves it, it reads ahead where the policy asks for that.
+
+In `play` each request has a clock of its own, whose round takes as long as its own choice does, as
+the paper's goodput presumes. In `tokens_per_s` all wait for all.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from penstock.core.kv import BlockPool, SequenceKV
 from penstock.core.learn import Estimators, seed_estimators
 from penstock.core.policies.base import SelectionPolicy, View
 from penstock.core.state import Drafter, Outcome, RequestState
-from penstock.core.types import TARGET, Request, Status, Verdict
+from penstock.core.types import NO_DRAFTER, TARGET, Request, Status, Verdict
 from penstock.fluid.step_profile import StepProfile
 
 _ENDLESS = 10**9
@@ -28,12 +31,13 @@ _ENDLESS = 10**9
 
 @dataclass(frozen=True)
 class Regret:
-    """What was lost by the end of some slots, in slots of each request's best choice, means over
+    """What was lost by the end of some slots, in slots of each request's best drafter, means over
     the requests: [horizons] each.
 
-    goodput: by drafters that are not the best. reading: by those who read the text after a switch.
-    if_constant: by reading, if it always took as long as the text at the beginning does. switches:
-    their number. best: share of the slots since the horizon before in which the best one drafted.
+    goodput: by drafters that are not the best, or by none where that is worse. reading: by those
+    who read the text after a switch. if_constant: by reading, if it always took as long as the text
+    at the beginning does. switches: their number. best: share of the slots since the horizon before
+    in which the best one drafted.
     """
 
     goodput: FloatArray
@@ -74,18 +78,29 @@ class Slots:
         self.goodput: list[dict[str | None, float]] = [
             {None: alone, **dict(zip(self._names, own, strict=True))} for own in drafted.tolist()
         ]
-        self._best = [max(own.values()) for own in self.goodput]
-        slots = np.append(self._verifying + self._drafting, profile.linear(num))
-        best = np.append(drafted, np.full((num, 1), alone), axis=1).argmax(axis=1)
-        self._slot_s = slots[best]
+        self._best = drafted.max(axis=1).tolist()
+        slots = self._verifying + self._drafting
+        self._slot_s = slots[drafted.argmax(axis=1)]
+        self._round_s: dict[str | None, float] = {
+            None: 1 / alone,
+            **dict(zip(self._names, slots.tolist(), strict=True)),
+        }
         self._lost: defaultdict[str, float] = defaultdict(float)
 
-    def play(self, horizons: Sequence[int]) -> Regret:
-        """horizons: numbers of slots, rising."""
+    def play(self, horizons: Sequence[int], is_timed: bool = False) -> Regret:
+        """horizons: numbers of slots, rising. is_timed: the policy goes by the clock, so it learns
+        of each request at its own time."""
+        now = np.zeros(len(self._states))
         found: dict[str, list[float]] = {name: [] for name in Regret.__dataclass_fields__}
         before, best = 0, 0.0
         for slot in range(1, horizons[-1] + 1):
-            self._slot()
+            outcomes = self._slot()
+            now += [self._round_s[s.drafter] for s in self._states]
+            if is_timed:
+                for outcome, at in zip(outcomes, now.tolist(), strict=True):
+                    self._policy.on_step([outcome], self._view(at))
+            else:
+                self._policy.on_step(outcomes, self._view())
             if slot not in horizons:
                 continue
             for name, lost in found.items():
@@ -96,26 +111,27 @@ class Slots:
         return Regret(**{name: np.array(lost) for name, lost in found.items()})
 
     def tokens_per_s(self, num_slots: int, seconds: Callable[[Mapping[str, int]], float]) -> float:
-        """Of so many slots, with reading after switches. seconds: of a slot, by each drafter's
-        requests."""
+        """Of so many slots, with reading after switches. seconds: of a slot, by the number of
+        requests of each drafter and of none."""
         begun, spent = self._num_tokens, 0.0
         for _ in range(num_slots):
             read = self._lost["reading_s"]
-            self._slot()
-            loads = Counter(s.drafter for s in self._states if s.drafter is not None)
+            outcomes = self._slot()
+            loads = Counter(s.drafter or NO_DRAFTER for s in self._states)
             spent += seconds(loads) + self._lost["reading_s"] - read
+            self._policy.on_step(outcomes, self._view(spent))
         return (self._num_tokens - begun) / spent
 
     @property
     def _num_tokens(self) -> int:
         return sum(s.num_known_tokens for s in self._states)
 
-    def _slot(self) -> None:
+    def _slot(self) -> list[Outcome]:
         before = {s.request.id: s.drafter for s in self._states}
         chosen = self._policy.select(self._states, self._view())
         for i, state in enumerate(self._states):
             name = state.drafter = chosen[state.request.id]
-            worth = self.goodput[i][name] / self._best[i]
+            worth = min(1.0, self.goodput[i][name] / self._best[i])
             self._lost["goodput"] += 1 - worth
             self._lost["best"] += worth == 1
             if name is not None and before[state.request.id] not in (name, None):
@@ -127,11 +143,11 @@ class Slots:
             state.append(verdict.token_ids)
             if state.drafter is not None:
                 state.kv_of(state.drafter).num_computed_tokens = state.num_known_tokens - 1
-        self._policy.on_step(outcomes, self._view())
+        return outcomes
 
-    def _view(self) -> View:
+    def _view(self, now: float = 0.0) -> View:
         loads = Counter(s.drafter for s in self._states if s.drafter is not None)
-        return View(self._drafters, self._learn, 0.0, loads, beside=frozenset(self._names))
+        return View(self._drafters, self._learn, now, loads, beside=frozenset(self._names))
 
     def _charge(self, i: int, state: RequestState, name: str) -> None:
         """For reading what a drafter lacks of the text."""

@@ -5,7 +5,7 @@ than another for a mixture. The batch is always full. Drafters work inside the t
 lengths by `priced`, or each on a device of its own, with drafts of four tokens.
 
 Compared with the better of no drafter and one for all: `clairvoyant`, which knows the domains and
-is the better of the specialists and of two drafters by domain; `auto` and `lbss`, which find
+is the better of the specialists and of two drafters by domain; `auto` and both Spins, which find
 out; for `auto, words` the prompts' words say the domain. The oracle is the best of all at each
 spot, one drafter and none included; for the premise, where drafters differ most.
 """
@@ -23,6 +23,7 @@ from lab.common.claims import ClaimVerdict, Measurement, check
 from lab.common.experiment import Effort, Experiment, Trial
 from lab.common.families import (
     SPECIALISTS,
+    SPIN,
     always_live,
     closed_loop,
     prompt_lengths,
@@ -43,7 +44,7 @@ _OUTPUT = 96
 WORTH_IT = 1.1
 _NO_LOSS = 0.95
 
-CHOOSERS = ("clairvoyant", "auto, words", "auto", "lbss")
+CHOOSERS = ("clairvoyant", "auto, words", "auto", *SPIN)
 _BEST = "the best of all in hindsight"
 _CONTROL = "at random"
 """Gives every request the drafter of a domain, but not of its own but for chance."""
@@ -152,7 +153,7 @@ def measure(spot: Spot, grid: MapGrid, none: float) -> Gains:
             "clairvoyant": max(knows),
             "auto, words": requests.tokens_per_s("auto", k_max, words=True),
             "auto": requests.tokens_per_s("auto", k_max),
-            "lbss": requests.tokens_per_s("lbss"),
+            **{n: requests.tokens_per_s(c.name, dict(c.options)) for n, c in SPIN.items()},
             _CONTROL: requests.at_random(),
         },
     )

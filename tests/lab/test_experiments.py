@@ -175,6 +175,17 @@ def test_a_claim_that_its_oracle_fails_cannot_be_told() -> None:
     assert told.endswith("Oracle, fives [holds]: the least is 5")
 
 
+def test_a_part_is_no_verdict_where_the_oracle_fails() -> None:
+    def outcome(found: tuple[bool, ...], best: tuple[bool, ...]) -> str:
+        oracle = "hindsight", best
+        return check("", lambda p: Measurement("", p), found, "", (False,), oracle).outcome
+
+    assert outcome((True, False), (True, True)) == "holds in part"
+    for best in ((True, False), (False, True), (False, False)):
+        assert outcome((True, False), best) == "cannot be told here"
+    assert outcome((True, True), (True, False)) == "holds"
+
+
 def _call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["penstock", "reproduce", *arguments])
     with pytest.raises(SystemExit) as stopped:

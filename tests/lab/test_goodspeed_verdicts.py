@@ -66,7 +66,8 @@ def test_figure_4_sees_a_baseline_that_wins_and_a_curve_that_moves() -> None:
     assert figure_4() == ["holds"] * 5
     assert figure_4(random=FLAT - 3)[0] == "not shown"
     assert figure_4(goodspeed=rising)[0] == "does not hold"
-    assert figure_4(fixed=FLAT + 1)[1] == "holds in part"
+    assert figure_4(fixed=FLAT + 1)[1] == "cannot be told here"
+    assert figure_4(fixed=FLAT + 1, goodspeed_told=FLAT + 2)[1] == "holds in part"
     assert figure_4(goodspeed_misled=FLAT)[1] == "not shown"
     assert figure_4(goodspeed=FLAT - 0.5)[2] == "does not hold"
 
@@ -94,6 +95,8 @@ def test_figure_3_sees_who_waits_longer() -> None:
     paper = {"random": (1.25, 1.0, 1.0), "goodspeed": (0.95, 0.94, 1.0), "no_drafts": (1, 2, 1)}
     assert figure_3(**paper)[:3] == ["holds"] * 3
     paper["goodspeed"] = (1.05, 0.94, 1.0)
+    assert figure_3(**paper)[1] == "cannot be told here"
+    paper["fastest"] = (0.9, 0.9, 1.0)
     assert figure_3(**paper) == ["holds", "holds in part", *["holds"] * 5]
     quick = {"fastest": (0.5, 1.0, 1.0), "most_tokens": (2.0, 0.9, 1.0)}
     slow = {"random": (1.25, 1.0, 1.0), "goodspeed": (1.3, 0.99, 9.0), **quick}

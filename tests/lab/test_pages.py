@@ -83,8 +83,8 @@ def test_of_a_control_and_an_oracle_a_page_tells_what_matters(docs: Path) -> Non
         check("it grows", grows, (2, 2), "no growth", placebo) for placebo in ((0, 0), (0, 2))
     ]
     verdicts += [
-        check("it grows", grows, (0, 0), "none", (0, 0), ("food", best))
-        for best in ((2, 2), (2, 1))
+        check("it grows", grows, found, "none", (0, 0), ("food", best))
+        for found, best in (((0, 0), (2, 2)), ((0, 0), (2, 1)), ((3, 3), (2, 2)))
     ]
     save(
         docs / "results" / "toys" / "top.json", Results([], verdicts), command="top", machine="here"
@@ -94,6 +94,7 @@ def test_of_a_control_and_an_oracle_a_page_tells_what_matters(docs: Path) -> Non
     assert f"{line}\n{line} (control: holds in part)\n" in text
     assert "- [does not hold] it grows: by 0 and 0 (oracle, food: holds)\n" in text
     assert "- [cannot be told here] it grows: by 0 and 0 (oracle, food: by 2 and 1)\n" in text
+    assert "- [holds] it grows: by 3 and 3\n" in text
 
 
 def test_a_stale_page_is_told(docs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,7 +36,7 @@ BUNDLES = {
     "sarathi": Bundle(admission="sarathi"),
     # Rounds of the paper wait for all draft servers.
     "goodspeed": Bundle(allocation="goodspeed", engine={"verification": "ratio"}),
-    # To the letter; lanes, and micro-batches by the paper's heuristic.
+    # As printed; lanes, and micro-batches by the paper's heuristic.
     "spin": Bundle(
         selection="lbss",
         selection_options={"corrections": ()},
