@@ -415,7 +415,6 @@ class Verdict(NamedTuple):
     drafter: str | None = None
     num_proposed: int = 0
     num_accepted: int = 0
-    num_looked_up: int = 0
     num_decided: int = 0
     evidence: float = 0.0
     evidence_all: float = 0.0
@@ -425,6 +424,7 @@ class Verdict(NamedTuple):
     finish_reason: FinishReason | None = None
     num_stop_chars: int = 0
     num_behind_end: int = 0
+    num_looked_up: int = 0
 
     @property
     def num_drafted(self) -> int:
