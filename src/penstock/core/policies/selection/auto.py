@@ -66,9 +66,10 @@ class _Known:
     drawn: FloatArray  # [J] the same, drawn
     counts: FloatArray  # [2, J] accepted and decided tokens, faded by rounds
     totals: FloatArray  # not faded
-    looked_up: FloatArray  # [2] tokens that look-up made, and all where it was asked, faded
     next_round: int  # of the next decision
     gap: int = _FIRST_GAP
+    looked_up: FloatArray = field(default_factory=lambda: np.zeros(2))
+    """Tokens that look-up made, and all where it was asked, faded."""
     taught: set[str] = field(default_factory=set)  # drafters that replayed for later requests
     has_news: bool = False  # a replay has answered since
 
@@ -194,8 +195,7 @@ class Auto(SelectionPolicy):
         if known is None:
             counts, totals = np.zeros((2, 2, num))
             nothing = np.empty(0)
-            words = _words_of(state.request)
-            known = _Known(words, nothing, nothing, counts, totals, np.zeros(2), 0)
+            known = _Known(_words_of(state.request), nothing, nothing, counts, totals, 0)
             self._known[state.request.id] = known
         known.next_round = state.round + known.gap
         known.gap = min(2 * known.gap, _LONGEST_GAP)

@@ -4,8 +4,8 @@ A step without drafts for each token to come is compared with steps with drafts 
 yield, plus reading of the text. All requests of a step wait for drafts that are made inside it, and
 each waits for its own that are made beside it, the link to a draft server included.
 
-What is known of a chain's acceptance and time is its model's, which it asks only where that pays.
-It saves what look-up saves, and what its model saves on the tokens that look-up does not make."""
+A chain saves what look-up saves, and what its model, of which its acceptance and time are known,
+saves on the other tokens: it asks the model only where that pays."""
 
 from __future__ import annotations
 
@@ -52,9 +52,8 @@ class Savings:
         found = np.array([[acceptance.found(i, n) for n in drafters] for i in ids])
         # A chain that drafts nothing has not asked its model.
         self._found = np.where(self._is_chain, 1.0, found)
-        """Probability that there is a draft, [1 + S, J]."""
         self._share = np.where(self._is_chain, 1 - looked_up[:, None], 1.0)
-        """Share of tokens to which a drafter's own drafts apply, [1 + S, J]."""
+        """Probability that there is a draft, and share of tokens that it may be of, [1 + S, J]."""
         self._looked_up = looked_up[:, None] * np.maximum(0.0, self._plain - self._added[0])
         """Seconds per token that a chain's look-up saves, [1 + S, 1]."""
         remaining = view.learn.lengths.remaining
@@ -102,10 +101,9 @@ class Savings:
         @cache
         def seconds(users: int) -> FloatArray:
             drafting = np.array([self._drafting(d, users) for d in self._drafters])
-            each = self._share[0] * (
-                self._plain - self._per_token(drafting, accepted, self._found[0])
-            )
-            return self._plain - self._with_look_up(each, self._looked_up[0])
+            own = self._per_token(drafting, accepted, self._found[0])
+            saved = self._share[0] * (self._plain - own)
+            return self._plain - self._with_look_up(saved, self._looked_up[0])
 
         def per_token(used: Sequence[int], shares: Sequence[float]) -> FloatArray:
             """Return the seconds per token [U + 1, P] with each of these drafters and with none."""
@@ -166,14 +164,12 @@ class Savings:
         """Return True if all requests of a step wait for the drafter."""
         return not (drafter.remote or self._view.is_beside(drafter))
 
-    def _per_token(
-        self, drafting: FloatArray, accepted: FloatArray, found: FloatArray
-    ) -> FloatArray:
+    def _per_token(self, drafting: FloatArray, right: FloatArray, found: FloatArray) -> FloatArray:
         """Return the seconds per token [S, J] with the best draft length.
 
-        drafting: seconds [..., J, K]; accepted: of `_accepted`; found: [..., J]"""
+        drafting: seconds [..., J, K]; right: of `_accepted`; found: [..., J]"""
         seconds = self._plain + found[..., None] * self._added + drafting
-        return np.asarray((seconds / (1 + accepted)).min(axis=-1))
+        return np.asarray((seconds / (1 + right)).min(axis=-1))
 
     def _accepted(self, rates: FloatArray, found: FloatArray) -> FloatArray:
         """Return the expected accepted tokens [S, J, K] of drafts, of which so many are found."""
