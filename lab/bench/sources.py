@@ -72,7 +72,9 @@ def sources_of(args: argparse.Namespace) -> tuple[str, ...]:
 def load(args: argparse.Namespace) -> Engine:
     names = [s for s in (SOURCES if args.other is None else BETWEEN) if s != NO_DRAFTER]
     files = {MODEL: str(args.drafter), OTHER: str(args.other)}
-    drafters = {n: "+".join(files.get(part, part) for part in n.split("+")) for n in names}
+    drafters: dict[str, Any] = {
+        n: "+".join(files.get(part, part) for part in n.split("+")) for n in names
+    }
     room = CONTEXT + args.new_tokens + 32
     config = EngineConfig(
         target=args.target,

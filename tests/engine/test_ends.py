@@ -183,7 +183,8 @@ def test_a_verdict_has_the_evidence_of_the_model_behind_look_up(
     answer = Decided([], num_accepted, min(4, num_accepted + 1), evidence, evidence)
     verdict = verdict_of(tokenizer, answer, [40, 41, 42, 43], [LOOKED_UP, LOOKED_UP, 0, -1])
     assert (verdict.num_looked_up, verdict.num_accepted) == (2, num_accepted)
-    assert (verdict.num_decided, verdict.evidence) == (decided, pytest.approx(of_model))
+    assert verdict.num_decided == decided
+    assert verdict.evidence == pytest.approx(of_model)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +201,7 @@ def test_a_verdict_ends_with_the_output(
 ) -> None:
     """A draft of four, of which two are accepted."""
     answer = Decided([40, 41, 42], 2, 3, [0.5, 0.6, 0.2, 0.0], [0.7, 0.9, 0.1, 0.8])
-    fields = {"stop_token_ids": frozenset({40 + place})}
+    fields: dict[str, Any] = {"stop_token_ids": frozenset({40 + place})}
     verdict = verdict_of(tokenizer, answer, [40, 41, 43, 44], **fields)
     assert verdict.token_ids == (40, 41, 42)[: place + 1]
     assert verdict.finish_reason is FinishReason.STOP
