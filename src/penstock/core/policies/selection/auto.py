@@ -68,8 +68,7 @@ class _Known:
     totals: FloatArray  # not faded
     next_round: int  # of the next decision
     gap: int = _FIRST_GAP
-    looked_up: FloatArray = field(default_factory=lambda: np.zeros(2))
-    """Tokens that look-up made, and all where it was asked, faded."""
+    looked_up: FloatArray = field(default_factory=lambda: np.zeros(2))  # tokens by look-up, and all
     taught: set[str] = field(default_factory=set)  # drafters that replayed for later requests
     has_news: bool = False  # a replay has answered since
 

@@ -140,11 +140,7 @@ class Savings:
         return self._with_look_up(saved if is_read else saved - self.reading, looked_up)
 
     def _with_look_up(self, saved: FloatArray, looked_up: FloatArray) -> FloatArray:
-        """Return what drafters save, [..., J], with what is `looked_up` by chains, [..., 1].
-
-        A chain saves no less than look-up without a model."""
-        if not self._is_chain.any():
-            return saved
+        """Return what drafters save, [..., J]: chains what look-up saves, and their models more."""
         least = np.maximum(saved, 0.0)
         alone = np.where(self._is_look_up, least, 0.0).max(axis=-1, keepdims=True)
         return np.where(self._is_chain, np.maximum(alone, looked_up) + least, saved)
