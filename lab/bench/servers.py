@@ -1,6 +1,6 @@
 """How fast are whole servers over HTTP: Penstock's, llama.cpp's, ik_llama.cpp's, any other?
 
-    python -m lab.bench.servers MODEL.gguf [--drafter NAME[=FILE|URL] ...] [--llama-cpp FOLDER]
+    python -m lab.bench.servers MODEL.gguf [--drafter NAME[=FILE|URL],... ...] [--llama-cpp FOLDER]
         [--ik-llama FOLDER] [--other 'NAME=COMMAND' ...] [--clients 1,4,8,32]
         [--prompts 100,1400,6000] [--kinds code,chat,edits,json] [--repeats 3] [--json FILE]
     python -m lab.bench.servers --smoke [--llama-cpp FOLDER]
@@ -321,10 +321,11 @@ def rivals_of(args: argparse.Namespace) -> list[Rival]:
     """The servers that are asked for, Penstock's first. Raises: ValueError, one line."""
     names = {"model": shlex.quote(str(args.model)), "python": shlex.quote(sys.executable)}
     rivals = [Rival("penstock", _PENSTOCK.format(more="--no-speculation", **names))]
-    for drafter in args.drafter:
-        more = f"--drafter {shlex.quote(drafter)}"
-        name = " ".join(part.rpartition("/")[2] for part in drafter.split("="))
-        rivals.append(Rival(f"penstock, {name}", _PENSTOCK.format(more=more, **names)))
+    for drafters in args.drafter:
+        each = drafters.split(",")
+        more = " ".join(f"--drafter {shlex.quote(drafter)}" for drafter in each)
+        own = [" ".join(part.rpartition("/")[2] for part in one.split("=")) for one in each]
+        rivals.append(Rival(f"penstock, {', '.join(own)}", _PENSTOCK.format(more=more, **names)))
     folders = {"llama.cpp": (args.llama_cpp, ""), "ik_llama.cpp": (args.ik_llama, " -rtr")}
     for name, (folder, more) in folders.items():
         if folder is not None:
@@ -347,7 +348,13 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[Riv
     )
     add = parser.add_argument
     add("model", type=Path, nargs="?", help="GGUF file that all serve")
-    add("--drafter", action="append", default=[], metavar="NAME[=FILE]", help="Penstock with it")
+    add(
+        "--drafter",
+        action="append",
+        default=[],
+        metavar="NAME[=FILE],...",
+        help="Penstock with these",
+    )
     add("--llama-cpp", type=Path, metavar="FOLDER", help="llama.cpp's, by its llama-server")
     add("--ik-llama", type=Path, metavar="FOLDER", help="ik_llama.cpp's, weights repacked")
     add("--other", action="append", default=[], metavar="NAME=COMMAND")

@@ -2,11 +2,15 @@
 chain that chooses between them in every round?
 
     python -m lab.bench.sources TARGET.gguf DRAFTER.gguf [--prompts 4] [--new-tokens 128] [--json]
+    python -m lab.bench.sources TARGET.gguf DRAFTER.gguf --other OTHER.gguf: `auto` between them
 
 One request at a time, greedy, from `lab.bench.real_prompts`. All sources are drafters of one engine
 and take turns on each prompt, after `--warm` prompts of each kind to learn from. Each source is a
 tenant, so suffixes are found only in what it has put out itself. Tokens per second are from the
 first token on: the small model's reading of the prompt is in them, the target's is not.
+
+With `--other` the sources are look-up, each small model behind it, and `auto` with both and with
+all three. Each source has a scheduler of its own then, which learns by its own requests alone.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import itertools
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +29,9 @@ from lab.bench.real_prompts import PARTS, RealPrompt, real_prompts, token_ids
 from lab.common.claims import ClaimVerdict, bar
 from lab.common.results import Results, parser, table, tell
 from lab.common.statistics import rotated
-from penstock.config import NGRAM, SUFFIX, EngineConfig, PolicyConfig
-from penstock.core.types import NO_DRAFTER, Output, Request, SamplingParams
+from penstock.config import NGRAM, SUFFIX, EngineConfig, PolicyConfig, TenantConfig
+from penstock.core.loop import Loop
+from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, Output, Request, SamplingParams
 from penstock.engine.build import Engine, load_engine
 from penstock.engine.tokenizer import load_tokenizer
 from penstock.serving.offline import complete
@@ -36,9 +42,13 @@ MODEL = "model"
 SINGLE = (NGRAM, SUFFIX, MODEL)
 CHAINED = (f"{NGRAM}+{MODEL}", f"{SUFFIX}+{MODEL}")
 SOURCES = (NO_DRAFTER, *SINGLE, *CHAINED)
+OTHER = "other"
+BETWEEN = (SUFFIX, f"{SUFFIX}+{MODEL}", f"{SUFFIX}+{OTHER}")
+CHOOSING = {f"auto {MODEL}, {OTHER}": BETWEEN[1:], f"auto {SUFFIX}, {MODEL}, {OTHER}": BETWEEN}
+"""Drafters that `auto` chooses between."""
 ALL = "all"
 CONTEXT, MOST_DRAFTED = 768, 16
-BEST_SINGLE_BAR = 1.15
+BEST_SINGLE_BAR, AUTO_BAR = 1.15, 0.97
 EDIT_BAR, OTHER_BAR = 2.5, 1.4
 
 
@@ -55,8 +65,16 @@ class Decoded:
     accepted: int
 
 
+def sources_of(args: argparse.Namespace) -> tuple[str, ...]:
+    return SOURCES if args.other is None else (NO_DRAFTER, *BETWEEN, *CHOOSING)
+
+
 def load(args: argparse.Namespace) -> Engine:
-    drafters = {s: s.replace(MODEL, str(args.drafter)) for s in SOURCES if s != NO_DRAFTER}
+    names = [s for s in (SOURCES if args.other is None else BETWEEN) if s != NO_DRAFTER]
+    files = {MODEL: str(args.drafter), OTHER: str(args.other)}
+    drafters: dict[str, Any] = {
+        n: "+".join(files.get(part, part) for part in n.split("+")) for n in names
+    }
     room = CONTEXT + args.new_tokens + 32
     config = EngineConfig(
         target=args.target,
@@ -65,19 +83,33 @@ def load(args: argparse.Namespace) -> Engine:
         max_model_len=room,
         num_threads=args.threads,
         prefix_caching=False,
+        tenants=dict.fromkeys(sources_of(args), TenantConfig()),
         allocation=PolicyConfig.from_name("priced", k_max=MOST_DRAFTED),
     )
     return load_engine(config)
 
 
-def decode(engine: Engine, request: Request, prompt: RealPrompt) -> Decoded:
+def loops_of(engine: Engine, args: argparse.Namespace) -> dict[str, Loop]:
+    """By source. With `--other` each has its own drafters, of which `auto` may choose."""
+    if args.other is None:
+        return dict.fromkeys(SOURCES, engine.loop)
+    loops = {}
+    for source in sources_of(args):
+        scheduler = deepcopy(engine.scheduler)
+        for name in {*BETWEEN} - {*CHOOSING.get(source, (source,))}:
+            del scheduler.table.drafters[name]
+        loops[source] = Loop(scheduler, engine.executor, engine.clock)
+    return loops
+
+
+def decode(loop: Loop, request: Request, prompt: RealPrompt) -> Decoded:
     """Run a request to its end. Raises: RuntimeError."""
     seen: list[tuple[float, int]] = []
 
     def watch(output: Output) -> None:
         seen.append((time.perf_counter(), len(output.token_ids)))
 
-    (done,) = complete(engine.loop, [request], 1, watch)
+    (done,) = complete(loop, [request], 1, watch)
     if done.error:
         raise RuntimeError(done.error)
     (began, num_first), *rest = seen
@@ -100,9 +132,10 @@ def passes(engine: Engine, args: argparse.Namespace) -> Iterator[Decoded]:
     tokenizer = load_tokenizer(engine.tokenizer_path)
     names = (f"request-{i}" for i in itertools.count())
     prompts = [*chosen(PARTS[0], args.warm), *chosen(PARTS[1], args.prompts)]
+    loops = loops_of(engine, args)
     for number, prompt in enumerate(prompts):
         tokens = token_ids(prompt, tokenizer)[-CONTEXT:]
-        for source in rotated(SOURCES, number):
+        for source in rotated(sources_of(args), number):
             request = Request(
                 id=next(names),
                 prompt_len=len(tokens),
@@ -111,9 +144,9 @@ def passes(engine: Engine, args: argparse.Namespace) -> Iterator[Decoded]:
                 stop_token_ids=frozenset(engine.eos_token_ids),
                 sampling=SamplingParams(temperature=0.0),
                 tenant=source,
-                drafter=source,
+                drafter=AUTO_DRAFTER if source in CHOOSING else source,
             )
-            done = decode(engine, request, prompt)
+            done = decode(loops[source], request, prompt)
             rate = len(done.text) / max(done.seconds, 1e-9)
             what = f"{prompt.part}, {prompt.kind} {prompt.origin}, {source}: {rate:.1f} tokens/s"
             print(what, file=sys.stderr, flush=True)
@@ -128,7 +161,8 @@ Cells = Mapping[tuple[str, str], dict[str, Any]]
 def cells_of(done: Sequence[Decoded]) -> Cells:
     """Of the prompts of each kind, and of all kinds."""
     cells: dict[tuple[str, str], dict[str, Any]] = {}
-    for kind, source in itertools.product((*KINDS, ALL), SOURCES):
+    sources = dict.fromkeys(sorted((d.source for d in done), key=NO_DRAFTER.__ne__))
+    for kind, source in itertools.product((*KINDS, ALL), sources):
         mine = [d for d in done if d.source == source and kind in (d.prompt.kind, ALL)]
         num, rounds = sum(len(d.text) for d in mine), sum(d.rounds for d in mine)
         rate = num / sum(d.seconds for d in mine)
@@ -151,6 +185,8 @@ def verdicts_of(cells: Cells, done: Sequence[Decoded]) -> list[ClaimVerdict]:
     def best(sources: Sequence[str], kind: str = ALL) -> dict[str, Any]:
         return max((cells[kind, s] for s in sources), key=lambda cell: cell["tokens_per_s"])
 
+    if (ALL, BETWEEN[-1]) in cells:
+        return [_auto_verdict(cells, source, best(CHOOSING[source])) for source in CHOOSING]
     chain, single = best(CHAINED), best(SINGLE)
     gain = chain["tokens_per_s"] / single["tokens_per_s"]
     text = f"{chain['source']} {gain:.2f} times {single['source']} (bar {BEST_SINGLE_BAR})"
@@ -170,10 +206,21 @@ def verdicts_of(cells: Cells, done: Sequence[Decoded]) -> list[ClaimVerdict]:
     return [*claims, bar("every source gives the same text", text, same == len(texts))]
 
 
+def _auto_verdict(cells: Cells, source: str, single: dict[str, Any]) -> ClaimVerdict:
+    shares = {
+        name: cells[kind, source]["tokens_per_s"] / cells[kind, single["source"]]["tokens_per_s"]
+        for kind, name in {**KINDS, ALL: "all kinds"}.items()
+    }
+    text = ", ".join(f"{name} {share:.2f}" for name, share in shares.items())
+    text = f"{text} of {single['source']} alone (bar {AUTO_BAR} over all)"
+    return bar(source, text, shares["all kinds"] >= AUTO_BAR)
+
+
 def main() -> int:
     options = parser(__doc__)
     options.add_argument("target", type=Path)
     options.add_argument("drafter", type=Path)
+    options.add_argument("--other", type=Path, help="a second small model")
     options.add_argument("--prompts", type=int, default=4, help="measured, of each kind, at most 8")
     options.add_argument("--warm", type=int, default=2, help="to learn from, of each kind")
     options.add_argument("--new-tokens", type=int, default=128)

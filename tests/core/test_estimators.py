@@ -59,6 +59,19 @@ def test_what_was_not_drafted_says_nothing() -> None:
     assert estimator.mean("r", "d") == before
 
 
+def test_looked_up_tokens_say_nothing_of_the_model_behind_them() -> None:
+    estimator = AcceptanceEstimator()
+    before = estimator.mean("r", "d")
+    for _ in range(50):
+        right = Verdict("r", 0, 0, (), "d", 6, 6, num_looked_up=6)
+        estimator.on_verdict(right)
+    assert estimator.mean("r", "d") == before
+    for _ in range(64):
+        estimator.on_verdict(right._replace(num_accepted=4, num_looked_up=4, num_decided=1))
+    assert estimator.mean("r", "d") < 0.1
+    assert estimator.shape_of("d").factors[1] == 1.0, "the model's second token was never decided"
+
+
 def test_a_draft_that_is_not_there_is_no_rejection() -> None:
     estimator = AcceptanceEstimator()
     before = estimator.mean("r", "d")
@@ -130,17 +143,6 @@ def test_a_draft_behind_a_short_catch_up_tells_the_price_of_its_tokens(num_unrea
         timed = DraftTime("d", batch, 4, num_unread * batch, seconds)
         times.observe_drafting(result(TARGET, 5, 0.004, timed))
         assert times.curve_of("d")(batch) == pytest.approx(1e-3)
-
-
-def test_looked_up_tokens_take_no_steps() -> None:
-    """Of eight drafted tokens the model makes two."""
-    times = Estimators().times
-    assert times.steps_of("d") == 1
-    for _ in range(300):
-        step = result(TARGET, 9, 0.004, DraftTime("d", 1, 2, 1, 0.002))
-        times.observe_drafting(step._replace(verdicts=(verdict(8, 8), verdict(1, 3, "s"))))
-    assert times.steps_of("d") == pytest.approx(0.25, abs=0.01)
-    assert times.curve_of("d")(1) == pytest.approx(0.001)
 
 
 def test_where_reading_may_be_most_of_it_nothing_is_said_of_drafting() -> None:

@@ -407,7 +407,7 @@ def decide(target: torch.Tensor, texts: list[TokenBuffer], drafts: Any, rows: An
             ratio=np.ones(len(texts), dtype=np.bool_),
             draft_tokens=np.array([t for row in tokens for t in row], dtype=np.int64),
             draft_probs=drafts.probs,
-            draft_prob_row=np.array([r for d in drafts.drafts for r in d.prob_rows]),
+            draft_prob_row=np.array([max(r, -1) for d in drafts.drafts for r in d.prob_rows]),
         )
     )
     for i, text in enumerate(texts):

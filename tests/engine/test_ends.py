@@ -1,6 +1,7 @@
 """Where an output ends, and that nothing behind it is counted."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from penstock.core.types import (
     VerifyItem,
 )
 from penstock.engine.build import Engine
+from penstock.engine.drafters.drafts import LOOKED_UP
 from penstock.engine.ends import End, LazyTokenizer, OutputEnd
 from penstock.engine.sequences import TokenBuffer
 from penstock.engine.steps import verdicts_of
@@ -156,13 +158,33 @@ def test_a_tokenizer_that_cannot_be_loaded_ends_the_request(tokenizer: Tokenizer
     assert text.problem == "stop: the tokenizer cannot be loaded: no such file"
 
 
-def verdict_of(tokenizer: Tokenizer, answer: Decided, draft: list[int], **fields: Any) -> Verdict:
+def verdict_of(
+    tokenizer: Tokenizer,
+    answer: Decided,
+    draft: list[int],
+    rows: Sequence[int] = (),
+    **fields: Any,
+) -> Verdict:
     request = Request("r", 3, 99, prompt_token_ids=(5, 6, 7), **fields)
     text = TokenBuffer(request, end=OutputEnd(request, lambda: tokenizer))
     item = VerifyItem("r", 0, 0, 2, 1, True, DraftSource.INLINE, "d", len(draft))
-    (verdict,) = verdicts_of([item], [Drafted(text, 3, draft, [])], [answer])
+    (verdict,) = verdicts_of([item], [Drafted(text, 3, draft, [*rows])], [answer])
     assert text.tokens(3, text.length) == list(verdict.token_ids)
     return verdict
+
+
+@pytest.mark.parametrize(
+    ("evidence", "num_accepted", "decided", "of_model"),
+    [([0.5, 0, 0, 0], 0, 0, 0), ([0.5, 0.6, 0.2, 0], 2, 1, 0.2), ([0.5, 0.6, 0.2, 0.5], 4, 2, 0.7)],
+)
+def test_a_verdict_has_the_evidence_of_the_model_behind_look_up(
+    tokenizer: Tokenizer, evidence: list[float], num_accepted: int, decided: int, of_model: float
+) -> None:
+    answer = Decided([], num_accepted, min(4, num_accepted + 1), evidence, evidence)
+    verdict = verdict_of(tokenizer, answer, [40, 41, 42, 43], [LOOKED_UP, LOOKED_UP, 0, -1])
+    assert (verdict.num_looked_up, verdict.num_accepted) == (2, num_accepted)
+    assert verdict.num_decided == decided
+    assert verdict.evidence == pytest.approx(of_model)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +201,7 @@ def test_a_verdict_ends_with_the_output(
 ) -> None:
     """A draft of four, of which two are accepted."""
     answer = Decided([40, 41, 42], 2, 3, [0.5, 0.6, 0.2, 0.0], [0.7, 0.9, 0.1, 0.8])
-    fields = {"stop_token_ids": frozenset({40 + place})}
+    fields: dict[str, Any] = {"stop_token_ids": frozenset({40 + place})}
     verdict = verdict_of(tokenizer, answer, [40, 41, 43, 44], **fields)
     assert verdict.token_ids == (40, 41, 42)[: place + 1]
     assert verdict.finish_reason is FinishReason.STOP

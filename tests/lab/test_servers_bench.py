@@ -57,6 +57,15 @@ def test_a_command_has_room_for_every_request(monkeypatch: pytest.MonkeyPatch) -
     assert rival.shown.startswith("it -p {port}")
 
 
+def test_drafters_with_commas_between_them_share_a_server() -> None:
+    _, rivals = parse([__file__, "--drafter", "suffix,small=/a/small.gguf", "--drafter", "suffix"])
+    assert [rival.name for rival in rivals][1:] == [
+        "penstock, suffix, small small.gguf",
+        "penstock, suffix",
+    ]
+    assert rivals[1].shown.endswith("--drafter suffix --drafter small.gguf")
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [

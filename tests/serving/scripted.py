@@ -81,6 +81,7 @@ class ScriptedServer:
         message = await self.receive()
         assert message.HasField("welcome"), message
         self.welcome = message.welcome
+        await self.send(ahead=pb.DraftAhead())
         return message.welcome
 
     async def open(

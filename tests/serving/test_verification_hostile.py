@@ -106,7 +106,7 @@ STARTS: list[tuple[bytes, str]] = [
     (b"", "unknown kind"),
     (b"\xfa\x01\x02hi", "unknown kind"),
     (b"\xff" * 40, "not penstock.v1.Up"),
-    (hello(protocol_version=1), "protocol version 1; this server speaks 4"),
+    (hello(protocol_version=4), "protocol version 4; this server speaks 5"),
     (hello(tokenizer_digest="another"), "another tokenizer"),
     (hello(max_draft_tokens=0), "max_draft_tokens 0"),
     (hello(max_draft_tokens=2**32 - 1), "max_draft_tokens"),

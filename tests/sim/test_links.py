@@ -63,6 +63,14 @@ def test_rounds_wait_for_the_slowest_and_asynchrony_does_not() -> None:
     assert slow > 0.85 * slow_off
 
 
+def test_the_first_round_does_not_wait_for_a_link_that_is_too_long() -> None:
+    """Its round trip is known from the connection on."""
+    acceptance, priced = GeometricAcceptance({"far": 0.9}), PolicyConfig.from_name("priced")
+    far = server("far", one_way_s=0.5)
+    made = report([far], acceptance, seconds=0.4, allocation=priced).num_tokens[0]
+    assert made >= 0.4 / (VERIFY_S + ROW_S) - 1
+
+
 @pytest.mark.slow
 def test_drafting_ahead_hides_the_round_trip_while_drafts_are_right() -> None:
     def rate(ahead: int, accepted: float) -> float:

@@ -82,6 +82,11 @@ class Drafter:
     stays: bool = False
 
     @property
+    def is_look_up(self) -> bool:
+        """True if it drafts without a model."""
+        return self.pool is None and not self.remote
+
+    @property
     def is_limited(self) -> bool:
         """True if there may be texts that it cannot read."""
         return self.max_len is not None or self.vocab_size is not None

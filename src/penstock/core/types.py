@@ -400,8 +400,9 @@ class Verdict(NamedTuple):
     """Result of a verify item.
 
     token_ids: accepted draft tokens and the recovered or bonus token; empty for a chunk of prefill.
-    num_decided: draft positions up to and including the first rejection; evidence: the accepted
-    ones among them, or in `ratio` mode the less noisy Σ min(target, draft). evidence_all: Σ min(1,
+    num_decided: draft positions up to and including the first rejection, without the first
+    `num_looked_up`, of which a chain's model says nothing; evidence: the accepted ones among them,
+    or in `ratio` mode the less noisy Σ min(target, draft). evidence_all: Σ min(1,
     target / draft) over all proposed positions (GoodSpeed, eq. 3). prompt_logprobs: given once.
     forced_token_ids: tokens that must come next. finish_reason: of an output that has ended;
     positions behind the end are left out, of which the target computed `num_behind_end`.
@@ -423,6 +424,7 @@ class Verdict(NamedTuple):
     finish_reason: FinishReason | None = None
     num_stop_chars: int = 0
     num_behind_end: int = 0
+    num_looked_up: int = 0
 
     @property
     def num_drafted(self) -> int:

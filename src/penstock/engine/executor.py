@@ -402,7 +402,7 @@ class LocalExecutor(ABC):
         probs = drafted.joined_probs() if rows else None
         if probs is not None:
             probs, own = probs[rows], itertools.count()
-            rows = [-1 if r < 0 else next(own) for r in draft.prob_rows]
+            rows = [r if r < 0 else next(own) for r in draft.prob_rows]
             draft = replace(draft, prob_rows=rows)
         # One that has ended meanwhile would never be forgotten again.
         if order.request_id in self._texts:

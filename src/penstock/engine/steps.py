@@ -27,7 +27,7 @@ from penstock.core.types import (
     Verdict,
     VerifyItem,
 )
-from penstock.engine.drafters.drafts import Draft, Drafts
+from penstock.engine.drafters.drafts import LOOKED_UP, Draft, Drafts
 from penstock.engine.lanes import Ticket
 from penstock.engine.runner import Model
 from penstock.engine.sampling.filters import NO_TOKEN
@@ -358,6 +358,7 @@ def _verdict_of(item: VerifyItem, drafted: Drafted, answer: Decided) -> Verdict:
     num_drafted = len(drafted.token_ids)
     # Positions behind the end say nothing.
     num_proposed = num_drafted if end is None else min(num_drafted, most)
+    num_looked_up = drafted.prob_rows[:num_proposed].count(LOOKED_UP)
     return Verdict(
         request_id=item.request_id,
         epoch=item.epoch,
@@ -366,8 +367,9 @@ def _verdict_of(item: VerifyItem, drafted: Drafted, answer: Decided) -> Verdict:
         drafter=item.drafter if num_proposed else None,
         num_proposed=num_proposed,
         num_accepted=min(answer.num_accepted, num_proposed),
-        num_decided=min(answer.num_decided, num_proposed),
-        evidence=float(sum(answer.evidence[:num_proposed])),
+        num_looked_up=num_looked_up,
+        num_decided=max(0, min(answer.num_decided, num_proposed) - num_looked_up),
+        evidence=float(sum(answer.evidence[num_looked_up:num_proposed])),
         evidence_all=float(sum(answer.evidence_all[:num_proposed])),
         logprobs=answer.logprobs[:most],
         prompt_logprobs=answer.prompt_logprobs,

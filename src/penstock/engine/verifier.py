@@ -48,7 +48,7 @@ class Drafted(NamedTuple):
     """A request whose next token is sampled in this step, and its draft.
 
     position: of the first token that is decided; prob_rows: per draft token its row of the joined
-    distributions, or -1."""
+    distributions, or as in `Draft`."""
 
     text: TokenBuffer
     position: int
@@ -237,7 +237,7 @@ def decide(
             ratio=ratio,
             draft_tokens=np.array([t for d in drafted for t in d.token_ids], dtype=np.int64),
             draft_probs=draft_probs,
-            draft_prob_row=np.array([r for d in drafted for r in d.prob_rows], dtype=np.int64),
+            draft_prob_row=np.array([max(r, -1) for d in drafted for r in d.prob_rows], np.int64),
         ),
         sample,
     )

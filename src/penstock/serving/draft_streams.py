@@ -164,7 +164,7 @@ class DraftStream:
         self._bytes = TokenBucket(limits.max_bytes_per_s, now)
 
     def receive(self, data: bytes) -> bool:
-        """Process a message; False if it was useless.
+        """Process a message; False if it was useless. The first one after `Welcome` answers it.
 
         Raises: Refusal; without a request id the stream must end."""
         now = time.perf_counter()
@@ -177,6 +177,11 @@ class DraftStream:
         kind = message.WhichOneof("message")
         if (kind == "hello") is not (self.drafter is None):
             raise Refusal("hello must be the first message, and come once")
+        is_answer = self._welcomed_at is not None
+        if self._welcomed_at is not None:
+            # Not before: with a link of unknown length the first round would wait for it.
+            self._post_up(now - self._welcomed_at)
+            self._welcomed_at = None
         if kind == "hello":
             self._hello(message.hello)
         elif kind == "open":
@@ -184,7 +189,7 @@ class DraftStream:
         elif kind == "draft":
             return self._draft(message.draft)
         elif kind == "ahead":
-            return self._ahead(message.ahead)
+            return self._ahead(message.ahead) or is_answer
         else:
             self._close(message.close.request_id)
         return True
@@ -195,7 +200,6 @@ class DraftStream:
         self.model_name = hello.model_name
         self._longest = min(hello.max_draft_tokens, self.limits.max_draft_tokens)
         self.drafter = self._hub.join(self)
-        self._post_up()
         welcome = self.limits.welcome(
             self.drafter,
             self._hub.target,
@@ -205,7 +209,7 @@ class DraftStream:
         self.send(pb.Down(welcome=welcome))
         self._welcomed_at = time.perf_counter()
 
-    def _post_up(self, round_trip_s: float | None = None) -> None:
+    def _post_up(self, round_trip_s: float) -> None:
         assert self.drafter is not None
         tenant, takes = self.identity.tenant, self.takes_assignments
         most = self.identity.max_num_seqs
@@ -293,9 +297,6 @@ class DraftStream:
         """Pass on drafts ahead; drafts for unknown requests are dropped without penalty."""
         assert self.drafter is not None
         is_of_use = False
-        if not ahead.lines and self._welcomed_at is not None:
-            self._post_up(time.perf_counter() - self._welcomed_at)
-            self._welcomed_at, is_of_use = None, True
         for lines in ahead.lines:
             request = self._edge.get(lines.request_id) or self._assigned.get(lines.request_id)
             if request is None:

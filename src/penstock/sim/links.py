@@ -96,8 +96,9 @@ class DraftServer:
             )
 
     def up(self) -> DrafterUp:
-        """Return its registration."""
-        return DrafterUp(self.name, self.max_draft_tokens, self.tenant)
+        """Return its registration, with the mean round trip of an empty message."""
+        one_way = self.link.latency + self.link.jitter + _BYTES_AHEAD / self.link.bandwidth
+        return DrafterUp(self.name, self.max_draft_tokens, self.tenant, round_trip_s=2 * one_way)
 
 
 @dataclass(slots=True)

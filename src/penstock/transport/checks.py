@@ -17,7 +17,7 @@ from penstock.core.types import MAX_LOGPROBS, MAX_STOP_CHARS, MAX_STOP_STRINGS
 from penstock.transport.v1 import drafting_pb2 as pb
 from penstock.transport.wire import DIGEST_BYTES, MAX_WEIGHTS, WEIGHT_SUM, PrefixDigest
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Version of `drafting.proto` and its rules, exchanged in `Hello` and `Welcome`."""
 
 ASSIGNED_PREFIX = "@"

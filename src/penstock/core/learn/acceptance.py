@@ -187,13 +187,14 @@ class AcceptanceEstimator:
             self._shapes[name].restore(shape)
 
     def on_verdict(self, verdict: Verdict) -> None:
-        if verdict.drafter is None or not verdict.num_decided:
+        if verdict.drafter is None:
             return
         request_id, drafter = verdict.request_id, verdict.drafter
-        rate = self.mean(request_id, drafter)
-        self._shapes[drafter].add_round(verdict.num_accepted, verdict.num_decided, rate)
-        accepted = verdict.evidence
-        self._tokens.add_evidence(request_id, drafter, accepted, verdict.num_decided - accepted)
+        if decided := verdict.num_decided:
+            rate, accepted = self.mean(request_id, drafter), verdict.evidence
+            num_right = verdict.num_accepted - verdict.num_looked_up
+            self._shapes[drafter].add_round(num_right, decided, rate)
+            self._tokens.add_evidence(request_id, drafter, accepted, decided - accepted)
         if self._drafts.knows(drafter):
             self._drafts.add_evidence(request_id, drafter, 1, 0)
 

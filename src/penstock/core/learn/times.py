@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -29,7 +29,7 @@ Seconds = TypeVar("Seconds", float, npt.NDArray[np.float64])
 
 _CATCH_UP_WEIGHT = 0.1  # weight of a measured catch-up; weights are chosen by hand
 _MIN_CATCH_UP_TOKENS = 16  # tokens a request from which on a catch-up measures reading
-_STEPS_WEIGHT = 0.02  # weight of a step in the steps per token, and in errors of predictions
+_STEPS_WEIGHT = 0.02  # weight of a step in errors of predictions
 _MOST_READING = 0.3  # share of a drafter's time up to which its reading is subtracted
 _USUALLY_UNREAD = 2  # tokens a request after a round
 _MOST_OVERHEAD_S = 2e-3  # longer gaps are a lack of work
@@ -77,7 +77,6 @@ class Times:
         self._by_drafter: defaultdict[str, StepTimeCurve] = defaultdict(StepTimeCurve)
         self._catch_up: dict[str, float] = {}
         self._doubtful: set[str] = set()
-        self._steps: dict[str, float] = {}
         self._last_end = math.inf
         self._gap = -math.inf
         self._last_gap = 0.0
@@ -122,10 +121,6 @@ class Times:
     def catch_up_of(self, drafter: str) -> float:
         """Return the seconds per token of verified text that it reads; 0 while not measured."""
         return self._catch_up.get(drafter, 0.0)
-
-    def steps_of(self, drafter: str) -> float:
-        """Return the drafter's steps per token of its longest draft; below 1 with look-up first."""
-        return self._steps.get(drafter, 1.0)
 
     def note_catch_up(self, drafter: str, seconds_per_token: float) -> None:
         known = self._catch_up.setdefault(drafter, seconds_per_token)
@@ -182,7 +177,6 @@ class Times:
             "target": self.target.points(),
             "drafters": {name: curve.points() for name, curve in drafters},
             "catch_up": {**self._catch_up},
-            "steps": {**self._steps},
             "together": {d.name: [d.slowdown, d.target_slowdown] for d in self.profile.drafters},
             "drafting": self.drafting,
         }
@@ -194,7 +188,6 @@ class Times:
             for point in points:
                 curve.add_measurement(*numbers(point))
         self._catch_up |= {name: number(seconds) for name, seconds in state["catch_up"].items()}
-        self._steps |= {name: number(steps) for name, steps in state["steps"].items()}
         for name, slowdowns in state["together"].items():
             self.add_together(name, *numbers(slowdowns))
         self.drafting = number(state["drafting"])
@@ -276,14 +269,7 @@ class Times:
                 beyond = self.profile.seconds(work)
                 beyond -= self.profile.seconds(work._replace(num_draft_tokens=0))
                 self.drafting += _SHIFT_WEIGHT * (result.phases.draft + beyond - self.drafting)
-        longest: dict[str, int] = {}
-        for drafter, num in _drafted(result) if result.draft_times else ():
-            longest[drafter] = max(num, longest.get(drafter, 0))
         for timed in result.draft_times:
-            num = longest.get(timed.drafter, 0)
-            if num:
-                known = self.steps_of(timed.drafter)
-                self._steps[timed.drafter] = known + _STEPS_WEIGHT * (timed.steps / num - known)
             # A long catch-up is prefill and says nothing about the price of a draft token.
             if timed.num_catch_up_tokens > _MIN_CATCH_UP_TOKENS * timed.batch:
                 self._observe_reading(timed)
@@ -332,15 +318,6 @@ class Times:
             drafting.seconds -= (1 - _DRAFT_OVERHEAD_DECAY) * (drafting.seconds - plain.seconds)
         self.overhead = (plain if plain.num else drafting).seconds
         self.draft_overhead = max(0.0, drafting.seconds - self.overhead) if drafting.num else 0.0
-
-
-def _drafted(result: StepResult) -> Iterator[tuple[str, int]]:
-    """Yield the drafters of a step, and the lengths of their drafts."""
-    for verdict in result.verdicts:
-        if verdict.drafter is not None:
-            yield verdict.drafter, verdict.num_drafted
-    for ready in result.drafts:
-        yield ready.drafter, ready.num_draft_tokens
 
 
 def step_work(plan: StepPlan, verdicts: Sequence[Verdict] | None = None) -> StepWork:

@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from penstock.core.types import DraftOrder, Replayed
 from penstock.engine.drafters.base import LocalDrafter
-from penstock.engine.drafters.drafts import Draft, Drafts
+from penstock.engine.drafters.drafts import LOOKED_UP, Draft, Drafts
 from penstock.engine.drafters.lookup import LookupDrafter, Match
 from penstock.engine.drafters.model import ModelDrafter
 from penstock.engine.drafters.sources import Parts, SourceEvidence
@@ -65,7 +65,7 @@ class ChainDrafter(LocalDrafter):
         for i, (text, part) in enumerate(zip(texts, parts, strict=True)):
             kept, own = part.match.token_ids[: part.num_kept], by_order.get(i, Draft([], []))
             self._evidence.drafted(text, part, own.token_ids)
-            rows = [-1] * len(kept) + own.prob_rows
+            rows = [LOOKED_UP] * len(kept) + own.prob_rows
             drafts.append(Draft(kept + own.token_ids, rows, is_unread=i not in by_order))
         num_steps = max((part.num_guessed for part in parts), default=0)
         return Drafts(drafts, guessed.probs, num_steps)

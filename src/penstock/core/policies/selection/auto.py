@@ -68,6 +68,7 @@ class _Known:
     totals: FloatArray  # not faded
     next_round: int  # of the next decision
     gap: int = _FIRST_GAP
+    looked_up: FloatArray = field(default_factory=lambda: np.zeros(2))  # tokens by look-up, and all
     taught: set[str] = field(default_factory=set)  # drafters that replayed for later requests
     has_news: bool = False  # a replay has answered since
 
@@ -117,6 +118,7 @@ class Auto(SelectionPolicy):
         self._known: dict[str, _Known] = {}
         self._used: set[str] = set()
         self._recent: dict[str, FloatArray] = {}
+        self._looked_up = np.zeros(2)  # as of a request, over all
         self._budget = _Budget(options.explore)
         self._num_sharing, self._num_steps = 1.0, 0
         self._proposals: dict[tuple[str, str], ReplayProposal] = {}
@@ -158,7 +160,7 @@ class Auto(SelectionPolicy):
         expected, drawn = self._rates(known)
         sharing = max(round(self._num_sharing), len(states))
         longest = min(self.options.k_max, MOST_POSITIONS)
-        savings = Savings(states, drafters, view, sharing, longest)
+        savings = Savings(states, drafters, view, sharing, longest, self._looked_up_shares(known))
         names = list(drafters)
         kept = [j for j, name in enumerate(names) if name in self._used]
         used = savings.share(self._recent_rates(states, expected)[:, columns], kept)
@@ -237,6 +239,13 @@ class Auto(SelectionPolicy):
                 return found[0], None
         return found[0], found[1]
 
+    def _looked_up_shares(self, known: Sequence[_Known]) -> FloatArray:
+        """Return the share of tokens that look-up makes, [1 + S], at first over all requests."""
+        mean = self._looked_up[0] / max(1.0, self._looked_up[1])
+        own, strength = np.array([k.looked_up for k in known]), self._prior.strength
+        shares = (own[:, 0] + strength * mean) / (own[:, 1] + strength)
+        return np.concatenate([[mean], shares])
+
     def _recent_rates(self, states: Sequence[RequestState], rates: FloatArray) -> FloatArray:
         """Note the rates [S, J] of these requests, and return those of recent ones, [P, J]."""
         recent, num = self._recent, rates.shape[1]
@@ -282,7 +291,7 @@ class Auto(SelectionPolicy):
         # Deviation of the mean that the tokens of a replay will give.
         told = read / (self._prior.strength + decided + read) / (self._prior.strength + decided + 1)
         hopeful = rates + _TAIL * np.sqrt(rates * (1 - rates) * told)
-        better = savings.at(hopeful.clip(None, _HIGHEST)) + savings.reading
+        better = savings.at(hopeful.clip(None, _HIGHEST), is_read=True)
         best = np.maximum(0.0, values.max(axis=1, keepdims=True))
         gains = _TAIL_WEIGHT * np.maximum(0.0, better - best)
         review = _REVIEW_SHARE * view.learn.times.overhead * self._num_sharing
@@ -322,6 +331,12 @@ class Auto(SelectionPolicy):
         for state, verdict in outcomes:
             column = self._columns.get(verdict.drafter or "")
             known = self._known.get(state.request.id)
+            drafter = view.drafters.get(state.drafter or "")
+            if known is not None and drafter and (drafter.is_chained or drafter.is_look_up):
+                num = verdict.num_looked_up if drafter.is_chained else verdict.num_proposed
+                made = min(verdict.num_accepted, num), len(verdict.token_ids)
+                known.looked_up = _OWN_DECAY * known.looked_up + made
+                self._looked_up = (1 - _STEP_WEIGHT) * self._looked_up + made
             if column is not None and known is not None and verdict.num_decided:
                 known.counts *= _OWN_DECAY
                 known.note(column, verdict.evidence, verdict.num_decided)

@@ -135,7 +135,8 @@ class _Client:
             self._idle = 0
             observed = sum(v.evidence_all for v in verdicts) / num_proposed
             if options.evidence == "decided":
-                observed = sum(v.evidence for v in verdicts) / sum(v.num_decided for v in verdicts)
+                num_decided = max(1, sum(v.num_decided for v in verdicts))
+                observed = sum(v.evidence for v in verdicts) / num_decided
             eta = options.eta * self._rounds**-options.eta_decay
             self.acceptance += eta * (observed - self.acceptance)
         beta = options.beta * self._rounds**-options.beta_decay

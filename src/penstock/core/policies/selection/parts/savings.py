@@ -2,7 +2,10 @@
 
 A step without drafts for each token to come is compared with steps with drafts over the tokens they
 yield, plus reading of the text. All requests of a step wait for drafts that are made inside it, and
-each waits for its own that are made beside it, the link to a draft server included."""
+each waits for its own that are made beside it, the link to a draft server included.
+
+A chain saves what look-up saves, and what its model, of which its acceptance and time are known,
+saves on the other tokens: it asks the model only where that pays."""
 
 from __future__ import annotations
 
@@ -31,15 +34,28 @@ class Savings:
         view: View,
         num_sharing: int,
         longest: int,
+        looked_up: FloatArray,
     ) -> None:
+        """looked_up: share of tokens that look-up makes, [1 + S], at first over all requests."""
         self._drafters, self._view, self._sharing = list(drafters.values()), view, num_sharing
         times, acceptance = view.learn.times, view.learn.acceptance
         self._lengths = np.arange(1, longest + 1)
         plain = times.target(num_sharing)
         self._plain = round_seconds(plain, host=times.overhead)
-        verify = plain + times.added(num_sharing, num_sharing * (1 + self._lengths))
-        self._step = round_seconds(verify, host=times.overhead + times.draft_overhead)
+        added = times.added(num_sharing, num_sharing * (1 + self._lengths))
+        self._added = added + times.draft_overhead
+        """Seconds [K] by which verifying such drafts exceeds a step without."""
         self._factors = np.array([acceptance.shape_of(n).factors[:longest] for n in drafters])
+        self._is_chain = np.array([d.is_chained for d in self._drafters])
+        self._is_look_up = np.array([d.is_look_up for d in self._drafters])
+        ids = ["", *(s.request.id for s in states)]
+        found = np.array([[acceptance.found(i, n) for n in drafters] for i in ids])
+        # A chain that drafts nothing has not asked its model.
+        self._found = np.where(self._is_chain, 1.0, found)
+        self._share = np.where(self._is_chain, 1 - looked_up[:, None], 1.0)
+        """Probability that there is a draft, and share of tokens that it may be of, [1 + S, J]."""
+        self._looked_up = looked_up[:, None] * np.maximum(0.0, self._plain - self._added[0])
+        """Seconds per token that a chain's look-up saves, [1 + S, 1]."""
         remaining = view.learn.lengths.remaining
         self.remaining = np.array(
             [remaining(s.num_output_tokens, s.num_remaining_tokens) for s in states]
@@ -79,18 +95,21 @@ class Savings:
         added one by one, the one first with which all requests save most, while that grows."""
         inside = [j for j, d in enumerate(self._drafters) if self._is_inside(d)]
         beside = [j for j in range(len(self._drafters)) if j not in inside]
-        tokens, rows = self._tokens(rates), np.arange(len(rates))
+        accepted, rows = self._accepted(rates, self._found[0]), np.arange(len(rates))
         undrafted = np.full(len(rates), self._plain)
 
         @cache
-        def seconds(j: int, users: int) -> FloatArray:
-            drafting = self._drafting(self._drafters[j], users)
-            return np.asarray(((self._step + drafting) / tokens[:, j]).min(axis=-1))
+        def seconds(users: int) -> FloatArray:
+            drafting = np.array([self._drafting(d, users) for d in self._drafters])
+            own = self._per_token(drafting, accepted, self._found[0])
+            saved = self._share[0] * (self._plain - own)
+            return self._plain - self._with_look_up(saved, self._looked_up[0])
 
         def per_token(used: Sequence[int], shares: Sequence[float]) -> FloatArray:
             """Return the seconds per token [U + 1, P] with each of these drafters and with none."""
             users = [max(1, round(self._sharing * share)) for share in shares]
-            return np.array([*map(seconds, used, users), undrafted])
+            own = [seconds(num)[:, j] for j, num in zip(used, users, strict=True)]
+            return np.array([*own, undrafted])
 
         def divided(used: Sequence[int]) -> tuple[float, list[float]]:
             """Return the mean seconds per token if each request has its best, and the shares."""
@@ -112,10 +131,19 @@ class Savings:
         _, used, shares = with_kept if with_kept[0] < (1 + MARGIN) * anew[0] else anew
         return {j: share for j, share in zip(used, shares, strict=True) if share}
 
-    def at(self, rates: FloatArray) -> FloatArray:
-        """Return seconds saved [S, J] at these rates, after `share`."""
-        per_token = self._change * self._per_token(self._shared, rates)
-        return np.asarray(self.remaining * (self._plain - per_token) - self.reading)
+    def at(self, rates: FloatArray, *, is_read: bool = False) -> FloatArray:
+        """Return seconds saved [S, J] at these rates, after `share`. is_read: the whole text is."""
+        found = self._found[1:]
+        per_token = self._per_token(self._shared, self._accepted(rates, found), found)
+        saved = self.remaining * self._share[1:] * (self._plain - self._change * per_token)
+        looked_up = self.remaining * self._looked_up[1:]
+        return self._with_look_up(saved if is_read else saved - self.reading, looked_up)
+
+    def _with_look_up(self, saved: FloatArray, looked_up: FloatArray) -> FloatArray:
+        """Return what drafters save, [..., J]: chains what look-up saves, and their models more."""
+        least = np.maximum(saved, 0.0)
+        alone = np.where(self._is_look_up, least, 0.0).max(axis=-1, keepdims=True)
+        return np.where(self._is_chain, np.maximum(alone, looked_up) + least, saved)
 
     def _drafting(self, drafter: Drafter, users: int) -> FloatArray:
         """Return the seconds [K] that drafts take from a request, if so many share the drafter."""
@@ -124,8 +152,6 @@ class Savings:
             first, longest = (times.draft_seconds(drafter.name, users, k) for k in (1, 2))
             return np.asarray(first + (longest - first) * (self._lengths - 1))
         seconds = times.curve_of(drafter.name)(users)
-        if drafter.is_chained:
-            seconds *= times.steps_of(drafter.name)  # looked-up tokens take none
         if self._is_inside(drafter):
             seconds *= self._sharing / users
         return np.asarray(seconds * self._lengths)
@@ -134,18 +160,21 @@ class Savings:
         """Return True if all requests of a step wait for the drafter."""
         return not (drafter.remote or self._view.is_beside(drafter))
 
-    def _per_token(self, drafting: FloatArray, rates: FloatArray) -> FloatArray:
-        """Return the seconds per token [S, J] with the best draft length; drafting: [..., J, K]."""
-        return np.asarray(((self._step + drafting) / self._tokens(rates)).min(axis=-1))
+    def _per_token(self, drafting: FloatArray, right: FloatArray, found: FloatArray) -> FloatArray:
+        """Return the seconds per token [S, J] with the best draft length.
 
-    def _tokens(self, rates: FloatArray) -> FloatArray:
-        """Return the tokens [S, J, K] that a step with such drafts is expected to make."""
+        drafting: seconds [..., J, K]; right: of `_accepted`; found: [..., J]"""
+        seconds = self._plain + found[..., None] * self._added + drafting
+        return np.asarray((seconds / (1 + right)).min(axis=-1))
+
+    def _accepted(self, rates: FloatArray, found: FloatArray) -> FloatArray:
+        """Return the expected accepted tokens [S, J, K] of drafts, of which so many are found."""
         odds = (rates / (1 - rates))[..., None] * self._factors
-        return np.asarray(1 + (odds / (1 + odds)).cumprod(axis=-1).cumsum(axis=-1))
+        return np.asarray(found[..., None] * (odds / (1 + odds)).cumprod(axis=-1).cumsum(axis=-1))
 
 
 def num_unread(state: RequestState, drafter: Drafter) -> int:
     """Return the tokens of a request's text that a drafter has to read; 0 for look-up."""
-    if drafter.pool is None and not drafter.remote:
+    if drafter.is_look_up:
         return 0
     return max(0, state.num_unread(drafter.name))
