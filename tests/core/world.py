@@ -37,7 +37,7 @@ GATED = {f"{name}, gated": (name, {"gated": True}) for name in ("wait", "nested_
 ADMISSIONS: dict[str, tuple[str, dict[str, Any]]] = GATED | {
     name: (policy_named(name).name, {}) for name in (*policy_names("admission"), "vllm_v0")
 }
-"""Every admission policy as it is, and those with thresholds gated: its name or path, and options."""
+"""Every admission policy as it is, and those with thresholds gated: name or path, and options."""
 
 
 def make_scheduler(
