@@ -425,7 +425,7 @@ def started(cli: Cli, family: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[
         (("--drafters-listen", "127.0.0.1:0"), "priced", "auto"),
         (("--drafters-listen", "127.0.0.1:0", "--pipeline", "off"), "priced", "off"),
         (("--drafters-listen", "127.0.0.1:0", "--pipeline", "2"), "priced", "2"),
-        (("--drafters-listen", "127.0.0.1:0", "--set", "allocation=random"), "random", "auto"),
+        (("--drafters-listen", "127.0.0.1:0", "--set", "allocation=fixed"), "fixed", "auto"),
         (("--drafters-listen", "127.0.0.1:0", "--policy", "goodspeed"), "goodspeed", "off"),
         (("--policy", "spin", "--set", "allocation.k=2"), "fixed", "5%"),
         (("--policy", "spin", "--pipeline", "10%"), "fixed", "10%"),

@@ -17,7 +17,7 @@ def simulate(cli: Cli) -> Cli:
 
 
 def test_requests_by_domain_with_every_fitted_drafter(simulate: Cli) -> None:
-    code, out, err = simulate("--acceptance", "zoo", "--selection", "epsilon_greedy", "--json")
+    code, out, err = simulate("--acceptance", "zoo", "--selection", "lbss", "--json")
     assert code == 0, err
     told = json.loads(out)
     assert {"ngram", "draft-tiny", "draft-base"} <= set(told["drafters"])

@@ -37,9 +37,9 @@ def test_a_bundle_gives_what_is_not_set(name: str) -> None:
     assert parts == (bundle.admission, bundle.selection, bundle.allocation, bundle.pipeline)
     assert not config.admission.make("admission").may_idle
     assert parse_config({"engine": config.model_dump()}).engine == config
-    own = {"pipeline": False, "selection": {"name": "greedy"}, "allocation": None}
+    own = {"pipeline": False, "selection": {"name": "lbss"}, "allocation": None}
     over = parse_config(engine(policy=name, **own)).engine
-    assert (over.pipeline, over.selection.name) == ("off", "greedy")
+    assert (over.pipeline, over.selection.name) == ("off", "lbss")
     assert (over.admission, over.allocation) == (config.admission, config.allocation)
 
 

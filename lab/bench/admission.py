@@ -24,6 +24,7 @@ import numpy as np
 from lab.bench.admission_report import report
 from lab.common.cells import Cells, Figures
 from lab.common.results import DATA
+from lab.rivals import policy_named
 from penstock.config import PolicyConfig
 from penstock.sim.capacity import capacity
 from penstock.sim.parallel import Workers, workers
@@ -34,7 +35,7 @@ from penstock.sim.workloads import Workload, make_workload
 
 OURS = PolicyConfig.from_name("fluid_guided")
 SHIPPED = {
-    "vllm_v0": PolicyConfig.from_name("vllm_v0"),
+    "vllm_v0": policy_named("vllm_v0"),
     "vllm_v1": PolicyConfig.from_name("vllm_v1"),
     "vllm_v1 8192/1024": PolicyConfig.from_name(
         "vllm_v1", max_num_batched_tokens=8192, max_num_seqs=1024

@@ -41,6 +41,7 @@ from lab.common.families import SPIN
 from lab.common.hindsight import LONGEST, NONE, KnownText, Option, best_single, clairvoyant
 from lab.common.live import load, make_loop, request_of
 from lab.common.results import Results, ResultTable, parser, table, tell
+from lab.rivals import policy_named
 from penstock.config import PolicyConfig
 from penstock.core.loop import Loop
 from penstock.core.types import Output
@@ -163,7 +164,7 @@ def measure_target(
     for batch in args.batches:
         learners = {}
         for name in args.policies:
-            learners[name] = make_loop(engine, SPIN.get(name) or PolicyConfig.from_name(name))
+            learners[name] = make_loop(engine, SPIN.get(name) or policy_named(name))
             if warm and name in POLICIES:
                 Contender(name, learners[name]).play(warm, batch, args.temperature)
         for cell in args.cells:

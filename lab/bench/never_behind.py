@@ -43,6 +43,7 @@ from lab.common.families import closed_loop
 from lab.common.report import draw_cells
 from lab.common.results import DATA, Results, ResultTable, parser, table, tell
 from lab.common.statistics import SEEDS, FloatArray, Interval, ratio
+from lab.rivals import policy_named
 from penstock.config import PolicyConfig
 from penstock.core.loop import Loop
 from penstock.core.policies.admission.fluid_guided import FluidGuided
@@ -120,7 +121,7 @@ def decisions(system: str, remote: bool = False) -> dict[str, Any]:
     return {
         "admission": PolicyConfig.from_name(admission),
         "selection": PolicyConfig.from_name("single"),
-        "allocation": fixed if name in ("fixed", "none") else PolicyConfig.from_name(name),
+        "allocation": fixed if name in ("fixed", "none") else policy_named(name),
         "pipeline": "off",
     }
 

@@ -24,7 +24,7 @@ from lab.common.claims import bar
 from lab.common.families import SPIN, OwnRow, always_live
 from lab.common.results import DATA, Results, parser, table, tell
 from lab.common.statistics import FloatArray, interval
-from penstock.config import PolicyConfig
+from lab.rivals import policy_named
 from penstock.core.policies.registry import PolicyError
 from penstock.fluid.step_profile import DrafterProfile
 from penstock.sim.acceptance import read_records
@@ -51,7 +51,7 @@ def seconds_of(
         OwnRow(rows),
         tuple(rows),
         1,
-        SPIN.get(policy) or PolicyConfig.from_name(policy, **options),
+        SPIN.get(policy) or policy_named(policy, **options),
         beside=False,
     )
     prompts = np.full(len(lengths), PROMPT, dtype=np.int64)

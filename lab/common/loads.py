@@ -16,6 +16,7 @@ from lab.common.claims import ClaimVerdict, Measurement, check
 from lab.common.experiment import Effort, Trial
 from lab.common.report import Plot, draw, write_table
 from lab.common.statistics import SEEDS, FloatArray, ratio
+from lab.rivals import policy_named
 from penstock.config import PolicyConfig
 from penstock.fluid.step_profile import PAPER_LINEAR, StepProfile
 from penstock.sim.capacity import TooShort, capacity, judge_load
@@ -112,7 +113,7 @@ class Point:
 
 def setup_of(admission: str, profile: StepProfile = PAPER_LINEAR, **options: Any) -> Setup:
     """A server of the paper: its memory, blocks of one token."""
-    return Setup(profile, PolicyConfig.from_name(admission, **options))
+    return Setup(profile, policy_named(admission, **options))
 
 
 def options_of(setup: Setup) -> str:

@@ -36,8 +36,8 @@ from lab.common.rounds import (
     play,
 )
 from lab.common.statistics import Interval, ratio
+from lab.rivals import policy_named
 from penstock.core.policies.base import AllocationPolicy
-from penstock.core.policies.registry import make_policy
 
 NAME = "goodspeed_fig3"
 
@@ -207,7 +207,8 @@ def made(policy: str, rates: FloatArray, times: BarrierTimes, budget: int) -> Al
         MILD: {"total": budget, "k_max": equal + 1},
     }.get(policy, {"total": budget})
     names = {NONE: FIXED, MILD: RANDOM}
-    chosen: AllocationPolicy = make_policy("allocation", names.get(policy, policy), options)
+    named = policy_named(names.get(policy, policy), **options)
+    chosen: AllocationPolicy = named.make("allocation")
     return chosen
 
 

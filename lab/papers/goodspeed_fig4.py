@@ -37,8 +37,8 @@ from lab.common.rounds import (
     play,
 )
 from lab.common.statistics import interval, ratio
+from lab.rivals import policy_named
 from penstock.core.policies.base import AllocationPolicy
-from penstock.core.policies.registry import make_policy
 from penstock.sim.acceptance import read_records
 
 NAME = "goodspeed_fig4"
@@ -140,7 +140,7 @@ def policy_of(name: str, where: Setting, seed: int, clients: Sequence[Client]) -
             rates = ([1 - 1 / (c.most_accepted() + 1) for c in clients] for _ in range(_ROUNDS))  # type: ignore[attr-defined]
         options = {"total": where.budget, "fairness": _TOLD[name], **_AVERAGING}
         return Told(rates, **options)
-    policy = make_policy("allocation", name.partition(",")[0], {"total": where.budget})
+    policy = policy_named(name.partition(",")[0], total=where.budget).make("allocation")
     return Misled(policy) if name == _MISLED else policy
 
 

@@ -31,6 +31,7 @@ from lab.common.experiment import Experiment, Trial
 from lab.common.families import AS_PRINTED, SPIN, WITH_ADDITIONS
 from lab.common.report import COLOURS, pyplot, save_figure, write_rates
 from lab.common.statistics import FloatArray, ratio
+from lab.rivals import policy_named
 from penstock.config import PolicyConfig
 from penstock.core.policies.bundles import bundle
 from penstock.core.types import NO_DRAFTER
@@ -45,7 +46,7 @@ _BATCHES = (1, 8)
 _DRAFTED = 4
 _FIXED = PolicyConfig.from_name("fixed", k=_DRAFTED)
 _SINGLE = PolicyConfig.from_name("single")
-_RANDOM = PolicyConfig.from_name("epsilon_greedy", explore=1.0)
+_RANDOM = policy_named("epsilon_greedy", explore=1.0)
 _AUTO = PolicyConfig.from_name("auto")
 _PAPER_GAIN = 2.28
 CHOICE, FAST, WHOLE = "choice", "choice, fast verification", "choice, fast, pipeline"

@@ -46,8 +46,9 @@ from lab.papers.spin_fig10 import (
     draw_systems,
     verdicts,
 )
-from lab.papers.spin_fig11 import EASY, FAMILY, HARD, UNSEEDED, acceptance
+from lab.papers.spin_fig11 import EASY, FAMILY, HARD, acceptance, seeded
 from lab.papers.spin_fig13 import drafter
+from lab.rivals import policy_named
 from penstock.config import PolicyConfig
 from penstock.core.policies.pipeline.parts.planner import (
     MOST_MICRO_BATCHES,
@@ -113,7 +114,7 @@ SYSTEMS: Mapping[str, System] = {
             (WHOLE, False, True),
         )
     },
-    RANDOM: System(PolicyConfig.from_name("epsilon_greedy", explore=1.0)),
+    RANDOM: System(policy_named("epsilon_greedy", explore=1.0)),
     IDEAL: System(None),
 }
 
@@ -197,8 +198,7 @@ def rate(system: str, batch: int, contexts: IntArray, slots: int, seed: int) -> 
         best = {str(i): d for i, d in enumerate(best_subset([*FAMILY], tokens, seconds))}
     with assigned(best) as name:
         chosen = selection or PolicyConfig.from_name(name)
-        seeded = {} if chosen.name in UNSEEDED else {"seed": seed}
-        policy = chosen.with_defaults(seeded).make("selection")
+        policy = seeded(chosen, seed).make("selection")
         played = Slots(policy, profile(), rates, contexts, _DRAFTED, seed)
         return played.tokens_per_s(slots, seconds)
 

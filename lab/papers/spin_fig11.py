@@ -38,7 +38,9 @@ from lab.common.families import (
 from lab.common.oracles import assigned
 from lab.common.report import Plot, draw, rows_of, write_table
 from lab.common.statistics import SEEDS, FloatArray, Interval, ratio
+from lab.rivals import policy_named
 from penstock.config import PolicyConfig
+from penstock.core.policies.registry import option_types
 from penstock.sim.acceptance import (
     DomainAcceptance,
     GeometricAcceptance,
@@ -64,13 +66,12 @@ HARD, EASY = "hard", "easy"
 _LIVE, _DRAFT_TOKENS = 8, 4
 POLICIES = {
     **SPIN,
-    "greedy": PolicyConfig.from_name("greedy"),
-    "ε-greedy, printed": PolicyConfig.from_name("epsilon_greedy", explore=0.8),
-    "ε-greedy, meant": PolicyConfig.from_name("epsilon_greedy", explore=0.2),
+    "greedy": policy_named("greedy"),
+    "ε-greedy, printed": policy_named("epsilon_greedy", explore=0.8),
+    "ε-greedy, meant": policy_named("epsilon_greedy", explore=0.2),
     "auto": PolicyConfig.from_name("auto", k_max=4),
 }
 HINDSIGHT = "in hindsight"
-UNSEEDED = ("single", "greedy", "assigned")
 _SECONDS = 10.0
 _LEAST_SECONDS = 0.8
 """Less, and a prompt's first token may not be there."""
@@ -164,19 +165,24 @@ def goodput(
     single = PolicyConfig.from_name("single", drafter=policy.removeprefix("Vanilla "))
     with assigned(best) as name:
         chosen = POLICIES.get(policy, PolicyConfig.from_name(name) if best else single)
-        seeded = {} if chosen.name in UNSEEDED else {"seed": seed}
         setup = always_live(
             spin_profile(target, _billions(text)),
             acceptance(text, data, seed),
             names,
             _LIVE,
-            PolicyConfig.from_name(chosen.name, **chosen.options, **seeded),
+            seeded(chosen, seed),
             draft_tokens=_DRAFT_TOKENS,
             capacity=_LIVE,
             seed=seed,
         )
         report = simulate(setup, load, until=seconds)
     return float(report.figures()["throughput_tokens_per_s"])
+
+
+def seeded(policy: PolicyConfig, seed: int) -> PolicyConfig:
+    """A selection policy with this seed, if it draws."""
+    draws = "seed" in option_types("selection", policy.name)
+    return policy.with_defaults({"seed": seed} if draws else {})
 
 
 def workload(num_requests: int, seed: int) -> Workload:

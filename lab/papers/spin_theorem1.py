@@ -34,7 +34,7 @@ from lab.common.families import (
 from lab.common.report import Plot, draw, write_table
 from lab.common.slots import Regret, Slots
 from lab.common.statistics import SEEDS, FloatArray, Interval, interval, ratio
-from penstock.config import PolicyConfig
+from lab.rivals import policy_named
 from penstock.core.policies.base import SelectionPolicy
 from penstock.core.policies.selection.papers.lbss import Lbss
 from penstock.sim.acceptance import DomainAcceptance
@@ -83,9 +83,7 @@ POLICIES: Mapping[str, Callable[[int], SelectionPolicy]] = {
     **{knowing(n): _lbss(spin, Knowing, alpha=alpha) for (spin, alpha), n in LBSS.items()},
     SLOW: _lbss(AS_PRINTED, fast_switch=False),
     SINGLE: _lbss(AS_PRINTED, beta=1, fast_switch=False),
-    RANDOM: lambda seed: PolicyConfig.from_name("epsilon_greedy", explore=1.0, seed=seed).make(
-        "selection"
-    ),
+    RANDOM: lambda seed: policy_named("epsilon_greedy", explore=1.0, seed=seed).make("selection"),
 }
 
 

@@ -145,7 +145,7 @@ def test_bad_options(options: dict[str, Any], said: str) -> None:
         make_policy("admission", "vllm_v1", options)
 
 
-@pytest.mark.parametrize(("name", "options"), ADMISSIONS.values())
+@pytest.mark.parametrize(("name", "options"), ADMISSIONS.values(), ids=ADMISSIONS)
 def test_a_request_that_is_alone_is_served_unless_the_policy_may_idle(name, options) -> None:
     policy = make_policy("admission", name, options)
     scheduler = Scheduler(

@@ -7,7 +7,7 @@ import pytest
 from tests.core.fakes import ToyDrafter, ToyExecutor
 from tests.core.world import Rotating, World, make_request, make_scheduler
 
-from penstock.core.policies.registry import make_policy
+from lab.rivals import policy_named
 from penstock.core.state import DraftStage, RequestState
 from penstock.core.types import TARGET, DraftOrder, Request
 
@@ -61,7 +61,7 @@ POLICIES = ("single", "greedy", "epsilon_greedy", "lbss", "auto")
 
 @pytest.mark.parametrize("policy", [*POLICIES, "rotating"])
 def test_policies_choose_among_those_that_can_read(policy: str) -> None:
-    selection = Rotating() if policy == "rotating" else make_policy("selection", policy)
+    selection = Rotating() if policy == "rotating" else policy_named(policy).make("selection")
     short, small = ToyDrafter("short", 0.9, max_len=16), ToyDrafter("small", 0.9, vocab_size=30)
     world = make_world(short, small, ToyDrafter("d", 0.9), selection=selection)
     seen: list[RequestState] = []

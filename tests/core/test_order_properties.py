@@ -16,7 +16,7 @@ import penstock.sim.run
 from penstock.config import PolicyConfig
 from penstock.core.kv import BlockPool
 from penstock.core.learn import Estimators
-from penstock.core.policies.registry import make_policy, option_types, policy_names
+from penstock.core.policies.registry import make_policy, option_types
 from penstock.core.queues import OrderName
 from penstock.core.scheduler import Scheduler
 from penstock.core.types import Cancel, Event, LatencyTarget, Reconfigure, Request, Tenant
@@ -26,7 +26,7 @@ from penstock.sim.run import Setup, requests_of, run
 from penstock.sim.workloads import Workload, make_workload
 
 ORDERS = typing.get_args(OrderName)
-IN_ORDER = [n for n in policy_names("admission") if "order" in option_types("admission", n)]
+IN_ORDER = [n for n, _ in ADMISSIONS.values() if "order" in option_types("admission", n)]
 CASES = [(name, {"order": order}) for name in IN_ORDER for order in ORDERS]
 CASES += [case for case in ADMISSIONS.values() if case[0] not in IN_ORDER]
 NO_LIMITS = {"max_num_batched_tokens": 10**6, "max_num_seqs": 10**6}

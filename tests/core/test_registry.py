@@ -65,6 +65,7 @@ def test_errors_are_one_clear_line(kind, name, options, said) -> None:
 
 
 FILE = """
+from __future__ import annotations
 from dataclasses import dataclass
 from penstock.core.policies.base import {base}
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from tests.core.fakes import ToyDrafter, ToyExecutor, target_only
 
+from lab.rivals import policy_named
 from penstock.core.kv import BlockPool
 from penstock.core.learn import Estimators
 from penstock.core.loop import Loop
@@ -34,9 +35,9 @@ from penstock.sim.clock import VirtualClock
 ADMISSION = {"max_num_batched_tokens": 64, "max_num_seqs": 16}
 GATED = {f"{name}, gated": (name, {"gated": True}) for name in ("wait", "nested_wait")}
 ADMISSIONS: dict[str, tuple[str, dict[str, Any]]] = GATED | {
-    name: (name, {}) for name in policy_names("admission")
+    name: (policy_named(name).name, {}) for name in (*policy_names("admission"), "vllm_v0")
 }
-"""Every admission policy as it is, and those with thresholds gated: its name and options."""
+"""Every admission policy as it is, and those with thresholds gated: name or path, and options."""
 
 
 def make_scheduler(

@@ -14,8 +14,8 @@ from tests.engine.small_family import VOCAB
 from tests.engine.test_exactness import DRAFTERS, SAMPLINGS, load, make_loop, make_requests, run
 from tests.products import covering, slow
 
+from lab.rivals import policy_named
 from penstock.core.policies.base import ReplayProposal, SelectionPolicy, View
-from penstock.core.policies.registry import make_policy
 from penstock.core.state import RequestState
 from penstock.core.types import Arrive, DraftOrder, Replayed, Request, SamplingParams
 from penstock.engine.build import Engine
@@ -209,7 +209,7 @@ def test_replays_in_every_round_change_no_token(engine: Engine, sampling: str, b
 def test_no_selection_changes_a_token(engine: Engine, name: str, own_lane: bool) -> None:
     sampling = SAMPLINGS["coupled"]
     alone, _ = run(make_loop(engine), make_requests(sampling, 8, "none"))
-    loop = loop_with(engine, make_policy("selection", name), own_lane=own_lane)
+    loop = loop_with(engine, policy_named(name).make("selection"), own_lane=own_lane)
     outputs, _ = run(loop, make_requests(sampling, 8, "auto"))
     assert outputs == alone
 

@@ -9,6 +9,7 @@ from tests.core.fakes import ToyDrafter, ToyExecutor
 from tests.core.world import ADMISSIONS, Chaos, Rotating, World, make_request, make_scheduler
 from tests.golden.record import Recorder
 
+from lab.rivals import policy_named
 from penstock.config import PolicyConfig
 from penstock.core.policies.registry import policies
 from penstock.core.types import Cancel, DrafterDown, DrafterUp
@@ -89,9 +90,7 @@ def of_admission() -> Iterator[tuple[str, Scenario]]:
             yield (f"admission {admission}, tenants", lambda s=fair, w=shared: simulated(s, w))
             yield (f"counted {admission}, tenants", lambda s=fair, w=shared: counted(s, w))
     for admission in ("fluid_guided", "vllm_v1", "vllm_v0", "sarathi"):
-        by_size = Setup(
-            PROFILE, PolicyConfig.from_name(admission, order="size_aware"), kv_tokens=4256
-        )
+        by_size = Setup(PROFILE, policy_named(admission, order="size_aware"), kv_tokens=4256)
         yield f"admission {admission}, by size", lambda s=by_size: simulated(s, long_prompts())
     told = Setup(PROFILE, PolicyConfig.from_name("fluid_guided", **TARGETS), kv_tokens=9000)
     in_order = Setup(
@@ -171,17 +170,15 @@ COMINGS = (
 
 def of_drafters() -> Iterator[tuple[str, Scenario]]:
     some = {"a": DrafterCapacity(4), "b": DrafterCapacity(3, instances=2)}
-    for selection in sorted(policies("selection")):
-        chosen = drafting(selection=PolicyConfig.from_name(selection))
+    for selection in sorted((*policies("selection"), "greedy", "epsilon_greedy")):
+        chosen = drafting(selection=policy_named(selection))
         yield f"selection {selection}", lambda s=chosen: simulated(s, short_texts(), COMINGS)
-        beside = drafting(
-            selection=PolicyConfig.from_name(selection), pipeline="auto", capacities=some
-        )
+        beside = drafting(selection=policy_named(selection), pipeline="auto", capacities=some)
         yield f"selection {selection}, beside", lambda s=beside: simulated(s, short_texts())
-    for allocation in sorted(policies("allocation")):
+    for allocation in sorted((*policies("allocation"), "random")):
         shared = drafting(
             selection=PolicyConfig.from_name("auto"),
-            allocation=PolicyConfig.from_name(allocation),
+            allocation=policy_named(allocation),
             kv_tokens=1600,
         )
         yield f"allocation {allocation}", lambda s=shared: simulated(s, short_texts())
@@ -234,14 +231,12 @@ def at_the_edge(num: int = 24) -> Workload:
 
 
 def of_draft_servers() -> Iterator[tuple[str, Scenario]]:
-    for allocation in sorted(policies("allocation")):
+    for allocation in sorted((*policies("allocation"), "random")):
         shares_total = allocation in ("random", "goodspeed", "fixed")
         for pipeline in ("off", "async"):
             setup = Setup(
                 SMALL,
-                allocation=PolicyConfig.from_name(
-                    allocation, **({"total": 10} if shares_total else {})
-                ),
+                allocation=policy_named(allocation, **({"total": 10} if shares_total else {})),
                 draft_servers=SERVERS,
                 acceptance=SERVED,
                 pipeline=pipeline,

@@ -8,6 +8,7 @@ from lab.common.slots import Slots
 from lab.common.statistics import FloatArray
 from lab.papers import spin_theorem1
 from lab.papers.spin_theorem1 import LBSS, POLICIES, PRINTED, RANDOM, SINGLE, SLOW, Losses, knowing
+from lab.rivals import policy_named
 from penstock.config import PolicyConfig
 
 SLOTS = [2**k for k in range(4, 12)]
@@ -71,7 +72,7 @@ def slots(policy: PolicyConfig, rates: FloatArray) -> Slots:
 
 def test_a_switch_reads_what_the_drafter_lacks() -> None:
     rates = np.full((2, 5), 0.5)
-    random = PolicyConfig.from_name("epsilon_greedy", explore=1.0, seed=1)
+    random = policy_named("epsilon_greedy", explore=1.0, seed=1)
     found = slots(random, rates).play([64, 128])
     # Four of five draws are of another drafter than the one before.
     assert found.switches[1] == pytest.approx(0.8 * 128, rel=0.2)

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lab.rivals import policy_named
 from penstock.config import PolicyConfig
 from penstock.core.kv import BlockPool
 from penstock.core.learn import Estimators
@@ -46,9 +47,7 @@ def fluid(workload: Workload, instruments: Any = (), **changes: Any) -> Report:
 
 
 def other(name: str, workload: Workload, **changes: Any) -> Report:
-    return run(
-        Setup(A100, PolicyConfig.from_name(name, **changes.pop("options", {})), **changes), workload
-    )
+    return run(Setup(A100, policy_named(name, **changes.pop("options", {})), **changes), workload)
 
 
 def test_under_load_it_is_ahead_of_what_is_shipped() -> None:

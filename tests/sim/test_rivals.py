@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tests.products import first_fast
 
-from penstock.config import PolicyConfig
+from lab.rivals import policy_named
 from penstock.sim.profiles import load_profile
 from penstock.sim.run import Report, Setup, run
 from penstock.sim.workloads import Workload, make_workload
@@ -15,7 +15,7 @@ A100 = load_profile("a100-llama2-7b")
 
 
 def served(admission: str, workload: Workload, **options: Any) -> Report:
-    return run(Setup(A100, PolicyConfig.from_name(admission, **options)), workload)
+    return run(Setup(A100, policy_named(admission, **options)), workload)
 
 
 def long_prompts(num: int, rate: float, seed: int = 0) -> Workload:

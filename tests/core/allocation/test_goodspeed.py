@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from tests.products import first_fast, slow
 
 from lab.common.rounds import GeometricClients, play
+from lab.rivals import policy_named
 from penstock.core.learn import Estimators
 from penstock.core.policies.base import AllocationPolicy, DraftCandidate, Room, View
-from penstock.core.policies.registry import PolicyError, make_policy
+from penstock.core.policies.registry import PolicyError
 from penstock.core.state import Grant, Outcome, RequestState
 from penstock.core.types import Request, Tenant, Verdict
 
@@ -55,7 +56,7 @@ def lengths(grants: Sequence[Grant]) -> list[int]:
 
 
 def make(name: str, **options: Any) -> AllocationPolicy:
-    policy = make_policy("allocation", name, options)
+    policy = policy_named(name, **options).make("allocation")
     assert isinstance(policy, AllocationPolicy)
     return policy
 

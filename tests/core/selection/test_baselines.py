@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from tests.core.selection.rounds import Machine, Rounds
 
+from lab.rivals import policy_named
 from penstock.core.policies.base import View
-from penstock.core.policies.registry import make_policy
 from penstock.core.state import Drafter, RequestState
 from penstock.core.types import Request
 
@@ -19,7 +19,7 @@ def select(
     prompts: list[int], options: dict[str, Any], capacity: int | None = None
 ) -> list[str | None]:
     """Drafters of requests that arrive one by one with prompts of these lengths."""
-    policy = make_policy("selection", "greedy", options)
+    policy = policy_named("greedy", **options).make("selection")
     machine = Machine(SECONDS, capacity=capacity)
     drafters, estimators = machine.make_drafters(), machine.estimators()
     loads: dict[str, int] = {}
@@ -62,7 +62,7 @@ def test_overflow_goes_to_the_next_larger_then_to_smaller_ones() -> None:
 
 
 def test_a_request_keeps_its_drafter() -> None:
-    policy = make_policy("selection", "greedy")
+    policy = policy_named("greedy").make("selection")
     machine = Machine(SECONDS)
     view = View(machine.make_drafters(), machine.estimators(), loads={"d2": 1})
     state = RequestState(Request("r", 5, 10), 0)
@@ -71,7 +71,7 @@ def test_a_request_keeps_its_drafter() -> None:
 
 
 def test_instances_of_a_model_are_filled_evenly() -> None:
-    policy = make_policy("selection", "greedy")
+    policy = policy_named("greedy").make("selection")
     drafters = {n: Drafter(n, model="m", max_num_seqs=2) for n in ("a", "b")}
     states = [RequestState(Request(str(i), 5, 10), i) for i in range(5)]
     estimators = Machine({"a": 1e-3, "b": 1e-3}).estimators()
@@ -80,7 +80,7 @@ def test_instances_of_a_model_are_filled_evenly() -> None:
 
 
 def play(explore: float, **changes: Any) -> Rounds:
-    policy = make_policy("selection", "epsilon_greedy", {"explore": explore})
+    policy = policy_named("epsilon_greedy", explore=explore).make("selection")
     rates = {"d0": 0.6, "d1": 0.9, "d2": 0.7}
     changes = {"capacity": None} | changes
     machine = Machine(SECONDS, beside=True, **changes)

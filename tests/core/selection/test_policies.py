@@ -8,9 +8,10 @@ import pytest
 from tests.core.selection.rounds import Machine, Rates, Rounds, mixed_rates
 from tests.products import covering
 
+from lab.rivals import policy_named
 from penstock.core.learn import Estimators
 from penstock.core.policies.base import SelectionPolicy, View
-from penstock.core.policies.registry import PolicyError, make_policy
+from penstock.core.policies.registry import PolicyError
 from penstock.core.policies.selection.parts.goodput import RoundTimes
 from penstock.core.state import RequestState
 from penstock.core.types import Request
@@ -31,7 +32,7 @@ def play(
     machine = changes.pop("machine", None) or make_machine(beside=True)
     prompt_len = changes.pop("prompt_len", lambda n: 20 + 37 * n % 200)
     world = Rounds(
-        make_policy("selection", policy, options),
+        policy_named(policy, **(options or {})).make("selection"),
         machine,
         changes.pop("rates", mixed_rates(NAMES)),
         prompt_len=prompt_len,
@@ -96,7 +97,7 @@ def test_a_drafter_that_was_never_heard_of_may_come(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_without_a_usable_drafter_nothing_is_drafted(policy: str) -> None:
-    chosen = make_policy("selection", policy)
+    chosen = policy_named(policy).make("selection")
     states = [RequestState(Request(n, 5, 5), i) for i, n in enumerate("rs")]
     assert chosen.select(states, View({}, Estimators())) == {"r": None, "s": None}
     drafters = make_machine().make_drafters()
@@ -205,7 +206,7 @@ def test_requests_that_differ_get_different_drafters() -> None:
 )
 def test_bad_options_are_refused_in_one_line(policy, options, message) -> None:
     with pytest.raises(PolicyError, match=message) as caught:
-        make_policy("selection", policy, options)
+        policy_named(policy, **options).make("selection")
     assert "\n" not in str(caught.value)
 
 

@@ -324,7 +324,7 @@ def refusals(runs: Runs) -> dict[str, str]:
     wrong: dict[str, tuple[Any, dict[str, Any]]] = {
         "setting": ({"admision": {}}, {}),
         "policy": ({"admission": {"name": "magic"}}, {}),
-        "whole": ({"admission": {"name": "vllm_v0"}}, {}),
+        "whole": ({"admission": {"name": "nested_wait"}}, {}),
         "option": ({"admission": {"name": "sarathi", "options": {"budget": 1}}}, {}),
         "limit": (
             {"admission": {"name": "fluid_guided", "options": {"max_num_batched_tokens": 65}}},

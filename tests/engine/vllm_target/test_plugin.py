@@ -117,7 +117,7 @@ def test_tenants_are_served_by_weight(runs: Any) -> None:
     [
         ("setting", "unknown setting 'admision' (did you mean 'admission'?); settings: admission"),
         ("policy", "unknown admission policy 'magic'; choose from fluid_guided"),
-        ("whole", "'vllm_v0' computes whole prompts only"),
+        ("whole", "'nested_wait' computes whole prompts only"),
         ("option", "has no option 'budget'; options: token_budget"),
         ("limit", "at most 64, which is vLLM's --max-num-batched-tokens, not 65"),
         ("profile", "profile: cannot read /nowhere.json"),

@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import pkgutil
 import re
+import sys
 import typing
 from pathlib import Path
 from typing import Any
@@ -80,10 +81,12 @@ def policy_class(kind: str, name: str) -> type[Any]:
 
 @functools.cache
 def _from_file(kind: str, path: Path) -> type[Any]:
-    spec = importlib.util.spec_from_file_location(f"penstock_{kind}_{path.stem}", path)
+    spec = importlib.util.spec_from_file_location(f"penstock_{kind}_{path}", path)
     if spec is None or spec.loader is None or not path.is_file():
         raise PolicyError(f"there is no file {str(path)!r}")
     module = importlib.util.module_from_spec(spec)
+    # Dataclasses look there for what annotations written as text mean.
+    sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
     except Exception as error:

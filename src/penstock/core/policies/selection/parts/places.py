@@ -8,8 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.core.policies.base import View, usable
-from penstock.core.policies.selection.parts.goodput import model_of
-from penstock.core.state import Drafter, RequestState
+from penstock.core.state import RequestState
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -48,20 +47,6 @@ class Places:
     def first_with_room(self, names: Iterable[str]) -> str | None:
         """Take a place with the first drafter that has one."""
         return next((n for n in names if self.reserve(n)), None)
-
-    def by_preference(self, state: RequestState, models: Iterable[str]) -> str | None:
-        """Take a place with the first model that has room, best the present drafter."""
-        for model in models:
-            instances = [d for d in self.drafters.values() if model_of(d) == model]
-            instances.sort(key=lambda d: (d.name != state.drafter, -self._free(d)))
-            name = self.first_with_room(d.name for d in instances)
-            if name is not None:
-                return name
-        return None
-
-    def _free(self, drafter: Drafter) -> float:
-        left = self._left[drafter.name]
-        return float("inf") if left is None else left
 
 
 def assign(

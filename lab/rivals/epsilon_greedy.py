@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
+from lab.rivals import by_preference
 from penstock.core.policies.base import SelectionPolicy, View
 from penstock.core.policies.options import Range, Seed
 from penstock.core.policies.selection.parts.goodput import ObservedGoodput, RoundTimes, model_of
@@ -42,7 +43,7 @@ class EpsilonGreedy(SelectionPolicy):
                 first = self._rng.randrange(len(names))
                 name = places.first_with_room(names[first:] + names[:first])
             else:
-                name = places.by_preference(state, best)
+                name = by_preference(places, state, best)
             chosen[state.request.id] = name
         return chosen
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from lab.rivals import by_preference
 from penstock.core.policies.base import SelectionPolicy, View
 from penstock.core.policies.options import PositiveInt
 from penstock.core.policies.selection.parts.goodput import model_of
@@ -58,7 +59,7 @@ class Greedy(SelectionPolicy):
                 self._remember(state.request.prompt_len)
             rank = self._rank(state.request.prompt_len, len(order))
             models = [*order[rank:], *reversed(order[:rank])]
-            chosen[state.request.id] = places.by_preference(state, models)
+            chosen[state.request.id] = by_preference(places, state, models)
         return chosen
 
     def _order(self, drafters: Mapping[str, Drafter], view: View) -> list[str]:
