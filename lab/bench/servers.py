@@ -86,6 +86,12 @@ _LLAMA = (
     "{program} -m {model} --port {{port}} -t {{threads}} -tb {{threads}} -np {{clients}} "
     "-c {{context}} -fa on -cb --cache-ram 0{more}"
 )
+_LOOK_UP = {
+    "llama.cpp": "--spec-type ngram-simple --spec-ngram-simple-size-n 3 "
+    "--spec-ngram-simple-size-m 12",
+    "ik_llama.cpp": "--spec-type suffix:n_max=8",
+}
+"""The rivals' own drafts without a model."""
 
 
 class ServerError(Exception):
@@ -329,7 +335,8 @@ def rivals_of(args: argparse.Namespace) -> list[Rival]:
     for name, (folder, more) in folders.items():
         if folder is not None:
             program = shlex.quote(str(folder / "llama-server"))
-            rivals.append(Rival(name, _LLAMA.format(program=program, more=more, **names)))
+            for shown, own in ((name, more), (f"{name}, look-up", f"{more} {_LOOK_UP[name]}")):
+                rivals.append(Rival(shown, _LLAMA.format(program=program, more=own, **names)))
     for other in args.other:
         name, _, command = other.partition("=")
         if not command.strip():
