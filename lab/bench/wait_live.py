@@ -1,13 +1,13 @@
 """Are WAIT's admission and the default's better than vLLM's rule on a live engine?
 
     python -m lab.bench.wait_live [MODEL.gguf] [--classes 64+32,256+128] [--loads 0.8,0.95]
-        [--requests 200] [--stretches 4] [--out FILE] [--json]
+        [--requests 200] [--stretches 6] [--out FILE] [--json]
 
 Poisson arrivals at the bundled target or MODEL, in this process, without drafts, under the
 admission of `--policy` `vllm`, `wait` and `auto`: two classes of prompt and output tokens, half of
 the requests each, and KV memory for 16 mean ones. Capacity is what `vllm` completes a second of a
 stretch that is there at once. The policies take turns with each stretch; a fifth of it warms up.
-Every cell is a line of FILE (default: wait_live.jsonl), from which the same command goes on. Six
+Every cell is a line of FILE (default: wait_live.jsonl), from which the same command goes on. Eight
 minutes on two cores for the bundled target.
 """
 
@@ -52,9 +52,9 @@ class Kind(NamedTuple):
 class LiveAdmission:
     """The engine, and stretches of requests for it."""
 
-    def __init__(self, model: Path, kinds: Sequence[Kind], num: int) -> None:
+    def __init__(self, model: Path, kinds: Sequence[Kind]) -> None:
         mean = sum(map(sum, kinds)) / len(kinds)
-        self.kinds, self.num = kinds, num
+        self.kinds = kinds
         self.engine = load_engine(
             EngineConfig(
                 target=model,
@@ -67,12 +67,12 @@ class LiveAdmission:
         )
         self._prompts = Prompts(load_tokenizer(model), "\n".join(source_texts()))
 
-    def serve(self, policy: str, stretch: int, rate: float) -> Figures:
+    def serve(self, policy: str, stretch: int, rate: float, num: int) -> Figures:
         """One stretch. rate: arrivals a second; 0: all are there at once."""
         rng = np.random.default_rng(stretch)
-        kinds = [self.kinds[i] for i in rng.permutation(self.num) % len(self.kinds)]
-        gaps = rng.exponential(1 / rate, self.num) if rate else np.zeros(self.num)
-        numbers = itertools.count(stretch * self.num)
+        kinds = [self.kinds[i] for i in rng.permutation(num) % len(self.kinds)]
+        gaps = rng.exponential(1 / rate, num) if rate else np.zeros(num)
+        numbers = itertools.count(stretch * num)
         requests = []
         for kind, arrival in zip(kinds, np.cumsum(gaps).tolist(), strict=True):
             (prompt,) = self._prompts.make("code", kind.prompt, numbers, 1)
@@ -90,7 +90,7 @@ class LiveAdmission:
         admission = PolicyConfig.from_bundle("admission", policy)
         loop = make_loop(self.engine, PolicyConfig.from_name("single"), admission=admission)
         played = play_arrivals(loop, self.engine.clock, requests)
-        counted = slice(round(WARM * self.num) if rate else 0, None)
+        counted = slice(round(WARM * num) if rate else 0, None)
         arrived = np.array([r.arrival_time for r in requests])
         first, latency = (t[counted] - arrived[counted] for t in (played.first, played.finished))
         return {
@@ -103,16 +103,16 @@ class LiveAdmission:
 
 def measure(args: argparse.Namespace) -> Results:
     cells, kinds = Cells(args.out), [Kind(*map(int, k.split("+"))) for k in args.classes]
-    live = LiveAdmission(args.model, kinds, args.requests)
+    live = LiveAdmission(args.model, kinds)
     name = f"{args.model.stem}/{','.join(args.classes)}/{args.requests}"
     stretches = range(1, args.stretches + 1)
-    live.serve("vllm", 0, 0)  # the first steps of a process are slow
-    key = f"{name}/capacity/0"
-    seconds = cells.measure(key, partial(live.serve, "vllm", 1, 0))["seconds"]
+    live.serve("vllm", 0, 0, 8)  # the first steps of a process are slow
+    at_once = partial(live.serve, "vllm", 1, 0, args.requests)
+    seconds = cells.measure(f"{name}/capacity/0", at_once)["seconds"]
     capacity = args.requests / seconds
     for stretch, load in itertools.product(stretches, args.loads):
         for policy in rotated(POLICIES, stretch):
-            serve = partial(live.serve, policy, stretch, load * capacity)
+            serve = partial(live.serve, policy, stretch, load * capacity, args.requests)
             cells.measure(f"{name}/{load}/{policy}/{stretch}", serve)
     rows = []
     for load, policy in itertools.product(args.loads, POLICIES):
@@ -138,7 +138,7 @@ def main() -> int:
     loads = dict(type=lambda t: [float(x) for x in t.split(",")], default=[0.8, 0.95])
     options.add_argument("--loads", **loads)
     options.add_argument("--requests", type=int, default=200, help="of a stretch")
-    options.add_argument("--stretches", type=int, default=4)
+    options.add_argument("--stretches", type=int, default=6)
     options.add_argument("--out", type=Path, default=Path("wait_live.jsonl"), help="every cell")
     args = options.parse_args()
     return tell(args, measure(args))
