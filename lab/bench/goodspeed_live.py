@@ -69,22 +69,27 @@ def settings_of(policy: str, total: int, port: int) -> dict[str, Any]:
     return {
         "engine": {**engine, "num_threads": 1},
         "drafters": {"listen": f"127.0.0.1:{port}", "servers": servers},
+        "shutdown_grace_s": 1,
     }
 
 
 @contextmanager
-def draft_server(name: str, port: int) -> Iterator[str]:
-    """Until the end of the block; its own address. Raises: RuntimeError."""
-    command = [sys.executable, "-m", "penstock.cli", "draft", "--connect", f"127.0.0.1:{port}"]
-    command += ["--model", CLIENTS[name], "--listen", "0", "--no-assignments"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PENSTOCK_TOKEN": name}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, env=env, text=True, **pipes) as process, stopping(process):
-        assert process.stdout is not None
-        said = next((line for line in process.stdout if "serving on http" in line), None)
-        if said is None:
-            raise RuntimeError(f"{name}: the draft server did not start")
-        yield said.split()[-1]
+def draft_servers(port: int) -> Iterator[dict[str, str]]:
+    """Until the end of the block; the address of each. Raises: RuntimeError."""
+    started = {}
+    with ExitStack() as stack:
+        for name, drafter in CLIENTS.items():
+            command = [sys.executable, "-m", "penstock.cli", "draft", "--model", drafter]
+            command += ["--connect", f"127.0.0.1:{port}", "--listen", "0", "--no-assignments"]
+            env = {**os.environ, "OMP_NUM_THREADS": "1", "PENSTOCK_TOKEN": name}
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            process = subprocess.Popen(command, env=env, text=True, **pipes)
+            started[name] = stack.enter_context(process)
+            stack.enter_context(stopping(process))
+        said = {n: next((x for x in p.stdout if "serving on" in x), "") for n, p in started.items()}
+        if missing := [name for name, line in said.items() if not line]:
+            raise RuntimeError(f"did not start: {', '.join(missing)}")
+        yield {name: line.split()[-1] for name, line in said.items()}
 
 
 async def use(http: httpx.AsyncClient, name: str, url: str, run: int) -> None:
@@ -134,7 +139,7 @@ def measure(policy: str, total: int, rounds: int, run: int) -> Figures:
         port = free.getsockname()[1]
     with ExitStack() as stack:
         server = stack.enter_context(bundled_server(settings=settings_of(policy, total, port)))
-        urls = {name: stack.enter_context(draft_server(name, port)) for name in CLIENTS}
+        urls = stack.enter_context(draft_servers(port))
         end = time.monotonic() + _START_S
         while server.metric("draft_servers") < len(CLIENTS):
             if time.monotonic() > end:
