@@ -1,13 +1,10 @@
-"""How long does a forward pass take by rows: compiled kernels, eager torch, and the machine's
-floor; and what do more rows cost in each format of weights, and with experts?
+"""What do more rows cost the CPU kernels in each format of weights, and with experts?
 
-    python -m lab.bench.native_kernels [--threads N] [--seconds S] [--formats | --experts LAYERS]
+    python -m lab.bench.native_kernels [--experts LAYERS [--threads N] [--seconds S]]
 
-A random decoder of 12 M parameters in bfloat16, in turns, best of many. The floor is the weights at
-the bandwidth of a torch sum, or the multiply-adds at the rate of a large matrix product, whichever
-takes longer. The formats' table has layers of a model of 1.5 B parameters: processor time of one
-thread, medians of interleaved rounds; `--formats` makes that table alone. `--experts` makes that of
-so many layers in the shape of Qwen3-30B-A3B with 8 of 64 experts, in Q4_K (17 layers: 3 GB).
+Layers of a model of 1.5 B parameters: processor time of one thread, medians of interleaved rounds.
+`--experts` takes so many layers in the shape of Qwen3-30B-A3B with 8 of 64 experts, in Q4_K (17
+layers: 3 GB). Where a step's time goes on the bundled family: `lab.bench.step_parts`. Minutes.
 """
 
 from __future__ import annotations
@@ -25,14 +22,12 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from lab.common.rehearsal import decoder_shape
-from penstock.engine.eager import EagerRunner
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.quantized import GROUP_FORMATS, QuantizedMatrix, Stored, Weight
 from penstock.engine.models.variant import Experts, Variant
 from penstock.engine.models.weights import weight_specs
 from penstock.engine.native.runner import NativeRunner
 from penstock.engine.runner import RaggedBatch
-from penstock.engine.sampling.noise import Salt
 
 GGML = (
     *("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"),
@@ -41,9 +36,8 @@ GGML = (
 FORMATS = (*GGML, *GROUP_FORMATS, "BF16")
 VERIFIED = (1, 2, 3, 5, 9)
 ROUNDS = 15
-ROWS = (1, 2, 5, 8, 16, 40, 64, 160, 512)
 CONTEXT = 64
-BLOCK_SIZE, NUM_BLOCKS = 16, 256
+BLOCK_SIZE = 16
 MATRICES = ("qkv", "o", "gate_up", "down")
 SHAPE = (1536, 8960, 4, 12, 2, 128)
 """Some layers of a model of 1.5 B weights."""
@@ -56,37 +50,16 @@ def decoder_config(*shape: int, vocab: int = 4096) -> DecoderConfig:
     return replace(made, vocab_size=vocab, dtype=torch.bfloat16)
 
 
-TARGET = decoder_config(384, 1024, 6, 6, 2, 64)
-DRAFTER = decoder_config(96, 256, 1, 3, 1, 32)
-
-
-def random_weights(config: DecoderConfig) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    return {spec.name: (0.05 * torch.randn(spec.shape)).bfloat16() for spec in weight_specs(config)}
-
-
-def native_runner(config: DecoderConfig, threads: int) -> NativeRunner:
-    weights = random_weights(config)
-    return NativeRunner(config, weights, torch.float32, NUM_BLOCKS, BLOCK_SIZE, threads)
-
-
-def eager_runner(config: DecoderConfig) -> EagerRunner:
-    weights = {name: tensor.float() for name, tensor in random_weights(config).items()}
-    return EagerRunner(config, weights, torch.device("cpu"), NUM_BLOCKS, BLOCK_SIZE)
-
-
-def one_sequence(rows: int, room: int = 0) -> RaggedBatch:
-    """`rows` rows after CONTEXT positions; logits of all, or of the last one in a prefill."""
+def one_sequence(rows: int) -> RaggedBatch:
+    """`rows` rows after CONTEXT positions, with the logits of all."""
     end = CONTEXT + rows
-    blocks = -(-(end + room) // BLOCK_SIZE)
-    wanted = range(rows) if rows <= 64 else [rows - 1]
     return RaggedBatch(
         token_ids=np.arange(rows, dtype=np.int32),
         positions=np.arange(CONTEXT, end, dtype=np.int32),
         query_start=np.array([0, rows], dtype=np.int32),
         seq_lens=np.array([end], dtype=np.int32),
-        block_tables=np.arange(blocks, dtype=np.int32)[None],
-        logits_rows=np.array(wanted, dtype=np.int32),
+        block_tables=np.arange(-(-end // BLOCK_SIZE), dtype=np.int32)[None],
+        logits_rows=np.arange(rows, dtype=np.int32),
     )
 
 
@@ -116,49 +89,6 @@ def parameters(config: DecoderConfig) -> tuple[int, int]:
         2 * config.q_size + 2 * config.kv_size + 3 * config.intermediate_size
     )
     return config.num_layers * per_layer, config.vocab_size * config.hidden_size
-
-
-def forward_table(threads: int, seconds: float) -> None:
-    layers, head = parameters(TARGET)
-    num_bytes = 2 * (layers + head)
-    memory = torch.ones(num_bytes // 4)
-    square = torch.randn(768, 768)
-    native = {f"native x{n}": native_runner(TARGET, n) for n in sorted({1, threads})}
-    eager = eager_runner(TARGET)
-    names = [*native, "eager", "floor"]
-    print(f"{(layers + head) / 1e6:.1f} M weights, {CONTEXT} positions of context; ms, best")
-    print("rows " + "".join(f"{name:>12}" for name in names) + "   of floor   GFLOP/s")
-    for rows in ROWS:
-        batch = one_sequence(rows)
-        contenders: dict[str, Callable[[], object]] = {
-            "memory": lambda: memory.sum(),
-            "product": lambda: square @ square,
-            "eager": lambda batch=batch: eager.forward(batch),
-        }
-        for name, runner in native.items():
-            contenders[name] = lambda runner=runner, batch=batch: runner.forward(batch)
-        took = best_times(contenders, seconds)
-        flops = 2 * (layers * rows + head * len(batch.logits_rows))
-        took["floor"] = max(took["memory"], flops * took["product"] / (2 * 768**3))
-        fastest = min(took[name] for name in native)
-        line = f"{rows:4d} " + "".join(f"{1e3 * took[name]:12.3f}" for name in names)
-        print(f"{line} {took['floor'] / fastest:10.0%} {flops / fastest / 1e9:9.0f}", flush=True)
-
-
-def draft_table(threads: int, seconds: float) -> None:
-    runner = native_runner(DRAFTER, threads)
-    print(f"\ndrafter of {sum(parameters(DRAFTER)) / 1e6:.2f} M weights, two rows of catch-up; us")
-    batch = one_sequence(2, room=8)
-    for steps in (1, 4, 8):
-        for temperature in (0.0, 1.0):
-            order = (
-                np.array([steps], dtype=np.int32),
-                np.array([temperature]),
-                np.array([7], dtype=np.uint64),
-                np.array([Salt.TARGET], dtype=np.int32),
-            )
-            took = best_times({"draft": lambda order=order: runner.draft(batch, *order)}, seconds)
-            print(f"{steps} tokens at temperature {temperature}: {1e6 * took['draft']:.0f}")
 
 
 def random_matrix(kind: str, rows: int, columns: int) -> Stored:
@@ -284,17 +214,13 @@ def format_table() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--seconds", type=float, default=1.5, help="for each line")
-    parser.add_argument("--formats", action="store_true", help="only the table of formats")
-    parser.add_argument("--experts", type=int, metavar="LAYERS", help="only the table of experts")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="for experts")
+    parser.add_argument("--seconds", type=float, default=1.5, help="for each line of experts")
+    parser.add_argument("--experts", type=int, metavar="LAYERS", help="the table of experts")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     if arguments.experts:
         return experts_table(arguments.experts, arguments.threads, arguments.seconds)
-    if not arguments.formats:
-        forward_table(arguments.threads, arguments.seconds)
-        draft_table(arguments.threads, min(arguments.seconds, 0.5))
     format_table()
 
 

@@ -10,10 +10,11 @@ same token ids for all, each with a beginning of its own, so that no prefix cach
 number of clients and length of prompts the servers are started, warmed, measured and stopped one
 after the other, in another order each time; a thread for each core, a slot for each client.
 
-FOLDER has a `llama-server`. COMMAND starts any server with /v1/completions and /health, such as
-'vllm=vllm serve FOLDER --port {port} --max-num-seqs {clients}'; there are also {threads}, {need}
-(tokens of a request) and {context} (of all). Every cell is a line of FILE (default: servers.jsonl),
-from which the same command goes on where it was cut.
+FOLDER has a `llama-server`, which is measured without drafts and with its own look-up. COMMAND
+starts any server with /v1/completions and /health, such as 'vllm=vllm serve FOLDER --port {port}
+--max-num-seqs {clients}'; there are also {threads}, {need} (tokens of a request) and {context} (of
+all). Every cell is a line of FILE (default: servers.jsonl), from which the same command goes on
+where it was cut.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ _WARM_PROMPT = 100
 _MARGIN = 64
 """Tokens of a slot beyond prompt and output, for drafts."""
 _START_S = 1800
+_NO_START = "does not start"
 _PENSTOCK = (
     "{python} -m penstock.cli serve {model} --port {{port}} --state none --max-model-len {{need}} "
     "--kv-tokens {{context}} --set num_threads={{threads}} "
@@ -86,10 +88,20 @@ _LLAMA = (
     "{program} -m {model} --port {{port}} -t {{threads}} -tb {{threads}} -np {{clients}} "
     "-c {{context}} -fa on -cb --cache-ram 0{more}"
 )
+_LOOK_UP = {
+    "llama.cpp": "--spec-type ngram-simple --spec-ngram-simple-size-n 3 "
+    "--spec-ngram-simple-size-m 12",
+    "ik_llama.cpp": "--spec-type suffix:n_max=8",
+}
+"""The rivals' own drafts without a model."""
 
 
 class ServerError(Exception):
     """One line: which server failed, and how."""
+
+
+class NotStartedError(ServerError):
+    """It ended before it answered."""
 
 
 class Turn(NamedTuple):
@@ -215,13 +227,15 @@ def running(rival: Rival, turn: Turn) -> Iterator[tuple[ServerProcess, list[floa
         watch = threading.Thread(target=weigh)
         with stopping(process):
             watch.start()
+            kind: type[ServerError] = NotStartedError
             try:
                 _await_health(server)
+                kind = ServerError
                 yield server, memory
             except (OSError, Refused, ValueError) as error:
                 log.seek(0)
                 said = " | ".join(log.read().decode(errors="replace").split("\n")[-6:])
-                raise ServerError(f"{rival.name}: {error!r}; {said}") from error
+                raise kind(f"{rival.name}: {error!r}; {said}") from error
             finally:
                 ended.set()
                 watch.join()
@@ -275,7 +289,12 @@ def measure(args: argparse.Namespace, rivals: Sequence[Rival], prompts: Prompts)
             progress.update(task, description=what)
             wanted = {kind: f"{keys[rival, turn, kind]}/{repeat}" for kind in args.kinds}
             if any(key not in cells.done for key in wanted.values()):
-                _measure_start(rival, turn, prompts, cells, wanted)
+                try:
+                    _measure_start(rival, turn, prompts, cells, wanted)
+                except NotStartedError as error:
+                    print(error, file=sys.stderr)
+                    for key in wanted.values():
+                        cells.measure(key, lambda: {"error": _NO_START})
             progress.advance(task)
     return _results(args, rivals, {place: medians(cells, key) for place, key in keys.items()})
 
@@ -294,8 +313,9 @@ def _measure_start(
 
 
 def medians(cells: Cells, key: str) -> Figures:
-    """Of each figure over the repeats."""
-    return {figure: statistics.median(cells.values(key, figure)) for figure in COLUMNS}
+    """Of each figure over the repeats; none of a server that did not start."""
+    found = {figure: cells.values(key, figure) for figure in COLUMNS}
+    return {figure: statistics.median(values) for figure, values in found.items() if values}
 
 
 def _results(
@@ -308,10 +328,17 @@ def _results(
         for (rival, turn, kind), told in sorted(found.items(), key=lambda one: one[0][1])
     ]
     columns = {"server": "{server}", "clients": "{clients}"}
-    columns |= {told: f"{{{name}:{form}}}" for name, (told, form) in COLUMNS.items()}
+    columns |= {told: f"{{{name}}}" for name, (told, _) in COLUMNS.items()}
     tables = []
     for prompt, kind in itertools.product(args.prompts, args.kinds):
-        rows = [run for run in runs if (run["prompt"], run["kind"]) == (prompt, kind)]
+        rows = [
+            dict.fromkeys(COLUMNS, "")
+            | {"tokens_per_s": _NO_START}
+            | run
+            | {name: f"{run[name]:{form}}" for name, (_, form) in COLUMNS.items() if name in run}
+            for run in runs
+            if (run["prompt"], run["kind"]) == (prompt, kind)
+        ]
         tables.append(table(f"Prompts of {prompt:,} tokens, {kind}", rows, columns))
     commands = [[rival.name, f"`{rival.shown}`"] for rival in rivals]
     return Results(runs, tables=[*tables, ResultTable("", ["server", "command"], commands)])
@@ -330,7 +357,8 @@ def rivals_of(args: argparse.Namespace) -> list[Rival]:
     for name, (folder, more) in folders.items():
         if folder is not None:
             program = shlex.quote(str(folder / "llama-server"))
-            rivals.append(Rival(name, _LLAMA.format(program=program, more=more, **names)))
+            for shown, own in ((name, more), (f"{name}, look-up", f"{more} {_LOOK_UP[name]}")):
+                rivals.append(Rival(shown, _LLAMA.format(program=program, more=own, **names)))
     for other in args.other:
         name, _, command = other.partition("=")
         if not command.strip():

@@ -16,12 +16,10 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import math
 import sys
 import tempfile
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lab.common.claims import bar
+from lab.common.live import play_arrivals
 from lab.common.results import Results, parser, table, tell
 from lab.common.step_recorder import StepRecorder
 from penstock.config import EngineConfig
@@ -38,7 +37,7 @@ from penstock.core.learn import Estimators
 from penstock.core.loop import Loop
 from penstock.core.policies.registry import make_policy
 from penstock.core.scheduler import Scheduler
-from penstock.core.types import NO_DRAFTER, Arrive, Output, Request, SamplingParams
+from penstock.core.types import NO_DRAFTER, Request, SamplingParams
 from penstock.engine.build import Engine, load_engine
 from penstock.engine.calibrate import calibrate
 from penstock.engine.executor import RunnerExecutor
@@ -205,42 +204,8 @@ class LiveServer:
 
     def play(self, requests: Sequence[Request], admission: str, outcome: Latencies) -> None:
         """Let the requests arrive at their times, and wait for the last of them."""
-        clock, loop = self.clock, self._loop(admission)
-        rows = {r.id: row for row, r in enumerate(requests)}
-        first, finished = np.full((2, len(requests)), np.nan)
-        tokens = np.zeros(len(requests))
-        pending = deque(requests)
-        origin = clock.now()
-        while pending or loop.scheduler.num_unfinished:
-            turn = loop.turn(list(_due(pending, clock.now() - origin, origin)))
-            now = clock.now() - origin
-            for output in turn.outputs:
-                row = rows[output.request_id]
-                _check(output)
-                if not tokens[row]:
-                    first[row] = now
-                tokens[row] += len(output.token_ids)
-                if output.finish_reason is not None:
-                    finished[row] = now
-            if not turn.submitted and (pending or turn.wake_at is not None):
-                coming = pending[0].arrival_time + origin if pending else math.inf
-                wanted = min(coming, math.inf if turn.wake_at is None else turn.wake_at)
-                while clock.now() < wanted:
-                    pass
-        loop.turn(())  # the executor hears of the last ends
-        outcome.add(np.array([r.arrival_time for r in requests]), first, finished, tokens)
-
-
-def _due(pending: deque[Request], now: float, origin: float) -> Iterator[Arrive]:
-    """Take the requests that have come, with times of the engine's clock."""
-    while pending and pending[0].arrival_time <= now:
-        request = pending.popleft()
-        yield Arrive(replace(request, arrival_time=request.arrival_time + origin))
-
-
-def _check(output: Output) -> None:
-    if output.error is not None:
-        raise RuntimeError(f"request {output.request_id} failed: {output.error}")
+        played = play_arrivals(self._loop(admission), self.clock, requests)
+        outcome.add(np.array([r.arrival_time for r in requests]), *played)
 
 
 def play_simulated(

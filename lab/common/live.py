@@ -8,11 +8,13 @@ same tokens: the same acceptance at another cost.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,11 +27,11 @@ from lab.common.experiment import LabError, Trial
 from lab.common.statistics import FloatArray, rotated
 from penstock.config import NGRAM, EngineConfig, PolicyConfig
 from penstock.core.kv import BlockPool
-from penstock.core.loop import Loop
+from penstock.core.loop import Clock, Loop
 from penstock.core.policies.registry import make_pipeline
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter
-from penstock.core.types import AUTO_DRAFTER, Request, SamplingParams
+from penstock.core.types import AUTO_DRAFTER, Arrive, Request, SamplingParams
 from penstock.engine.build import Engine, load_engine
 from penstock.engine.tokenizer import load_tokenizer
 from penstock.serving.offline import Completion, complete
@@ -125,6 +127,51 @@ def make_loop(
     )
     scheduler.learn.times = deepcopy(engine.scheduler.learn.times)
     return Loop(scheduler, engine.executor, engine.clock)
+
+
+class Played(NamedTuple):
+    """By request: seconds until its first token and its end, from when the first could come, and
+    its tokens."""
+
+    first: FloatArray
+    finished: FloatArray
+    tokens: FloatArray
+
+
+def play_arrivals(loop: Loop, clock: Clock, requests: Sequence[Request]) -> Played:
+    """Let requests arrive at their times, which are relative, and wait for the last of them.
+    Raises: LabError for a request that fails."""
+    rows = {r.id: row for row, r in enumerate(requests)}
+    first, finished = np.full((2, len(requests)), np.nan)
+    tokens = np.zeros(len(requests))
+    pending = deque(requests)
+    origin = clock.now()
+    while pending or loop.scheduler.num_unfinished:
+        turn = loop.turn(list(_due(pending, clock.now() - origin, origin)))
+        now = clock.now() - origin
+        for output in turn.outputs:
+            row = rows[output.request_id]
+            if output.error is not None:
+                raise LabError(f"request {output.request_id} failed: {output.error}")
+            if not tokens[row]:
+                first[row] = now
+            tokens[row] += len(output.token_ids)
+            if output.finish_reason is not None:
+                finished[row] = now
+        if not turn.submitted and (pending or turn.wake_at is not None):
+            coming = pending[0].arrival_time + origin if pending else math.inf
+            wanted = min(coming, math.inf if turn.wake_at is None else turn.wake_at)
+            while clock.now() < wanted:
+                pass
+    loop.turn(())  # the executor hears of the last ends
+    return Played(first, finished, tokens)
+
+
+def _due(pending: deque[Request], now: float, origin: float) -> Iterator[Arrive]:
+    """Take the requests that have come, with times of the engine's clock."""
+    while pending and pending[0].arrival_time <= now:
+        request = pending.popleft()
+        yield Arrive(replace(request, arrival_time=request.arrival_time + origin))
 
 
 # --- systems that take turns ----------------------------------------------------------------------

@@ -8,7 +8,7 @@ experiment, as a benchmark's `--result FILE` writes it:
 title, about    what was measured
 command, date, machine
                 how, when and where
-commit          that has the command, if it is gone
+commit          of what was measured, if it has changed since
 outdated        why the figures must be made again, if they must
 tables          each with a title (Markdown), a header and rows of cells
 verdicts        a line for each claim (`ClaimVerdict.line`); a page tells of its control an

@@ -1,14 +1,25 @@
-"""Arithmetic of the benchmark of servers, and of the simulated step on more cores."""
+"""Arithmetic of the benchmark of servers, and its rivals."""
 
 import itertools
 import json
+import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from lab.bench.scale import Part, on_threads
-from lab.bench.servers import KINDS, Prompts, Rival, Streamed, Turn, figures, medians, parse
+from lab.bench.servers import (
+    KINDS,
+    Prompts,
+    Rival,
+    Streamed,
+    Turn,
+    figures,
+    measure,
+    medians,
+    parse,
+)
 from lab.common.cells import Cells
 
 
@@ -37,6 +48,30 @@ def test_medians_are_over_the_repeats(tmp_path: Path) -> None:
     file = tmp_path / "cells.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)) + "\n")
     assert medians(Cells(file), "a") == dict.fromkeys(names, 2)
+
+
+def test_rivals_are_measured_without_drafts_and_with_their_own_look_up() -> None:
+    folder = Path(sys.executable).parent
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("shutil.which", str)
+        _, rivals = parse([__file__, "--llama-cpp", str(folder), "--ik-llama", str(folder)])
+    commands = {rival.name: rival.words(80, Turn(1, 100, 8, 1)) for rival in rivals}
+    for name in ("llama.cpp", "ik_llama.cpp"):
+        assert "--spec-type" not in commands[name]
+        own = commands[f"{name}, look-up"]
+        assert own[: len(commands[name])] == commands[name]
+        assert own[len(commands[name])] == "--spec-type"
+
+
+def test_a_server_that_does_not_start_says_so_in_the_table(tmp_path: Path) -> None:
+    arguments = [__file__, "--clients", "1", "--prompts", "100", "--kinds", "code"]
+    arguments += ["--repeats", "1", "--json", str(tmp_path / "cells.jsonl")]
+    args, _ = parse(arguments)
+    broken = Rival("broken", f"{shlex.quote(sys.executable)} -c exit(1)")
+    prompts = Prompts(Words(), "".join(f"line {i}\n" for i in range(20_000)))
+    for _ in range(2):  # the second time from the file
+        results = measure(args, [broken], prompts)
+        assert results.tables[0].rows == [["broken", "1", "does not start", "", "", "", ""]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -81,13 +116,3 @@ def test_bad_options(wrong: list[str], said: str, capsys: pytest.CaptureFixture[
         parse(wrong)
     assert end.value.code == 2
     assert said in capsys.readouterr().err
-
-
-def test_a_step_on_more_threads() -> None:
-    parts = [Part(number=10, alone=1.0, shared=6.0, tasks=6), Part(1, 0.0, 4.0, 1)]
-    assert on_threads(parts, 1, 0.1) == {"work": 64, "alone": 10, "uneven": 0, "phases": 0}
-    found = on_threads(parts, 4, 0.1)
-    # Six tasks take four threads two rounds, and the one task is one thread's.
-    assert sum(found.values()) == pytest.approx(10 * (1 + 2) + 4 + 11 * 0.4)
-    assert found["work"] == 16
-    assert found["alone"] == 10
