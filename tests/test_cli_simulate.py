@@ -406,7 +406,7 @@ def test_without_matplotlib_the_message_says_what_to_install(cli, tmp_path, monk
     plot = ("--plot", tmp_path / "p.png")
     code, _, err = cli("simulate", *HIGH, "--admission", "sarathi", *plot)
     assert code == 2
-    assert "penstock[plot]" in err
+    assert "needs matplotlib: pip install matplotlib" in err
 
 
 @pytest.mark.parametrize(

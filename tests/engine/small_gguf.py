@@ -113,7 +113,10 @@ def save_gguf(
             add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
             add[type(value)](f"{architecture}.{key}", value)
     if tokenizer is not None:
-        add_tokenizer(writer, tokenizer, pre, config.eos_token_id)
+        end = config.eos_token_id  # a file must have one
+        add_tokenizer(
+            writer, tokenizer, pre, tokenizer.get_vocab_size() - 1 if end is None else end
+        )
     with torch.no_grad():
         _add_tensors(writer, model, kind)
     finish(writer)

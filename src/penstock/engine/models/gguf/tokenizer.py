@@ -123,7 +123,7 @@ def _byte_level(file: GgufFile, vocab: dict[str, int]) -> Tokenizer:
     if cut is None:
         raise file.error(f"{_PREFIX}pre is {name!r}; allowed: {', '.join(_CUTS)}")
     merges = [_pair(file, merge) for merge in file.strings(f"{_PREFIX}merges")]
-    if not merges:
+    if not merges and len(vocab) > 256:  # a token for each byte needs none
         raise file.error(f"has no {_PREFIX}merges")
     tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=cut.ignore_merges))
     if cut.nfc:
