@@ -142,7 +142,10 @@ class TextStream:
         raw = self._tokenizer.token_bytes(token_id, self._previous)
         end = math.inf if self._detokenizer.is_amid_character else start + len(text)
         # Tokens of one character are shown or cut together, in however many steps they came.
-        self._tokens = [t if t.end < math.inf else replace(t, end=end) for t in self._tokens]
+        first = len(self._tokens)
+        while first and self._tokens[first - 1].end == math.inf:
+            first -= 1
+        self._tokens[first:] = [replace(t, end=end) for t in self._tokens[first:]]
         self._tokens.append(TokenText(token_id, raw, start, end, text, logprob, origin))
         self._previous = token_id
 
