@@ -84,7 +84,7 @@ def make_texts(
     texts = [tuple(c.token_ids) for c in complete(engine.loop, requests, 16)]
     found = []
     for seed, ((domain, prompt), text) in enumerate(zip(prompts, texts, strict=True)):
-        runs = {NGRAM: np.minimum(lookup_runs(prompt, text, 4), LONGEST).tolist()}
+        runs = {NGRAM: np.minimum(lookup_runs(prompt, text), LONGEST).tolist()}
         for name in engine.executor.drafters:
             if name != NGRAM:
                 runs[name] = _model_runs(models[name], prompt, text, seed, temperature)

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
 from lab.zoo.template import EOS_ID, PAD_ID
-from penstock.engine.drafters.lookup import NgramIndex
+from penstock.core.lookup import TextIndex
 from penstock.zoo.registry import Prompt
 
 NGRAM = "n-gram"
@@ -100,15 +100,13 @@ def run_lengths(agrees: Bools) -> npt.NDArray[np.int64]:
     return runs[:-1]
 
 
-def lookup_runs(
-    prompt: Sequence[int], text: Sequence[int], max_ngram: int = 3
-) -> npt.NDArray[np.int64]:
-    """Accepted draft tokens of the engine's n-gram look-up from each position of `text`."""
-    index = NgramIndex(max_ngram)
+def lookup_runs(prompt: Sequence[int], text: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Accepted draft tokens of the engine's look-up from each position of `text`."""
+    index = TextIndex(len(prompt) + len(text))
     index.append(prompt)
     runs = np.zeros(len(text), dtype=np.int64)
     for t, token in enumerate(text):
-        pairs = zip(index.propose(len(text)), text[t:], strict=False)
+        pairs = zip(index.continued(len(text))[0], text[t:], strict=False)
         runs[t] = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         index.append([token])
     return runs

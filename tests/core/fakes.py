@@ -384,13 +384,17 @@ class ToyExecutor:
         drafter = self.drafters[order.drafter]
         known = order.start + order.num_catch_up_tokens
         if not drafter.has_kv:
-            known = len(text.tokens)
-        if known > len(text.tokens):
+            known = len(text.tokens) + len(order.front_token_ids)
+        if known > len(text.tokens) + len(order.front_token_ids):
             raise Corruption(f"{order.request_id}: a catch-up beyond what is known")
-        drafted = drafter.draft(text.hashes[known], order.max_draft_tokens)
-        drafter.check(text.tokens[:known], order.max_draft_tokens)
+        read = [*text.tokens[: known - len(order.front_token_ids)], *order.front_token_ids]
+        prefix = text.hashes[min(known, len(text.tokens))]
+        for token in read[len(text.tokens) :]:
+            prefix = extend(prefix, token)
+        drafted = drafter.draft(prefix, order.max_draft_tokens)
+        drafter.check(read, order.max_draft_tokens)
         if drafter.has_kv:
-            catch_up = text.tokens[order.start : known]
+            catch_up = read[order.start : known]
             self._write(job, order.request_id, order.drafter, order.start, catch_up + drafted[:-1])
         return drafted
 
@@ -404,8 +408,7 @@ class ToyExecutor:
             if key not in self.held:
                 raise Corruption(f"{key}: no such draft is held")
             drafted = self.held.pop(key)
-        if item.source is DraftSource.AHEAD:
-            drafted = list(item.ahead_token_ids)
+        drafted = [*item.token_ids, *drafted]
         if item.source is DraftSource.NONE and drafted:
             raise Corruption(f"{item.request_id}: a draft that nobody verifies")
         return drafted[: item.num_draft_tokens]
@@ -445,8 +448,9 @@ class ToyExecutor:
             drafter=item.drafter if drafted else None,
             num_proposed=num_proposed,
             num_accepted=num_accepted,
-            num_decided=min(num_accepted + 1, num_proposed),
-            evidence=float(num_accepted),
+            num_decided=max(0, min(num_accepted + 1, num_proposed) - item.num_looked_up),
+            evidence=float(max(0, num_accepted - item.num_looked_up)),
             finish_reason=None if end is None else end.reason,
             num_behind_end=len(drafted) - num_proposed,
+            num_looked_up=min(item.num_looked_up, num_proposed),
         )

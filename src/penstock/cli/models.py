@@ -19,16 +19,12 @@ from penstock.config import (
     each_once,
     model_name,
 )
-from penstock.engine.memory import model_bytes
 from penstock.engine.models.checkpoint import is_gguf
 from penstock.engine.models.hub import HubName, cached, fetch
 from penstock.zoo.registry import DEFAULT_DRAFTER, DEFAULT_TARGET, ModelCard, bundled_models
 
 _AUTOMATIC = "auto"
 """In place of a drafter: a small model of the target's family, fetched from the hub."""
-
-_TINY_BYTES = 128 << 20
-"""Files of a model up to which its steps take a few milliseconds."""
 
 _HUB_FORMS = "models of the hub are owner/name[@revision], owner/name:QUANT or owner/name/FILE.gguf"
 
@@ -37,15 +33,14 @@ def with_models(engine: dict[str, Any], *, download: bool = True) -> dict[str, A
     """Return the settings `engine` with target and drafters resolved. Raises: ConfigError.
 
     The default target is bundled. A bundled target without drafters gets all bundled drafters and
-    n-gram look-up. With a target that is not tiny, and not vLLM's, look-up comes before every
-    model, and is a drafter where no model of this machine is given or cached.
+    look-up in the text. With another target, that is not vLLM's, all requests have look-up.
 
     download: of models on the hub; else a name that is not in the cache stays as it is."""
     say = note if download else lambda line: None
     target = str(engine.get("target") or DEFAULT_TARGET)
     where = ("engine", "target")
     path = _model_path(target, f"target {target!r}", ("target",), where, download=download)
-    is_added = not _is_tiny(path) and engine.get("vllm") is None
+    is_added = engine.get("vllm") is None and not _drafters_of(target)
     look_up = engine.get("look_up", SUFFIX if is_added else "none")
     if "drafters" in engine:
         drafters: dict[str, Any] = {}
@@ -136,11 +131,6 @@ def _cards(role: str) -> dict[str, ModelCard]:
 def _is_checkpoint(text: str) -> bool:
     path = Path(text)
     return path.is_dir() or (path.is_file() and is_gguf(path))
-
-
-def _is_tiny(path: Path) -> bool:
-    """Return whether a step of the model takes no longer than looking up for its requests."""
-    return 0 < model_bytes(path) < _TINY_BYTES
 
 
 def _drafters_of(target: str) -> dict[str, str]:

@@ -29,9 +29,7 @@ from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, PREDICTION, TARGET
 
 NGRAM = "ngram"
 SUFFIX = "suffix"
-"""Drafter paths without a model: look-up of n-grams, or of the longest suffix.
-
-The latter also searches earlier outputs of the tenant."""
+"""Drafter paths without a model: look-up in a request's text, or in its tenant's outputs, too."""
 LOOK_UPS = (NGRAM, SUFFIX)
 
 _CHAIN = "+"
@@ -42,9 +40,9 @@ PolicyKind = Literal["admission", "selection", "allocation"]
 
 
 class DrafterParts(NamedTuple):
-    """Parsed drafter path: a look-up, a model, a chain such as `ngram+MODEL`, or a server.
+    """Parsed drafter path: a look-up, a model, both as in `suffix+MODEL`, or a server.
 
-    A chain's draft begins with the look-up and continues with the model."""
+    Look-up is for all requests, whichever drafter they have."""
 
     look_up: str | None
     model: str | None
@@ -63,14 +61,10 @@ class DrafterParts(NamedTuple):
             return cls(first, None)
         if not rest or cls.from_path(rest).model != rest:
             raise ConfigError(
-                f"{path!r}: a chain goes on with one model, not with {rest!r}; allowed: "
+                f"{path!r}: after look-up comes one model, not {rest!r}; allowed: "
                 f"{' and '.join(look_up + _CHAIN + 'MODEL' for look_up in LOOK_UPS)}"
             )
         return cls(first, rest)
-
-    @property
-    def is_chain(self) -> bool:
-        return self.look_up is not None and self.model is not None
 
     def with_model(self, model: str) -> str:
         """Return the path with another model."""
@@ -180,7 +174,7 @@ class ModelsConfig(Model):
     """Target, drafters and their computation.
 
     kv_tokens: KV memory of the target in tokens; None takes a share of what is free.
-    look_up: comes before the model of each drafter that names none, as `suffix+MODEL` does.
+    look_up: for all requests, if there is a drafter and none names another look-up.
     drafter_weights: int4 rounds the drafters' matrices of more than 6 bits a weight to 4 bits as
         they are loaded, for the CPU's own kernels; auto does if no cache would hold them.
     profile: step times from `penstock profile measure`, which are then not measured at the start.
@@ -228,11 +222,16 @@ class ModelsConfig(Model):
         return drafters
 
     @property
-    def sources(self) -> dict[str, DrafterParts]:
-        """Look-up and model of each drafter in this process, by its name."""
-        first = None if self.look_up == "none" else self.look_up
-        parts = self._parts.items()
-        return {n: p._replace(look_up=p.look_up or first) for n, p in parts if p.server is None}
+    def text_look_up(self) -> tuple[str, str] | None:
+        """Name and kind of the look-up that all requests have, if any."""
+        own = {name: p for name, p in self._parts.items() if p.server is None}
+        kinds = {p.look_up for p in own.values() if p.look_up is not None}
+        if own and not kinds and self.look_up != "none":
+            kinds = {self.look_up}
+        if not kinds:
+            return None
+        kind = SUFFIX if SUFFIX in kinds else NGRAM
+        return next((name for name, p in own.items() if p.model is None), kind), kind
 
     @property
     def servers(self) -> dict[str, CompletionsServer]:
@@ -249,8 +248,8 @@ class ModelsConfig(Model):
 
     @property
     def drafter_models(self) -> dict[str, Path]:
-        """Checkpoints of the drafters with a model, chains included, by drafter name."""
-        return {name: Path(p.model) for name, p in self.sources.items() if p.model is not None}
+        """Checkpoints of the drafters with a model, by drafter name."""
+        return {name: Path(p.model) for name, p in self._parts.items() if p.model is not None}
 
 
 def model_name(path: Path) -> str:

@@ -66,7 +66,9 @@ def refusal(ctx: Context, request: Request) -> str | None:
             f"{request.prompt_len} prompt tokens and {request.max_tokens} to make are more "
             f"than the KV memory of {pool.capacity_tokens} tokens"
         )
-    allowed = (AUTO_DRAFTER, NO_DRAFTER, *ctx.table.drafters)
+    allowed = [AUTO_DRAFTER, NO_DRAFTER, *ctx.table.drafters]
+    if ctx.look_up is not None:
+        allowed.append(ctx.look_up.name)
     if request.drafter not in allowed:
         return f"unknown drafter {request.drafter!r}; choose from {', '.join(allowed)}"
     return None
@@ -80,7 +82,7 @@ def _can_count(ctx: Context, request: Request) -> bool:
         and not (request.block_hashes and ctx.table.memory.pools[TARGET].prefix_caching)
         and not request.stop_token_ids
         and request.latency == NO_TARGET
-        and (request.drafter == NO_DRAFTER or not ctx.table.drafters)
+        and (request.drafter == NO_DRAFTER or not ctx.may_draft)
     )
 
 
@@ -94,7 +96,7 @@ def _can_group(ctx: Context, request: Request) -> bool:
         and sampling.num_logprobs is None
         and sampling.num_prompt_logprobs is None
         and request.latency == NO_TARGET
-        and not ctx.table.drafters
+        and not ctx.may_draft
     )
 
 

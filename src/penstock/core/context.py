@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.core.learn import Estimators
+from penstock.core.lookup import LookUp
 from penstock.core.policies.base import (
     NO_ROOM,
     AdmissionPolicy,
@@ -29,7 +30,8 @@ class Context:
     trials: draft rounds with unused drafters; None where no policy weighs time. fairness: between
     tenants; None where it is off. counted: requests of which only lengths are known, and that use
     no drafter, decode in groups; groups_texts: so do plain texts, while there is no drafter.
-    max_num_seqs: requests that the executor has room for."""
+    max_num_seqs, max_draft_tokens: requests, and tokens of one draft, that the executor has room
+    for. look_up: in texts; None where there is none."""
 
     table: Table
     learn: Estimators
@@ -43,6 +45,13 @@ class Context:
     counted: bool
     groups_texts: bool
     max_num_seqs: float
+    max_draft_tokens: int
+    look_up: LookUp | None
+
+    @property
+    def may_draft(self) -> bool:
+        """True if requests may have drafts, those of predictions aside."""
+        return bool(self.table.drafters) or self.look_up is not None
 
     @property
     def uses_lanes(self) -> bool:

@@ -8,14 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import numpy as np
-
 from penstock.core.allocate import allocate
 from penstock.core.context import Context
 from penstock.core.policies.base import ReplayProposal, Room, usable
-from penstock.core.predicted import MOST_PREDICTED
 from penstock.core.select import select
 from penstock.core.state import (
+    NO_DRAFT,
     SKIPPED,
     Drafter,
     DraftRound,
@@ -26,16 +24,11 @@ from penstock.core.state import (
 from penstock.core.table import DueDrafts
 from penstock.core.types import (
     AUTO_DRAFTER,
-    PREDICTION,
     TARGET,
     DrafterUp,
     DraftOrder,
-    RoundCosts,
 )
 from penstock.fluid.step_profile import StepWork
-
-_NOTHING = Grant(0)
-_LEAST_SURVIVAL = 0.05  # of a predicted token: a row's cost is not known better than that
 
 
 class CatchUp(NamedTuple):
@@ -48,35 +41,24 @@ class CatchUp(NamedTuple):
     new_blocks: tuple[int, ...] = ()
 
 
-def order(ctx: Context, state: RequestState, num_known: int, grant: Grant) -> DraftOrder | None:
-    """Return an order to catch up to `num_known` tokens and draft the grant.
+def order(
+    ctx: Context, state: RequestState, num_known: int, grant: Grant, front: tuple[int, ...]
+) -> DraftOrder | None:
+    """Return an order to catch up to `num_known` tokens, and to draft behind the `front`.
 
     None where there is nothing to do or no memory: a draft is never worth a preemption."""
     drafter = ctx.table.drafter_of(state)
-    if drafter is None:
-        return None
     length = grant.num_draft_tokens
+    if drafter is None or not length:
+        return None
     if drafter.pool is None:
-        catch_up = CatchUp(num_known, 0) if length else None
+        catch_up: CatchUp | None = CatchUp(num_known + len(front), 0)
     else:
-        catch_up = _catch_up(ctx, state, drafter, num_known, length)
+        catch_up = _catch_up(ctx, state, drafter, num_known + len(front), length)
     if catch_up is None:
         return None
-    costs = None
-    if drafter.is_chained and length:
-        is_trial = ctx.trials is not None and ctx.trials.covers(state, drafter.name)
-        costs = None if is_trial else _costs(ctx, drafter, length)
     given = _order(state, drafter, catch_up, length)
-    return given._replace(min_survival=grant.min_survival, costs=costs)
-
-
-def _costs(ctx: Context, drafter: Drafter, length: int) -> RoundCosts | None:
-    times, num = ctx.learn.times, len(ctx.table.running)
-    if times.target.is_empty:
-        return None
-    rounds = times.target.at(num * np.arange(1, length + 2)) + times.overhead
-    step = times.curve_of(drafter.name)(num)
-    return RoundCosts(tuple(rounds.tolist()), step, times.catch_up_of(drafter.name), num)
+    return given._replace(min_survival=grant.min_survival, front_token_ids=front)
 
 
 def _order(state: RequestState, drafter: Drafter, catch_up: CatchUp, length: int = 0) -> DraftOrder:
@@ -132,32 +114,6 @@ def _make_room(ctx: Context, drafter: Drafter, num_blocks: int, keep: RequestSta
     return False
 
 
-# --- from a prediction -------------------------------------------------------------------------
-
-
-def predict(ctx: Context, state: RequestState) -> None:
-    """Hold the next tokens of a request's prediction, as many as give the most tokens a second.
-
-    None where its drafter's tokens are likelier. Other requests are taken to draft nothing."""
-    if state.prediction is None:
-        return
-    tokens = state.prediction.next_tokens(MOST_PREDICTED)
-    survival = state.prediction.survival(len(tokens))
-    survival = survival[survival >= _LEAST_SURVIVAL]
-    request_id, drafter, learn = state.request.id, state.drafter, ctx.learn
-    if drafter is not None:
-        found = learn.acceptance.found(request_id, drafter)
-        if survival[:1].sum() < found * learn.acceptance.mean(request_id, drafter):
-            return
-    length, target = len(survival), learn.times.target
-    if not target.is_empty:
-        num = len(ctx.table.running)
-        seconds = target.at(num + np.arange(length + 1)) + learn.times.overhead
-        gained = np.concatenate([[0.0], survival.cumsum()])
-        length = int(np.argmax((num + gained) / seconds))
-    state.hold(tokens[:length], PREDICTION)
-
-
 # --- in a lane of its own ----------------------------------------------------------------------
 
 
@@ -176,28 +132,35 @@ def orders_of_lane(ctx: Context, lane: str, plan_id: int, now: float) -> tuple[D
         states = _beside(ctx)
         num = len(states)
         room = Room(ctx.admission.draft_budget(num), num, num)
-        due.grants = allocate(ctx, states, room, now)
+        proposers = [(s, ctx.table.drafter_of(s)) for s in states]
+        due.grants = allocate(ctx, proposers, room, now)
     orders = []
     for state in chosen:
-        grant = due.grants.get(state.request.id, _NOTHING)
-        at_hand = _at_hand(ctx, state, lane, grant.num_draft_tokens)
-        if at_hand:
-            state.draft = DraftRound(
-                DraftStage.HELD,
-                num_draft_tokens=len(at_hand),
-                ahead_token_ids=at_hand,
-                drafter=lane,
-            )
-            continue
-        given = _lane_order(ctx, state, drafter, grant, now)
-        if given is None:
-            state.draft = SKIPPED
-            continue
-        state.draft = DraftRound(DraftStage.ORDERED, given, now)
-        if not drafter.remote:
-            state.plans[plan_id] = (lane,)
-        orders.append(given)
+        given = _begin(ctx, state, drafter, due.grants.get(state.request.id, NO_DRAFT), now)
+        if given is not None:
+            if not drafter.remote:
+                state.plans[plan_id] = (lane,)
+            orders.append(given)
     return tuple(orders)
+
+
+def _begin(
+    ctx: Context, state: RequestState, drafter: Drafter, grant: Grant, now: float
+) -> DraftOrder | None:
+    """Hold a draft that is at hand, sent ahead or looked up, or return an order for one."""
+    at_hand = _at_hand(ctx, state, drafter.name, grant.num_draft_tokens)
+    if at_hand:
+        state.hold(Grant(len(at_hand)), at_hand, drafter.name)
+        return None
+    front = state.looked_up(grant.num_looked_up)
+    given = _lane_order(ctx, state, drafter, grant, front, now)
+    if given is not None:
+        state.draft = DraftRound(DraftStage.ORDERED, given, now)
+    elif front:
+        state.hold(Grant(0, num_looked_up=len(front)), front)
+    else:
+        state.draft = SKIPPED
+    return given
 
 
 def _due(ctx: Context, now: float) -> DueDrafts:
@@ -241,11 +204,14 @@ def _at_hand(ctx: Context, state: RequestState, drafter: str, granted: int) -> t
 
 
 def _lane_order(
-    ctx: Context, state: RequestState, drafter: Drafter, grant: Grant, now: float
+    ctx: Context,
+    state: RequestState,
+    drafter: Drafter,
+    grant: Grant,
+    front: tuple[int, ...],
+    now: float,
 ) -> DraftOrder | None:
-    if not grant.num_draft_tokens:
-        return None
-    given = order(ctx, state, state.num_known_tokens, grant)
+    given = order(ctx, state, state.num_known_tokens, grant, front)
     if given is None or not drafter.remote:
         return given
     if ctx.table.sent_ahead.get(state.request.id) == drafter.name:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from penstock.core import draft
 from penstock.core.ahead import LinesAhead
 from penstock.core.context import Context
 from penstock.core.groups import CountedState, GroupedState, num_later_blocks
-from penstock.core.state import SKIPPED, DraftRound, DraftStage, Outcome, RequestState
+from penstock.core.state import SKIPPED, Grant, Outcome, RequestState
 from penstock.core.text_groups import TextGroup
 from penstock.core.types import (
-    PREDICTION,
     TARGET,
     DecodeRun,
     DraftAhead,
@@ -35,7 +33,7 @@ def observe(ctx: Context, plan: StepPlan, result: StepResult) -> list[Output]:
         _plan_ended(ctx, item.request_id, plan.id)
     table.memory.plan_ended(plan.id)
     times = ctx.learn.times
-    if table.drafters:
+    if ctx.may_draft:
         times.on_result(result, may_wait=ctx.uses_lanes)
         times.observe_drafting(result)
         if ctx.trials is not None:
@@ -85,8 +83,8 @@ def _judge(ctx: Context, plan: StepPlan, result: StepResult) -> list[Output]:
             output = _advance(ctx, state, item, verdict, result.finished_at, is_read)
             if output is not None:
                 outputs.append(output)
-                # What had to come, or was predicted, tells nothing of drafters.
-                if item.drafter not in (None, PREDICTION) or not item.ahead_token_ids:
+                # What had to come tells nothing.
+                if item.drafter is not None or not item.token_ids:
                     outcomes.append(Outcome(state, verdict))
     ctx.allocation.on_step(outcomes, result.finished_at)
     if ctx.table.drafters:
@@ -102,7 +100,7 @@ def _advance(
     is_read: the drafter of this step's draft has read the text."""
     known = item.start + item.num_scheduled_tokens
     if item.draft is not None and is_read:
-        _drafted(state, item.draft, verdict.num_proposed)
+        _drafted(state, item.draft, verdict.num_proposed - item.num_looked_up)
     if len(state.kv) > 1:
         # Roll back: positions of rejected drafts are written over in the next round.
         verified = state.num_known_tokens + verdict.num_accepted
@@ -119,7 +117,8 @@ def _advance(
         accounts.charge_decode(state, known, verdict.num_proposed)
     state.next_round()
     ctx.learn.acceptance.on_verdict(verdict)
-    if item.num_draft_tokens and item.drafter is not None and not verdict.num_proposed:
+    is_asked = item.num_draft_tokens > item.num_looked_up
+    if item.drafter is not None and is_asked and verdict.num_drafted <= item.num_looked_up:
         ctx.learn.acceptance.observe_empty(state.request.id, item.drafter)
     first = not state.num_output_tokens
     if first:
@@ -148,6 +147,7 @@ def _advance(
         state.admitted_at - state.request.arrival_time if first else 0.0,
         state.num_preemptions if reason is not None else 0,
         verdict.num_stop_chars,
+        verdict.num_looked_up,
     )
 
 
@@ -155,12 +155,13 @@ def _append(ctx: Context, state: RequestState, verdict: Verdict) -> int:
     """Append a verdict's tokens and hold what comes next, if known; return the number to report."""
     if isinstance(state, CountedState):
         return state.append_counted(len(verdict.token_ids))
+    if state.match is not None and state.matched_at == state.num_known_tokens:
+        ctx.learn.acceptance.matches.learn(state.request.id, state.match, verdict.token_ids)
     state.append(verdict.token_ids)
     ctx.table.memory.commit(state)
-    if verdict.forced_token_ids:
-        state.hold(verdict.forced_token_ids)
-    else:
-        draft.predict(ctx, state)
+    forced = verdict.forced_token_ids[: state.most_draft_tokens]
+    if forced:
+        state.hold(Grant(len(forced)), forced)
     return len(verdict.token_ids)
 
 
@@ -242,6 +243,8 @@ def finish(
 
 def _forget(ctx: Context, state: RequestState) -> None:
     ctx.table.release_request(state)
+    if ctx.look_up is not None:
+        ctx.look_up.release_request(state)
     if ctx.trials is not None:
         ctx.trials.release_request(state)
     ctx.learn.acceptance.release_request(state.request.id)
@@ -279,8 +282,11 @@ def draft_ready(ctx: Context, event: DraftReady, now: float, *, is_read: bool = 
         _drafted(state, order, num_draft_tokens)
     if not num_draft_tokens:
         ctx.learn.acceptance.observe_empty(state.request.id, event.drafter)
-    held = DraftRound(DraftStage.HELD, num_draft_tokens=num_draft_tokens, drafter=event.drafter)
-    state.draft = held if num_draft_tokens else SKIPPED
+    front = order.front_token_ids
+    if num_draft_tokens or front:
+        state.hold(Grant(num_draft_tokens, num_looked_up=len(front)), front, event.drafter)
+    else:
+        state.draft = SKIPPED
 
 
 def draft_ahead(ctx: Context, event: DraftAhead) -> None:

@@ -4,20 +4,16 @@ The output is followed in the prediction, and found again where it has left it:
 
     prediction   a b c d e f g h i
     output       a b c x y f g             the next draft is h i
-
-Every output token says whether the prediction was right there, also where it was not drafted."""
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-FloatArray = npt.NDArray[np.float64]
+from penstock.core.types import PREDICTION, Match
 
-MOST_PREDICTED = 32
-"""Longest draft, as vLLM's buffers have it."""
 _LONGEST_MATCH = 32
 """Most tokens compared of a match: longer ones count the same."""
 _SURE_MATCH = 3
@@ -26,37 +22,20 @@ _NEAR = 16
 """Tokens behind the last sure place within which a shorter match counts, too."""
 _MOST_TRIED = 16
 """Limit of the places with the same token that are compared."""
-_FIRST_RATES = (0.5, 0.5, 0.7, 0.8, 0.9, 0.95, 0.97)
-"""Expected share of right tokens behind matches of 0, 1, 2, 4, 8, 16 and 32 tokens."""
-_FIRST_STRENGTH = 1.0  # tokens that this counts for: most predictions are right, or none of it
-_KEEP = 0.97  # memory of a token
 
 
 class Prediction:
-    """Place of one request's output in its prediction, with how often that was right."""
+    """Place of one request's output in its prediction."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._tokens = token_ids
         self._array = np.array(token_ids, dtype=np.int32)
         self._place = self._sure_place = self._match = 0
-        # By kind of match.
-        self._num_right, self._num_seen = [0.0] * len(_FIRST_RATES), [0.0] * len(_FIRST_RATES)
 
-    def next_tokens(self, num_tokens: int) -> tuple[int, ...]:
-        """Return up to `num_tokens` tokens that should come next."""
-        return tuple(self._tokens[self._place : self._place + num_tokens])
-
-    def survival(self, num_tokens: int) -> FloatArray:
-        """Return the probabilities that the first 1, 2, … of these tokens are all right."""
-        rates, shift = [], 1.0
-        for right, seen, first in zip(self._num_right, self._num_seen, _FIRST_RATES, strict=True):
-            expected = first * shift * _FIRST_STRENGTH
-            rates.append((right + expected) / (seen + _FIRST_STRENGTH))
-            # Longer matches, until they are seen, differ from the expected as shorter ones do.
-            shift = min(1.0, rates[-1] / first)
-        lengths = range(self._match, self._match + num_tokens)
-        each: FloatArray = np.array([rates[_kind(length)] for length in lengths], dtype=np.float64)
-        return each.cumprod()
+    def match(self, num_tokens: int) -> Match | None:
+        """Return up to `num_tokens` tokens that should come next; None at the end."""
+        tokens = tuple(self._tokens[self._place : self._place + num_tokens])
+        return Match(tokens, min(self._match, _LONGEST_MATCH), PREDICTION) if tokens else None
 
     def follow(self, output: Sequence[int], num_new: int) -> None:
         """Follow the last `num_new` tokens of an output."""
@@ -67,13 +46,10 @@ class Prediction:
                 self._sure_place = self._place
 
     def _is_right(self, token: int) -> bool:
-        """Compare the next token, learn from it, and go on if it is equal."""
+        """Compare the next token, and go on if it is equal."""
         if self._place == len(self._tokens):
             return False
         is_right = self._tokens[self._place] == token
-        kind = _kind(self._match)
-        self._num_right[kind] = _KEEP * self._num_right[kind] + is_right
-        self._num_seen[kind] = _KEEP * self._num_seen[kind] + 1
         if is_right:
             self._place, self._match = self._place + 1, self._match + 1
         return is_right
@@ -99,8 +75,3 @@ class Prediction:
         tokens = self._tokens
         most = min(place, len(text))
         return next((n for n in range(most) if tokens[place - 1 - n] != text[-1 - n]), most)
-
-
-def _kind(length: int) -> int:
-    """Return the index in _FIRST_RATES of a match's length."""
-    return min(length, _LONGEST_MATCH).bit_length()

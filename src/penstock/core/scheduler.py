@@ -15,7 +15,14 @@ from penstock.core.context import Context
 from penstock.core.groups import DecodeGroup, repeated_run
 from penstock.core.kv import BlockPool
 from penstock.core.learn import Estimators
-from penstock.core.policies.base import AdmissionPolicy, AllocationPolicy, Pipeline, SelectionPolicy
+from penstock.core.lookup import LookUp
+from penstock.core.policies.base import (
+    MOST_DRAFT_TOKENS,
+    AdmissionPolicy,
+    AllocationPolicy,
+    Pipeline,
+    SelectionPolicy,
+)
 from penstock.core.policies.pipeline.micro_batches import MicroBatches
 from penstock.core.queues import WaitingRequests
 from penstock.core.state import Drafter
@@ -53,7 +60,8 @@ class Scheduler:
     pool: the target's KV; `drafters` have pools of their own, with the same block size. pipeline:
     default `barrier`. counted: requests of which only lengths are known advance together;
     groups_texts: so do texts without drafters, if the executor can; neither changes a decision.
-    max_num_seqs: the executor's room; None is no limit."""
+    max_num_seqs, max_draft_tokens: the executor's room for requests (None is no limit), and for the
+    tokens of one draft. look_up: in texts, for all requests."""
 
     def __init__(
         self,
@@ -71,6 +79,8 @@ class Scheduler:
         groups_texts: bool = False,
         fairness: bool = False,
         max_num_seqs: int | None = None,
+        max_draft_tokens: int = MOST_DRAFT_TOKENS,
+        look_up: LookUp | None = None,
     ) -> None:
         learn = learn or Estimators()
         by_name = {d.name: d for d in drafters}
@@ -104,6 +114,8 @@ class Scheduler:
             counted,
             groups_texts,
             math.inf if max_num_seqs is None else max_num_seqs,
+            max_draft_tokens,
+            look_up,
         )
         # A run that may repeat, and the table's version if nothing happens until then.
         self._repeatable: tuple[DecodeRun, int] | None = None
@@ -112,6 +124,11 @@ class Scheduler:
     def learn(self) -> Estimators:
         """The estimators."""
         return self._ctx.learn
+
+    @property
+    def look_up(self) -> LookUp | None:
+        """Look-up in texts."""
+        return self._ctx.look_up
 
     @property
     def pool(self) -> BlockPool:

@@ -21,6 +21,7 @@ def select(ctx: Context, states: Iterable[RequestState], now: float) -> None:
     """Give each request whose round begins the drafter it names, or the policy's choice."""
     if not ctx.table.drafters:
         return
+    look_up = None if ctx.look_up is None else ctx.look_up.name
     free = []
     for state in states:
         if state.draft.stage is not DraftStage.OPEN:
@@ -29,7 +30,7 @@ def select(ctx: Context, states: Iterable[RequestState], now: float) -> None:
             ctx.trials.before_choice(state)
         state.draft = CHOSEN
         wanted = state.request.drafter
-        if wanted == NO_DRAFTER or state.request.max_draft_tokens == 0:
+        if wanted in (NO_DRAFTER, look_up) or state.request.max_draft_tokens == 0:
             state.drafter = None
         elif wanted != AUTO_DRAFTER:
             state.drafter = wanted if _is_open(ctx, wanted, state) else None

@@ -14,6 +14,7 @@ from penstock.core.types import (
     NO_DRAFTER,
     TARGET,
     DraftOrder,
+    Match,
     Request,
     Status,
     Tenant,
@@ -34,15 +35,17 @@ class DraftStage(Enum):
 class DraftRound(NamedTuple):
     """A stage with its data.
 
-    order, ordered_at: the order and when it was given. ahead_token_ids: tokens of a draft that was
-    sent ahead, is predicted, or is forced by a grammar. drafter: of a held draft (None: forced)."""
+    order, ordered_at: the order and when it was given. num_draft_tokens: of a held draft.
+    token_ids: the first of them, if known: sent ahead, forced by a grammar, or the first
+    `num_looked_up` looked up. drafter: of the others, or those sent ahead."""
 
     stage: DraftStage
     order: DraftOrder | None = None
     ordered_at: float = 0.0
     num_draft_tokens: int = 0
-    ahead_token_ids: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()
     drafter: str | None = None
+    num_looked_up: int = 0
 
 
 OPEN = DraftRound(DraftStage.OPEN)
@@ -60,9 +63,8 @@ class Drafter:
     not answered since. model: its model, if not named like it: instances of one model share
     acceptance rates. max_num_seqs: requests that it drafts for at once (Spin's B_j); None is no
     limit. stops_early: it ends drafts at `min_survival`. max_len: tokens of a text that it can
-    read; vocab_size: token ids that it knows, from 0 on; None: as the target. is_chained: it weighs
-    look-up against its model in every round (`RoundCosts`). stays: a remote one that is known, and
-    may be named, while it is down."""
+    read; vocab_size: token ids that it knows, from 0 on; None: as the target. stays: a remote one
+    that is known, and may be named, while it is down."""
 
     name: str
     pool: BlockPool | None = None
@@ -78,13 +80,7 @@ class Drafter:
     stops_early: bool = False
     max_len: int | None = None
     vocab_size: int | None = None
-    is_chained: bool = False
     stays: bool = False
-
-    @property
-    def is_look_up(self) -> bool:
-        """True if it drafts without a model."""
-        return self.pool is None and not self.remote
 
     @property
     def is_limited(self) -> bool:
@@ -110,12 +106,31 @@ class Drafter:
 
 
 class Grant(NamedTuple):
-    """Draft tokens that a request may draft.
+    """Tokens of a request's draft: the first `num_looked_up` from look-up, then its drafter's.
 
-    It stops once the predicted probability that all are accepted falls below `min_survival`."""
+    num_draft_tokens: of the drafter, which stops once the predicted probability that all of them
+    are accepted falls below `min_survival`."""
 
     num_draft_tokens: int
     min_survival: float = 0.0
+    num_looked_up: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_looked_up + self.num_draft_tokens
+
+    def cut(self, most: int) -> Grant:
+        """Return the grant with at most so many tokens."""
+        if self.num_tokens <= most:
+            return self
+        num_looked_up = min(self.num_looked_up, most)
+        return self._replace(
+            num_draft_tokens=min(self.num_draft_tokens, most - num_looked_up),
+            num_looked_up=num_looked_up,
+        )
+
+
+NO_DRAFT = Grant(0)
 
 
 class Outcome(NamedTuple):
@@ -138,6 +153,8 @@ class RequestState:
         "first_token_at",
         "in_flight",
         "kv",
+        "match",
+        "matched_at",
         "num_output_tokens",
         "num_preemptions",
         "order",
@@ -172,6 +189,9 @@ class RequestState:
         """Continuations that a draft server has sent without an order."""
         is_predicted = bool(request.prediction) and request.drafter != NO_DRAFTER
         self.prediction = Prediction(request.prediction) if is_predicted else None
+        self.match: Match | None = None
+        """What look-up found behind the text of `matched_at` tokens."""
+        self.matched_at = -1
         self.seen_token_ids = (0, -1)
         """Output tokens examined by `highest_token_id`, and its result."""
 
@@ -236,19 +256,29 @@ class RequestState:
         self.round += 1
         self.draft = OPEN
 
-    def hold(self, token_ids: tuple[int, ...], drafter: str | None = None) -> None:
-        """Hold tokens as the draft of this round. drafter: None if they must come next."""
+    def looked_up(self, num_tokens: int) -> tuple[int, ...]:
+        """Return the first tokens that look-up has found behind the known text."""
+        is_due = self.match is not None and self.matched_at == self.num_known_tokens
+        return self.match.token_ids[:num_tokens] if self.match is not None and is_due else ()
+
+    @property
+    def most_draft_tokens(self) -> int:
+        """Longest draft that could be of use: the target adds one token itself."""
         most = self.num_remaining_tokens - 1
-        if self.request.max_draft_tokens is not None:
-            most = min(most, self.request.max_draft_tokens)
-        tokens = token_ids[: max(0, most)]
-        if tokens:
-            self.draft = DraftRound(
-                DraftStage.HELD,
-                num_draft_tokens=len(tokens),
-                ahead_token_ids=tokens,
-                drafter=drafter,
-            )
+        asked = self.request.max_draft_tokens
+        return max(0, most if asked is None else min(most, asked))
+
+    def hold(self, grant: Grant, token_ids: tuple[int, ...], drafter: str | None = None) -> None:
+        """Hold a draft, of which the first tokens are known.
+
+        drafter: of tokens that were not looked up; None if they must come next."""
+        self.draft = DraftRound(
+            DraftStage.HELD,
+            num_draft_tokens=grant.num_tokens,
+            token_ids=token_ids,
+            drafter=drafter,
+            num_looked_up=grant.num_looked_up,
+        )
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Add verified output."""

@@ -105,12 +105,12 @@ class Trials:
         """Add the draft of a trial to the policy's grants."""
         if self._trial is None:
             self._begin_unused(candidates, grants, view)
-        for i, (state, drafter, limit, _) in enumerate(candidates):
-            if self.covers(state, drafter):
-                own = grants[i].num_draft_tokens
-                left = view.room.budget - sum(g.num_draft_tokens for g in grants)
-                length = min(_NUM_TOKENS, limit, own + max(0, left))
-                if length > own:
+        for i, candidate in enumerate(candidates):
+            if candidate.drafter is not None and self.covers(candidate.state, candidate.drafter):
+                own = grants[i].num_tokens
+                left = view.room.budget - sum(g.num_tokens for g in grants)
+                length = min(_NUM_TOKENS, candidate.limit, own + max(0, left))
+                if length > grants[i].num_draft_tokens:
                     grants[i] = Grant(length)
         return grants
 
@@ -118,12 +118,8 @@ class Trials:
         self, candidates: Sequence[DraftCandidate], grants: Sequence[Grant], view: View
     ) -> None:
         """Begin the trial of a drafter that all requests could use, and none does."""
-        used = {
-            c.drafter
-            for c, grant in zip(candidates, grants, strict=True)
-            if grant.num_draft_tokens and not view.drafters[c.drafter].is_chained
-        }
-        for name in dict.fromkeys(c.drafter for c in candidates):
+        used = {c.drafter for c, g in zip(candidates, grants, strict=True) if g.num_draft_tokens}
+        for name in dict.fromkeys(c.drafter for c in candidates if c.drafter is not None):
             able = [c.state for c in candidates if c.drafter == name and c.limit >= _NUM_TOKENS]
             if able and name not in used and self._is_due(name):
                 self._begin(min(able, key=lambda s: s.num_unread(name)), name)

@@ -21,6 +21,8 @@ AUTO_DRAFTER: Final = "auto"
 NO_DRAFTER: Final = "none"
 PREDICTION: Final = "prediction"
 """Name, as of a drafter, of drafts from a request's prediction."""
+LOOK_UP: Final = "look-up"
+"""The same of drafts that were looked up in texts."""
 
 
 class Status(StrEnum):
@@ -248,33 +250,31 @@ Event = Arrive | Cancel | DraftReady | DraftAhead | DrafterUp | DrafterDown | Re
 # --- plans --------------------------------------------------------------------------------------
 
 
+class Match(NamedTuple):
+    """Tokens that followed the same words elsewhere.
+
+    length: equal tokens before them. source: the text's "own", "tenant" or "prediction"."""
+
+    token_ids: tuple[int, ...]
+    length: int
+    source: str
+
+
 class DraftSource(StrEnum):
-    """Origin of the draft of a verify item."""
+    """Origin of the draft of a verify item, or of its tokens that the scheduler does not know."""
 
     NONE = "none"
+    KNOWN = "known"
     INLINE = "inline"
     HELD = "held"
-    AHEAD = "ahead"
-
-
-class RoundCosts(NamedTuple):
-    """Costs in seconds that a drafter with several sources weighs.
-
-    rounds: a round without its drafting, by draft tokens per request from 0 on; step: one more
-    token of all drafts by its model; read: one unread token by its model; num_requests: in the
-    round, those of other drafters included."""
-
-    rounds: tuple[float, ...]
-    step: float
-    read: float
-    num_requests: int = 1
 
 
 class DraftOrder(NamedTuple):
     """An order to catch up and to draft.
 
-    `drafter` reads known tokens `start..start + num_catch_up_tokens - 1` into its KV, then drafts
-    up to `max_draft_tokens` (0: only read), stopping once the predicted survival of the draft falls
+    `drafter` reads tokens `start..start + num_catch_up_tokens - 1` into its KV, of which the last
+    are `front_token_ids`: looked-up tokens that come before its own in the draft. Then it drafts up
+    to `max_draft_tokens` (0: only read), stopping once the predicted survival of its tokens falls
     below `min_survival`. deadline: an answer after it is too late. new_blocks: of the drafter's KV.
     evaluate: count the tokens that it would have predicted (`Replayed`)."""
 
@@ -289,7 +289,7 @@ class DraftOrder(NamedTuple):
     min_survival: float = 0.0
     deadline: float | None = None
     evaluate: bool = False
-    costs: RoundCosts | None = None
+    front_token_ids: tuple[int, ...] = ()
 
 
 class VerifyItem(NamedTuple):
@@ -297,8 +297,9 @@ class VerifyItem(NamedTuple):
 
     It computes `num_scheduled_tokens` known tokens from `start` on, then up to `num_draft_tokens`
     draft positions. samples: the last known token is included, so that the item yields tokens; any
-    other item is a chunk of prefill. ahead_token_ids: a draft that was sent ahead, predicted, or
-    forced (then `drafter` is None); other drafts are with the executor."""
+    other item is a chunk of prefill. token_ids: the first tokens of the draft, if the scheduler
+    knows them: sent ahead, forced (then `drafter` is None), or the first `num_looked_up` looked up;
+    others are with the executor."""
 
     request_id: str
     epoch: int
@@ -311,7 +312,8 @@ class VerifyItem(NamedTuple):
     num_draft_tokens: int = 0
     draft: DraftOrder | None = None
     new_blocks: tuple[int, ...] = ()
-    ahead_token_ids: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    num_looked_up: int = 0
 
 
 class GroupChange(NamedTuple):
@@ -401,7 +403,7 @@ class Verdict(NamedTuple):
 
     token_ids: accepted draft tokens and the recovered or bonus token; empty for a chunk of prefill.
     num_decided: draft positions up to and including the first rejection, without the first
-    `num_looked_up`, of which a chain's model says nothing; evidence: the accepted ones among them,
+    `num_looked_up`, which are not the drafter's; evidence: the accepted ones among them,
     or in `ratio` mode the less noisy Σ min(target, draft). evidence_all: Σ min(1,
     target / draft) over all proposed positions (GoodSpeed, eq. 3). prompt_logprobs: given once.
     forced_token_ids: tokens that must come next. finish_reason: of an output that has ended;
@@ -523,6 +525,7 @@ class Output(NamedTuple):
     queued_s: float = 0.0
     num_preemptions: int = 0
     num_stop_chars: int = 0
+    num_looked_up: int = 0
 
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)

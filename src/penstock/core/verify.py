@@ -7,32 +7,35 @@ from penstock.core.allocate import grants_of_step
 from penstock.core.context import Context
 from penstock.core.groups import decode_run
 from penstock.core.kv import BlockPool
-from penstock.core.state import CHOSEN, DraftStage, Grant
+from penstock.core.state import CHOSEN, NO_DRAFT, DraftStage, Grant, RequestState
 from penstock.core.step import ScheduledTokens, Step
 from penstock.core.types import (
+    LOOK_UP,
     PREDICTION,
     TARGET,
     DecodeRun,
-    DraftOrder,
     DraftSource,
     VerifyItem,
 )
-
-_NOTHING = Grant(0)
 
 
 def items(ctx: Context, step: Step, plan_id: int) -> tuple[VerifyItem, ...]:
     """Return an item for every scheduled request, with its draft and KV blocks."""
     scheduled = list(step.scheduled.values())
     grants = {}
-    if ctx.table.drafters or any(s.state.draft.stage is DraftStage.HELD for s in scheduled):
+    if ctx.may_draft or any([_is_drafted(s.state) for s in scheduled]):
         grants = grants_of_step(ctx, step, scheduled)
-    written = [(s, _item(ctx, s, grants.get(s.state.request.id, _NOTHING))) for s in scheduled]
+    written = [(s, _item(ctx, s, grants.get(s.state.request.id, NO_DRAFT))) for s in scheduled]
     for s, item in written:
         s.state.in_flight = True
         order = item.draft
         s.state.plans[plan_id] = (TARGET,) if order is None else (TARGET, order.drafter)
     return tuple([item for _, item in written])
+
+
+def _is_drafted(state: RequestState) -> bool:
+    """Return whether a request has a draft, or may have one, without drafters and look-up."""
+    return state.draft.stage is DraftStage.HELD or state.prediction is not None
 
 
 def decodes(ctx: Context, step: Step, plan_id: int) -> DecodeRun:
@@ -42,53 +45,43 @@ def decodes(ctx: Context, step: Step, plan_id: int) -> DecodeRun:
 
 
 def _item(ctx: Context, scheduled: ScheduledTokens, grant: Grant) -> VerifyItem:
-    length = 0
-    state = scheduled.state
-    source, order, drafter = DraftSource.NONE, None, None
-    is_held = state.draft.stage is DraftStage.HELD
-    if is_held and scheduled.samples:
-        length = _grow_for_draft(ctx, scheduled, grant.num_draft_tokens)
-        if length:
-            is_ahead = bool(state.draft.ahead_token_ids)
-            source = DraftSource.AHEAD if is_ahead else DraftSource.HELD
-            drafter = state.draft.drafter
-    elif state.drafter:
-        order = _order_inside(ctx, scheduled, grant)
-        length = order.max_draft_tokens if order is not None else 0
-        if length:
-            source, drafter = DraftSource.INLINE, state.drafter
-    ahead = state.draft.ahead_token_ids[:length] if is_held else ()
-    if drafter not in (None, PREDICTION):
-        ctx.table.counters.ahead_used += len(ahead)
+    state, held = scheduled.state, scheduled.state.draft
+    is_held = held.stage is DraftStage.HELD
+    grant = grant.cut(_grow_for_draft(ctx, scheduled, grant.num_tokens))
+    source, order, drafter = DraftSource.NONE, None, state.drafter
+    known: tuple[int, ...] = ()
     if is_held:
+        known, drafter = held.token_ids[: grant.num_tokens], held.drafter
+        source = DraftSource.HELD if grant.num_tokens > len(known) else DraftSource.KNOWN
+        if not held.num_looked_up and drafter is not None:
+            ctx.table.counters.ahead_used += len(known)
         state.draft = CHOSEN
+    elif grant.num_tokens:
+        known = state.looked_up(grant.num_looked_up)
+        num_known = scheduled.start + scheduled.num_tokens
+        order = draft.order(ctx, state, num_known, grant, known)
+        if order is None:
+            grant = Grant(0, num_looked_up=len(known))
+        source = DraftSource.KNOWN if order is None else DraftSource.INLINE
+    is_looked_up = grant.num_looked_up == grant.num_tokens > 0
+    if is_looked_up:
+        assert state.match is not None
+        drafter = PREDICTION if state.match.source == PREDICTION else LOOK_UP
     return VerifyItem(
-        state.request.id,
-        state.epoch,
-        state.round,
-        scheduled.start,
-        scheduled.num_tokens,
-        scheduled.samples,
-        source,
-        drafter,
-        length,
-        order,
-        tuple(scheduled.new_blocks),
-        ahead,
+        request_id=state.request.id,
+        epoch=state.epoch,
+        round=state.round,
+        start=scheduled.start,
+        num_scheduled_tokens=scheduled.num_tokens,
+        samples=scheduled.samples,
+        source=source if grant.num_tokens else DraftSource.NONE,
+        drafter=drafter if grant.num_tokens else None,
+        num_draft_tokens=grant.num_tokens,
+        draft=order,
+        new_blocks=tuple(scheduled.new_blocks),
+        token_ids=known,
+        num_looked_up=grant.num_looked_up,
     )
-
-
-def _order_inside(ctx: Context, scheduled: ScheduledTokens, grant: Grant) -> DraftOrder | None:
-    """Return an order for a draft inside the step.
-
-    The drafter reads the prompt only then: many requests never draft with it."""
-    state = scheduled.state
-    drafter = ctx.table.drafter_of(state)
-    if drafter is None or ctx.is_beside(drafter) or not grant.num_draft_tokens:
-        return None
-    length = _grow_for_draft(ctx, scheduled, grant.num_draft_tokens)
-    known = scheduled.start + scheduled.num_tokens
-    return draft.order(ctx, state, known, grant._replace(num_draft_tokens=length))
 
 
 def _grow_for_draft(ctx: Context, scheduled: ScheduledTokens, length: int) -> int:

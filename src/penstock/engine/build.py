@@ -15,9 +15,7 @@ import torch
 
 from penstock.config import (
     DEFAULT_TENANT,
-    NGRAM,
     SUFFIX,
-    DrafterParts,
     EngineConfig,
     as_tenants,
     key_variable,
@@ -25,7 +23,9 @@ from penstock.config import (
 )
 from penstock.core.kv import BlockPool
 from penstock.core.learn import Estimators
+from penstock.core.lookup import LookUp, TextLookUp
 from penstock.core.loop import Loop
+from penstock.core.policies.base import MOST_DRAFT_TOKENS
 from penstock.core.policies.registry import make_pipeline
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter
@@ -40,12 +40,8 @@ from penstock.engine.backends import (
     resolve_placements,
 )
 from penstock.engine.calibrate import calibrate
-from penstock.engine.drafters.base import LocalDrafter
-from penstock.engine.drafters.chain import ChainDrafter
 from penstock.engine.drafters.completions import CompletionsClient
-from penstock.engine.drafters.lookup import LookupDrafter
 from penstock.engine.drafters.server import ServerDrafter
-from penstock.engine.drafters.suffix import SuffixDrafter
 from penstock.engine.ends import LazyTokenizer
 from penstock.engine.executor import LocalExecutor
 from penstock.engine.grammar import GrammarCompiler
@@ -55,8 +51,6 @@ from penstock.engine.state import StateFile
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer, unlike_tokenizers
 
 _log = logging.getLogger(__name__)
-
-_LOOK_UPS: dict[str, type[LookupDrafter]] = {NGRAM: LookupDrafter, SUFFIX: SuffixDrafter}
 
 
 class MonotonicClock:
@@ -91,7 +85,7 @@ class Engine:
         """Return facts for `/health`, logs and reports."""
         return {
             "target": self.target,
-            "drafters": [*self.executor.drafters, *self.executor.servers],
+            "drafters": self._drafter_names,
             "dtype": self.dtype,
             "backend": self.backend,
             "instruction_set": self.instruction_set,
@@ -100,6 +94,13 @@ class Engine:
             "kv_bytes": self.kv_bytes,
             "max_model_len": self.max_model_len,
         }
+
+    @property
+    def _drafter_names(self) -> list[str]:
+        """Names that a request may give, look-up's last."""
+        look_up = self.scheduler.look_up
+        names = [*self.executor.drafters, *self.executor.servers]
+        return names if look_up is None else [*names, look_up.name]
 
 
 def load_engine(config: EngineConfig, *, calibrated: bool = True) -> Engine:
@@ -116,10 +117,12 @@ def load_engine(config: EngineConfig, *, calibrated: bool = True) -> Engine:
     place = models.place
     clock = MonotonicClock()
     with models.need().explained():
-        drafters = _drafters(config, models)
+        drafters = [models.drafter(n, path) for n, path in config.drafter_models.items()]
         executor = models.executor(drafters, clock)
-    state = None if config.state is None else StateFile(config, config.state, models, drafters)
-    scheduler = _scheduler(config, models, Estimators() if state is None else state.restore())
+    look_up = _look_up(config)
+    state = None if config.state is None else StateFile(config, config.state, models, look_up)
+    learn = Estimators() if state is None else state.restore()
+    scheduler = _scheduler(config, models, learn, look_up)
     profile = None if config.profile is None else read_profile(config.profile)
     if calibrated:
         is_auto = config.pipeline == "auto"
@@ -179,17 +182,11 @@ def _models_beside_vllm(config: EngineConfig, places: Mapping[str, Placement]) -
     return Models(config, places, shapes, num_blocks, vllm.max_model_len, tokenizers, vllm)
 
 
-def _drafters(config: EngineConfig, models: Models) -> list[LocalDrafter]:
-    return [_local_drafter(name, parts, models) for name, parts in config.sources.items()]
-
-
-def _local_drafter(name: str, parts: DrafterParts, models: Models) -> LocalDrafter:
-    model = None if parts.model is None else models.drafter(name, Path(parts.model))
-    if parts.look_up is not None:
-        look_up = _LOOK_UPS[parts.look_up](name)
-        return look_up if model is None else ChainDrafter(name, look_up, model)
-    assert model is not None
-    return model
+def _look_up(config: EngineConfig) -> TextLookUp | None:
+    if config.text_look_up is None:
+        return None
+    name, kind = config.text_look_up
+    return TextLookUp(name, remembers=kind == SUFFIX)
 
 
 def _start_servers(
@@ -216,9 +213,11 @@ def _start_servers(
             )
 
 
-def _scheduler(config: EngineConfig, models: Models, learn: Estimators) -> Scheduler:
+def _scheduler(
+    config: EngineConfig, models: Models, learn: Estimators, look_up: LookUp | None
+) -> Scheduler:
     """Raises: PolicyError."""
-    drafters = [_drafter(config, models, name) for name in config.sources]
+    drafters = [_drafter(config, models, name) for name in config.drafter_models]
     drafters += [
         Drafter(n, up=False, remote=True, stays=True, max_num_seqs=config.drafters[n].max_num_seqs)
         for n in config.servers
@@ -238,20 +237,20 @@ def _scheduler(config: EngineConfig, models: Models, learn: Estimators) -> Sched
         groups_texts=groups,
         fairness=config.fairness,
         max_num_seqs=models.vllm.max_num_seqs if groups and models.vllm else None,
+        max_draft_tokens=models.vllm.max_draft_tokens if models.vllm else MOST_DRAFT_TOKENS,
+        look_up=look_up,
     )
 
 
 def _drafter(config: EngineConfig, models: Models, name: str) -> Drafter:
     """Return the scheduler's drafter, with limits where the target's are wider."""
-    is_chained = config.sources[name].is_chain
     shape = models.shapes.get(name)
     drafts_text = name in models.tokenizers
     drafter = Drafter(
         name,
         has_lane=_has_lane(config, models, name),
         max_num_seqs=config.drafters[name].max_num_seqs,
-        is_chained=is_chained,
-        stops_early=not (shape is None or is_chained or drafts_text),
+        stops_early=not (shape is None or drafts_text),
     )
     if shape is not None:
         # For another tokenizer it has its own blocks, and these are an estimate.
@@ -266,7 +265,7 @@ def _drafter(config: EngineConfig, models: Models, name: str) -> Drafter:
 def _has_lane(config: EngineConfig, models: Models, name: str) -> bool:
     """Return whether a drafter may work beside the target.
 
-    With `auto` it may not on the target's cores, where nothing can be gained, nor does look-up."""
+    With `auto` it may not on the target's cores, where nothing can be gained."""
     if config.pipeline != "auto":
         return config.pipeline != "off"
     return name in models.places and models.is_apart(name)

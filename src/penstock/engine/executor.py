@@ -268,10 +268,7 @@ class LocalExecutor(ABC):
         recalled: list[tuple[str, Draft, torch.Tensor | None]] = []
         for item in plan.items:
             held = self._held.pop_draft(item, self.target)
-            if item.source is DraftSource.AHEAD:
-                tokens = list(item.ahead_token_ids)
-                recalled.append((item.request_id, Draft(tokens, [-1] * len(tokens)), None))
-            elif held is not None and item.source is DraftSource.HELD:
+            if held is not None and item.source is DraftSource.HELD:
                 recalled.append((item.request_id, *held))
         return StepJob(
             plan,
@@ -372,7 +369,10 @@ class LocalExecutor(ABC):
             with drafted.without_if_failing(name):
                 if drafter.runner is not None:
                     drafter.runner.limit_threads(job.num_threads)
-                drafts = drafter.draft(mine, [job.texts[o.request_id] for o in mine])
+                texts = [job.texts[o.request_id] for o in mine]
+                for order, text in zip(mine, texts, strict=True):
+                    text.foresee(order.front_token_ids)
+                drafts = drafter.draft(mine, texts)
                 seconds = self._clock.now() - started_at
                 drafted.add(mine, drafts)
                 drafted.times.append(draft_time(mine, seconds, drafts))

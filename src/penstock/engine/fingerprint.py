@@ -42,10 +42,10 @@ def fingerprint(config: EngineConfig, models: Models) -> dict[str, Any]:
     return {
         "target": _hash_of_model(config.target),
         "drafters": {
-            name: [look_up, None if model is None else _hash_of_model(Path(model)), *own[name]]
-            for name, (look_up, model, _) in config.sources.items()
+            name: [_hash_of_model(path), *own[name]] for name, path in config.drafter_models.items()
         }
         | {name: [url, model] for name, (url, model, _) in config.servers.items()},
+        "look_up": config.text_look_up,
         "machine": machine_name(models.place.device),
         "threads": models.place.num_threads,
         "kernels": f"{penstock.__version__} {kernels}",

@@ -12,7 +12,7 @@ import os
 import tempfile
 import threading
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,11 @@ import numpy as np
 
 from penstock.config import EngineConfig
 from penstock.core.learn import Estimators
+from penstock.core.lookup import TextLookUp
 from penstock.engine.backends import Models
-from penstock.engine.drafters.base import LocalDrafter
 from penstock.engine.fingerprint import canonical, digest, fingerprint
 
-_FORMAT = 1
+_FORMAT = 2
 """Version of the file; others are not read."""
 _SAVE_EVERY_S = 180.0
 _UNFIT = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
@@ -37,11 +37,11 @@ class StateFile:
     """File of one combination of models, machine and kernels; the last writer wins."""
 
     def __init__(
-        self, config: EngineConfig, folder: Path, models: Models, drafters: Sequence[LocalDrafter]
+        self, config: EngineConfig, folder: Path, models: Models, look_up: TextLookUp | None
     ) -> None:
         self._config = config
         self._vocab_size = models.target.vocab_size
-        self._drafters = drafters
+        self._look_up = look_up
         self._fingerprint = fingerprint(config, models)
         self._folder = folder
         # Names of files are at most 255 bytes long.
@@ -125,16 +125,13 @@ class StateFile:
     def _restore(self, learned: Any) -> None:
         """Take over what was saved, of tenants that still allow it. Raises as _UNFIT."""
         memory = {
-            name: {
-                tenant: _tokens(text, self._vocab_size)
-                for tenant, text in texts.items()
-                if tenant in self._config.tenants and self._config.tenants[tenant].save_outputs
-            }
-            for name, texts in learned["memory"].items()
+            tenant: _tokens(text, self._vocab_size)
+            for tenant, text in learned["memory"].items()
+            if tenant in self._config.tenants and self._config.tenants[tenant].save_outputs
         }
         self._learn.restore(learned, times=self._config.profile is None)
-        for drafter in self._drafters:
-            drafter.restore_memory(memory.get(drafter.name, {}))
+        if self._look_up is not None:
+            self._look_up.restore_memory(memory)
 
     def _summary(self, path: Path) -> str:
         acceptance = self._learn.acceptance
@@ -148,17 +145,12 @@ class StateFile:
 
     def _learned(self, tenants: Collection[str]) -> dict[str, Any]:
         """Return what is saved. Outputs are copied, as their encoding takes longer."""
-        return {
-            **self._learn.state(),
-            "memory": {d.name: d.memory(tenants) for d in self._drafters},
-        }
+        memory = {} if self._look_up is None else self._look_up.memory(tenants)
+        return {**self._learn.state(), "memory": memory}
 
     def _write(self, learned: dict[str, Any]) -> None:
         """Replace the file; a failure is reported once."""
-        learned["memory"] = {
-            name: {tenant: _text(tokens) for tenant, tokens in texts.items()}
-            for name, texts in learned["memory"].items()
-        }
+        learned["memory"] = {tenant: _text(t) for tenant, t in learned["memory"].items()}
         body = {"of": self._fingerprint, "learned": learned}
         try:
             text = canonical({"version": _FORMAT, "sha256": digest(body), "body": body})

@@ -27,7 +27,7 @@ from penstock.core.types import (
     Verdict,
     VerifyItem,
 )
-from penstock.engine.drafters.drafts import LOOKED_UP, Draft, Drafts
+from penstock.engine.drafters.drafts import Draft, Drafts
 from penstock.engine.lanes import Ticket
 from penstock.engine.runner import Model
 from penstock.engine.sampling.filters import NO_TOKEN
@@ -194,10 +194,11 @@ class DraftsAtHand:
     def draft_of(self, item: VerifyItem) -> tuple[list[int], list[int]]:
         """Return token ids, and rows of the joined `probs`, of an item's draft."""
         if not self.by_request:
-            return [], []
+            return list(item.token_ids), [-1] * len(item.token_ids)
         draft, offset = self.by_request.get(item.request_id, (NO_DRAFT, 0))
         rows = [r if r < 0 else r + offset for r in draft.prob_rows]
-        return draft.token_ids[: item.num_draft_tokens], rows[: item.num_draft_tokens]
+        tokens, rows = [*item.token_ids, *draft.token_ids], [-1] * len(item.token_ids) + rows
+        return tokens[: item.num_draft_tokens], rows[: item.num_draft_tokens]
 
     def joined_probs(self) -> torch.Tensor | None:
         # Of drafters on several devices: on that of the first.
@@ -358,7 +359,7 @@ def _verdict_of(item: VerifyItem, drafted: Drafted, answer: Decided) -> Verdict:
     num_drafted = len(drafted.token_ids)
     # Positions behind the end say nothing.
     num_proposed = num_drafted if end is None else min(num_drafted, most)
-    num_looked_up = drafted.prob_rows[:num_proposed].count(LOOKED_UP)
+    num_looked_up = min(item.num_looked_up, num_proposed)
     return Verdict(
         request_id=item.request_id,
         epoch=item.epoch,

@@ -203,7 +203,7 @@ class RecordedAcceptance:
 
     def _row(self, drafter: str, request_id: str) -> Sequence[int]:
         rows = self.records[drafter]
-        return rows[_digest(f"{self.seed}/{request_id}") % len(rows)]
+        return rows[digest(f"{self.seed}/{request_id}") % len(rows)]
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ class DomainAcceptance(_Delegating):
             if tenant in self.fit.domains:
                 return tenant
         names = list(self.fit.domains)
-        return names[_digest(f"{self.seed}/{request_id}/domain") % len(names)]
+        return names[digest(f"{self.seed}/{request_id}/domain") % len(names)]
 
     def rates(self, request_id: str, domain: str | None = None) -> dict[str, float]:
         """Return a request's acceptance probability by drafter; as if of `domain`, if given."""
@@ -247,7 +247,7 @@ class DomainAcceptance(_Delegating):
         known = self._rates.get((request_id, domain))
         if known is None:
             mean, factor = self._factors[domain]
-            stream = np.random.default_rng(_digest(f"{self.seed}/{request_id}/rates"))
+            stream = np.random.default_rng(digest(f"{self.seed}/{request_id}/rates"))
             drawn = _probability(mean + factor @ stream.standard_normal(len(mean)))
             known = dict(zip(self.fit.drafters, drawn.tolist(), strict=True))
             self._rates[request_id, domain] = known
@@ -395,7 +395,7 @@ def _probability(logits: _Array) -> _Array:
 
 def _draw(seed: int, item: VerifyItem) -> float:
     """Return a uniform draw in (0, 1] by (seed, request, round, drafter)."""
-    return (_digest(f"{seed}/{item.request_id}/{item.round}/{item.drafter}") + 1) / 2**64
+    return (digest(f"{seed}/{item.request_id}/{item.round}/{item.drafter}") + 1) / 2**64
 
 
 def _num_right(seed: int, item: VerifyItem, rates: Sequence[float]) -> int:
@@ -409,8 +409,8 @@ def _num_right(seed: int, item: VerifyItem, rates: Sequence[float]) -> int:
 
 def _num_matched(seed: int, order: DraftOrder, positions: range, rate: float) -> int:
     key = f"{seed}/{order.request_id}/{order.drafter}/match"
-    return sum((_digest(f"{key}/{p}") + 1) / 2**64 <= rate for p in positions)
+    return sum((digest(f"{key}/{p}") + 1) / 2**64 <= rate for p in positions)
 
 
-def _digest(key: str) -> int:
+def digest(key: str) -> int:
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")

@@ -271,17 +271,25 @@ class SimulatedExecutor:
         if not item.num_draft_tokens:
             return Verdict(item.request_id, item.epoch, item.round, (first,))
         position = first - self._prompt_len[item.request_id]
-        modelled = item
+        known = item.token_ids
+        accepted = next((i for i, t in enumerate(known) if t != first + i), len(known))
+        num_drafted = item.num_draft_tokens - len(known)
+        behind = item._replace(num_draft_tokens=num_drafted)
         if item.drafter in self._models:
-            modelled = item._replace(drafter=self._models[item.drafter])
-        if item.ahead_token_ids:
-            right = enumerate(item.ahead_token_ids)
-            accepted = next((i for i, t in right if t != first + i), item.num_draft_tokens)
-        else:
-            accepted = self._acceptance.num_accepted(modelled, position)
+            behind = behind._replace(drafter=self._models[item.drafter])
+        reached = accepted == len(known)
+        if num_drafted and reached:
+            accepted += self._acceptance.num_accepted(behind, position + len(known))
         if self.remote.serves(item.drafter or "") and accepted == item.num_draft_tokens:
             longer = item._replace(num_draft_tokens=item.num_draft_tokens + 1)
             self.remote.verified(item, self._acceptance.num_accepted(longer, position))
+        num_looked_up = item.num_looked_up
+        right = max(0, accepted - num_looked_up)
+        right_behind = 0
+        if item.num_draft_tokens > num_looked_up and reached:
+            whole = behind._replace(num_draft_tokens=item.num_draft_tokens - num_looked_up)
+            at = position + num_looked_up
+            right_behind = self._acceptance.num_right_behind(whole, at, right)
         return Verdict(
             item.request_id,
             item.epoch,
@@ -290,11 +298,10 @@ class SimulatedExecutor:
             drafter=item.drafter,
             num_proposed=item.num_draft_tokens,
             num_accepted=accepted,
-            num_decided=min(accepted + 1, item.num_draft_tokens),
-            evidence=float(accepted),
-            evidence_all=float(
-                accepted + self._acceptance.num_right_behind(modelled, position, accepted)
-            ),
+            num_decided=max(0, min(accepted + 1, item.num_draft_tokens) - num_looked_up),
+            evidence=float(right),
+            evidence_all=float(right + right_behind),
+            num_looked_up=num_looked_up,
         )
 
 

@@ -16,6 +16,7 @@ from penstock.config import PolicyConfig
 from penstock.core.kv import BlockPool
 from penstock.core.learn import Estimators, seed_estimators
 from penstock.core.learn.times import drafter_profiles
+from penstock.core.lookup import LookUp
 from penstock.core.loop import Instrument
 from penstock.core.policies.registry import make_pipeline
 from penstock.core.scheduler import Scheduler
@@ -53,7 +54,8 @@ class Setup:
     times are the profile's; without any there, `executor.ProfiledStepTimes` says. capacities: by
     drafter. pipeline: unless off, drafters work beside the target. draft_servers: `acceptance` must
     know them too; a server with a tenant drafts for that tenant's requests, selection deals with
-    the others. fairness: between tenants, of weight 1 without `tenant_weights`."""
+    the others. look_up: recorded, for all requests. fairness: between tenants, of weight 1 without
+    `tenant_weights`."""
 
     profile: StepProfile
     admission: PolicyConfig = PolicyConfig.from_bundle("admission")
@@ -66,6 +68,7 @@ class Setup:
     capacities: Mapping[str, DrafterCapacity] = field(default_factory=dict)
     draft_servers: tuple[DraftServer, ...] = ()
     pipeline: str = "off"
+    look_up: LookUp | None = None
     fairness: bool = False
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
     seed: int = 0
@@ -311,7 +314,7 @@ def make_scheduler(setup: Setup) -> Scheduler:
     """Return the scheduler of a setup. Raises: PolicyError."""
     estimators = Estimators(setup.profile)
     drafters = setup.make_drafters()
-    if drafters or setup.draft_servers:
+    if drafters or setup.draft_servers or setup.look_up is not None:
         # A live engine measures itself before it serves.
         seed_estimators(estimators, setup.profile, drafters)
     return Scheduler(
@@ -326,6 +329,7 @@ def make_scheduler(setup: Setup) -> Scheduler:
         counted=setup.counted,
         tenants=[Tenant(name, weight) for name, weight in setup.tenant_weights.items()],
         fairness=setup.fairness,
+        look_up=setup.look_up,
     )
 
 
@@ -334,7 +338,8 @@ def requests_of(workload: Workload, setup: Setup) -> Iterator[Request]:
     arrived_at = workload.arrival_time
     assert arrived_at is not None
     tenants = workload.tenants
-    drafter = AUTO_DRAFTER if setup.drafters or setup.draft_servers else NO_DRAFTER
+    speculates = setup.drafters or setup.draft_servers or setup.look_up is not None
+    drafter = AUTO_DRAFTER if speculates else NO_DRAFTER
     own_servers = {s.tenant: s.name for s in setup.draft_servers}
     targets = _targets(workload)
     rows = zip(

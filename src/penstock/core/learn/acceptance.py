@@ -10,8 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core.learn.matches import MatchRates
 from penstock.core.learn.saved import number, numbers
 from penstock.core.types import Verdict
+
+FloatArray = NDArray[np.float64]
 
 
 @dataclass(slots=True)
@@ -84,15 +90,13 @@ class SurvivalShape:
             self._accepted[position] *= _SHAPE_KEEP
             self._expected[position] *= _SHAPE_KEEP
 
-    def survival(self, rate: float, num_positions: int) -> list[float]:
-        """Return the survival G(1), …, G(num_positions) of a draft at this overall acceptance."""
-        odds = rate / (1 - rate)
-        survival, product = [], 1.0
-        for factor in self.factors[:num_positions]:
-            shifted = odds * factor
-            product *= shifted / (1 + shifted)
-            survival.append(product)
-        return survival
+
+def survival_of(rates: FloatArray, factors: FloatArray) -> FloatArray:
+    """Return the survival G(1), …, G(K) of drafts at overall acceptance rates [...], [..., K].
+
+    factors: of a shape, [..., K]."""
+    odds = (rates / (1 - rates))[..., None] * factors
+    return np.asarray((odds / (1 + odds)).cumprod(axis=-1))
 
 
 MOST_POSITIONS = 16  # longest draft that survival is estimated for
@@ -173,11 +177,18 @@ class AcceptanceEstimator:
         self._drafts = _Rates(discount, prior_strength, 1.0)
         self._expected: defaultdict[str, dict[str, tuple[float, float]]] = defaultdict(dict)
         self._shapes: defaultdict[str, SurvivalShape] = defaultdict(SurvivalShape)
+        self.matches = MatchRates()
+        """Of looked-up tokens."""
 
     def state(self) -> dict[str, Any]:
         """Return what is known of each drafter over all requests, as plain values."""
         shapes = {name: shape.state() for name, shape in self._shapes.items()}
-        return {"tokens": self._tokens.state(), "drafts": self._drafts.state(), "shapes": shapes}
+        return {
+            "tokens": self._tokens.state(),
+            "drafts": self._drafts.state(),
+            "shapes": shapes,
+            "matches": self.matches.state(),
+        }
 
     def restore(self, state: Any) -> None:
         """Take over a `state`, before any request."""
@@ -185,9 +196,10 @@ class AcceptanceEstimator:
         self._drafts.restore(state["drafts"])
         for name, shape in state["shapes"].items():
             self._shapes[name].restore(shape)
+        self.matches.restore(state["matches"])
 
     def on_verdict(self, verdict: Verdict) -> None:
-        if verdict.drafter is None:
+        if verdict.drafter is None or verdict.num_proposed == verdict.num_looked_up:
             return
         request_id, drafter = verdict.request_id, verdict.drafter
         if decided := verdict.num_decided:
@@ -234,7 +246,9 @@ class AcceptanceEstimator:
 
     def survival(self, request_id: str, drafter: str, num_positions: int) -> list[float]:
         """Return the estimated G(1), …, G(num_positions) of a draft; at most `MOST_POSITIONS`."""
-        return self.shape_of(drafter).survival(self.mean(request_id, drafter), num_positions)
+        factors = np.array(self.shape_of(drafter).factors[:num_positions])
+        found = survival_of(np.array(self.mean(request_id, drafter)), factors)
+        return found.tolist()  # type: ignore[no-any-return]
 
     def shape_of(self, drafter: str) -> SurvivalShape:
         return self._shapes.get(drafter, _FLAT)
@@ -242,4 +256,5 @@ class AcceptanceEstimator:
     def release_request(self, request_id: str) -> None:
         self._tokens.release_request(request_id)
         self._drafts.release_request(request_id)
+        self.matches.release_request(request_id)
         self._expected.pop(request_id, None)

@@ -20,18 +20,33 @@ from penstock.core.step import Step
 from penstock.core.types import Replayed, StepResult, Tenant
 from penstock.fluid.shares import max_min_shares
 
+MOST_DRAFT_TOKENS = 64
+"""Longest draft of a request, looked-up tokens included: more rows cost as much as they save."""
 _ROUNDING = 1e-9
 
 
 class DraftCandidate(NamedTuple):
-    """A request that could draft with `drafter`, at most `limit` tokens in this round.
+    """A request that could draft in this round.
 
-    The first `num_at_hand` of them were sent ahead."""
+    limit: of its drafter's tokens, of which the first `num_at_hand` were sent ahead. survival: of
+    looked-up tokens, which come before these. most: tokens of both together."""
 
     state: RequestState
-    drafter: str
+    drafter: str | None
     limit: int
     num_at_hand: int = 0
+    survival: Sequence[float] = ()
+    most: int = 1 << 20
+
+    @property
+    def longest(self) -> int:
+        """Longest draft."""
+        return min(self.most, len(self.survival) + self.limit)
+
+    def grant(self, num_tokens: int) -> Grant:
+        """Return a draft of so many tokens: looked-up ones, then the drafter's."""
+        num_looked_up = min(num_tokens, len(self.survival))
+        return Grant(min(self.limit, num_tokens - num_looked_up), num_looked_up=num_looked_up)
 
 
 class Room(NamedTuple):
@@ -246,7 +261,9 @@ class AllocationPolicy(Policy, ABC):
         may start a draft now: the same prices hold for all."""
 
     def reserve(self, state: RequestState) -> int:
-        """Return the largest grant that a request could get: by default the option `k_max`."""
+        """Return the positions to keep free for a request's draft: by default the option `k_max`.
+
+        A longer one of looked-up tokens takes what is free."""
         return int(self.options.k_max)
 
     def on_step(self, outcomes: Sequence[Outcome], now: float) -> None:

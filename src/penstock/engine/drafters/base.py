@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from array import array
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 
 from penstock.core.types import DraftOrder, Replayed, SamplingParams, Verdict
 from penstock.engine.drafters.drafts import Draft, Drafts
@@ -41,13 +40,6 @@ class LocalDrafter(ABC):
     @abstractmethod
     def release_request(self, request_id: str) -> None:
         """Drop all state of a finished request."""
-
-    def memory(self, tenants: Collection[str]) -> dict[str, array[int]]:
-        """Return the remembered outputs of these tenants; -1 ends each text."""
-        return {}
-
-    def restore_memory(self, memory: Mapping[str, Sequence[int]]) -> None:  # noqa: B027
-        """Take over a `memory`, before any request."""
 
     @property
     def timed(self) -> LocalDrafter:

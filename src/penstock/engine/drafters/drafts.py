@@ -10,16 +10,12 @@ import torch
 from penstock.engine.sampling.filters import NO_TOKEN
 from penstock.engine.sampling.params import IntArray
 
-LOOKED_UP = -2
-"""In place of a row: a token in front of a chain's model, of which it says nothing."""
-
 
 @dataclass(frozen=True, slots=True)
 class Draft:
     """Draft tokens of one order.
 
-    prob_rows: per token the row of `Drafts.probs`; negative: a point mass (coupled, greedy), or
-    `LOOKED_UP`.
+    prob_rows: per token the row of `Drafts.probs`; negative: a point mass (coupled, greedy).
     is_unread: the drafter's model did not run, and its KV is unchanged. confidences: per token, if
     they were computed."""
 

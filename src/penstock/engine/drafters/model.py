@@ -54,11 +54,6 @@ class ModelDrafter(LocalDrafter):
         self._foreseen: dict[str, tuple[int, int]] = {}
         """First position not evaluated, and the prediction for it, by request."""
 
-    @property
-    def num_readable(self) -> int:
-        """Number of token ids, from 0, that the model can read."""
-        return self.runner.vocab_size
-
     def limit_vocab(self, size: int) -> None:
         """Draft no token id of `size` or above."""
         self._num_guessed = min(size, self.runner.config.vocab_size)

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from penstock.core.drafting.lines import Guess, Session, TopWeights
+from penstock.core.lookup import TextIndex
 from penstock.core.types import DraftOrder
-from penstock.engine.drafters.lookup import LookupDrafter
 from penstock.engine.drafters.model import ModelDrafter
 from penstock.engine.drafters.recent import RecentKv
 from penstock.engine.sampling import SamplingRows, draw_draft
@@ -172,12 +172,12 @@ class ModelProposer:
 
 
 class LookupProposer:
-    """Proposer by n-gram look-up. weight_sum: of a distribution, all on one token."""
+    """Proposer by look-up in the text. weight_sum: of a distribution, all on one token."""
 
     def __init__(self, vocab_size: int, weight_sum: int) -> None:
         self._vocab_size = vocab_size
         self._weight_sum = weight_sum
-        self._drafter = LookupDrafter("n-gram")
+        self._indices: dict[str, TextIndex] = {}
 
     @property
     def max_length(self) -> int:
@@ -198,7 +198,7 @@ class LookupProposer:
         """Do nothing: the index has verified text only."""
 
     def release_session(self, session: Session) -> None:
-        self._drafter.release_request(session.key)
+        self._indices.pop(session.key, None)
 
     @property
     def has_runner_up(self) -> bool:
@@ -209,9 +209,9 @@ class LookupProposer:
 
     def propose(self, sessions: Sequence[Session], *, ahead: bool) -> None:
         for session in sessions:
-            index = self._drafter.index_of(session.key)
+            index = self._indices.setdefault(session.key, TextIndex(self.max_length))
             index.append(session.text[len(index) :])
-            proposed = index.propose(len(session.guesses) + 1)
+            proposed, _ = index.continued(len(session.guesses) + 1)
             if not proposed:
                 session.is_stuck = True
                 continue

@@ -98,11 +98,6 @@ class TextDrafter(LocalDrafter):
         """The model, whose times are used until drafts are measured."""
         return self._model
 
-    @property
-    def num_readable(self) -> int:
-        """See `ModelDrafter.num_readable`."""
-        return self._vocabularies.target.vocab_size
-
     def draft(self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]) -> Drafts:
         drafts = [Draft([], [], is_unread=True) for _ in orders]
         jobs = self._jobs(orders, texts)
@@ -134,9 +129,6 @@ class TextDrafter(LocalDrafter):
             num, num_right = job.text.compare(judged, own[:-1].tolist())
             replays[job.place] = replays[job.place]._replace(num_tokens=num, num_matched=num_right)
         return tuple(replays)
-
-    def extend(self, order: DraftOrder) -> None:
-        """Ignore the order's blocks: this drafter has its own."""
 
     def drop_table(self, request_id: str) -> None:
         self._kv.evict(request_id)

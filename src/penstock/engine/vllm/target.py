@@ -63,6 +63,7 @@ class VllmTarget(Model):
         )
         self.max_num_rows = config.scheduler_config.max_num_batched_tokens
         self.max_num_seqs = config.scheduler_config.max_num_seqs
+        self.max_draft_tokens = LONGEST_DRAFT
         self.dtype = config.model_config.dtype
         self.device = torch.device(config.device_config.device_type)
         self._sampling = vllm.SamplingParams(temperature=0.0)

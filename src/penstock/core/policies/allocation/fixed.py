@@ -31,12 +31,12 @@ class Fixed(AllocationPolicy):
         wanted = [self.options.k] * len(candidates)
         if self.options.total is not None and candidates:
             wanted = self._share(self.options.total, len(candidates))
-        lengths = [min(w, c.limit) for w, c in zip(wanted, candidates, strict=True)]
+        lengths = [min(w, c.longest) for w, c in zip(wanted, candidates, strict=True)]
         for group, budget in view.budgets(candidates, lengths):
             cut = cut_to_budget([lengths[i] for i in group], budget)
             for i, length in zip(group, cut, strict=True):
                 lengths[i] = length
-        return [Grant(n) for n in lengths]
+        return [c.grant(n) for c, n in zip(candidates, lengths, strict=True)]
 
     def reserve(self, state: RequestState) -> int:
         return self.options.k

@@ -10,11 +10,15 @@ finds a draft, and G_i(s) the survival of its s-th token. The plan maximises V /
 the seconds that it adds. Where drafts take no time this is GoodSpeed's eq. 5; with equal values it
 maximises tokens per second. Prefill in the step is left out: its time does not depend on drafts.
 
+A draft begins with a_i looked-up tokens of survival S_i and goes on with the drafter's, of survival
+S_i(a_i) G_i(s). Which a_i is best depends on whether the drafter goes on: it is found at the price
+of the last plan for both cases, and both are compared.
+
 Under given caps the most valuable tokens are best, so all prefixes of that order are compared,
 under several caps at once. A cap is the longest draft of a drafter inside the step, or the latest
 arrival of drafts made beside it. One group of drafters is solved exactly, if its seconds do not
 depend on how many draft and all drafts are found; several groups are solved in turn, each against
-the caps of the others.
+the caps of the others. Looked-up tokens are under no cap.
 
 Where drafts might not pay, a step without them is made now and then to measure its time."""
 
@@ -28,14 +32,14 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core.learn.acceptance import MOST_POSITIONS
+from penstock.core.learn.acceptance import MOST_POSITIONS, survival_of
 from penstock.core.learn.times import round_seconds
 from penstock.core.policies.allocation.parts.drafters import fade_unused, reading_seconds
 from penstock.core.policies.allocation.parts.gradient import Fairness
 from penstock.core.policies.allocation.parts.values import TokenValues
 from penstock.core.policies.base import AllocationPolicy, DraftCandidate, Gauges, View
 from penstock.core.policies.options import MaxDraftTokens, NonNegativeFloat
-from penstock.core.state import Grant, Outcome
+from penstock.core.state import NO_DRAFT, Grant, Outcome
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -51,7 +55,6 @@ _FIRST_GAP, _LONGEST_GAP = 4, 64
 """Steps with doubtful drafts until one without is made: first, and after doubling each time."""
 _MOST_ARRIVALS = 32  # latest arrivals that are compared
 _TRIAL_TOKENS = 4  # draft tokens of a trial
-_NONE = Grant(0)
 
 
 class Priced(AllocationPolicy):
@@ -71,9 +74,9 @@ class Priced(AllocationPolicy):
     def __init__(self, options: Options) -> None:
         super().__init__(options)
         self._values = TokenValues(options.fairness, options.in_time)
-        self._plan: dict[tuple[str, str], Grant] = {}
+        self._plan: dict[tuple[str, str | None], Grant] = {}
         self._offers: _Offers | None = None
-        self._is_idle = False
+        self._is_idle, self._rate = False, 0.0
         self._num_rows = self._num_steps = 0
         self._num_doubtful, self._gap = 0, _FIRST_GAP
 
@@ -81,22 +84,19 @@ class Priced(AllocationPolicy):
         if not candidates:
             return []
         keys = [(c.state.request.id, c.drafter) for c in candidates]
-        if self._holds(keys, view):
+        if not any([c.survival for c in candidates]) and self._holds(keys, view):
             self._num_steps += 1
-            held = (self._plan.get(key, _NONE) for key in keys)
-            return [
-                g._replace(num_draft_tokens=min(g.num_draft_tokens, c.limit))
-                for g, c in zip(held, candidates, strict=True)
-            ]
+            held = (self._plan.get(key, NO_DRAFT) for key in keys)
+            return [g.cut(c.limit) for g, c in zip(held, candidates, strict=True)]
         offers = _Offers(candidates, view, min(self.options.k_max, MOST_POSITIONS), self._values)
-        lengths, rate = _best_plan(offers)
+        lengths, rate = offers.best(self._rate)
         if lengths.any() and offers.is_doubtful(rate) and self._is_plain_step_due():
-            return [_NONE] * len(candidates)
-        lengths = offers.with_chained(lengths)
+            return [NO_DRAFT] * len(candidates)
         is_idle = not lengths.any()
         grants = offers.grants(lengths, rate)
-        fade_unused(candidates, lengths.tolist(), view, self._num_steps or 1, offers.trials)
-        self._plan, self._offers = dict(zip(keys, grants, strict=True)), offers
+        drafted = [g.num_draft_tokens for g in grants]
+        fade_unused(candidates, drafted, view, self._num_steps or 1, offers.trials)
+        self._plan, self._offers, self._rate = dict(zip(keys, grants, strict=True)), offers, rate
         self._is_idle, self._num_rows, self._num_steps = is_idle, view.room.num_rows, 1
         return grants
 
@@ -115,9 +115,11 @@ class Priced(AllocationPolicy):
         self._num_doubtful, self._gap = 0, min(2 * self._gap, _LONGEST_GAP)
         return True
 
-    def _holds(self, keys: Sequence[tuple[str, str]], view: View) -> bool:
+    def _holds(self, keys: Sequence[tuple[str, str | None]], view: View) -> bool:
         """Return whether the last plan is young enough, and made for nearly this step."""
         if self._num_steps >= (_IDLE_ROUNDS if self._is_idle else _HELD_ROUNDS):
+            return False
+        if any([g.num_looked_up for g in self._plan.values()]):
             return False
         if not self._is_idle:
             is_same = view.room.num_rows == self._num_rows and len(keys) == len(self._plan)
@@ -144,55 +146,107 @@ class _Offers:
         self, candidates: Sequence[DraftCandidate], view: View, k_max: int, values: TokenValues
     ) -> None:
         self._candidates, self._view, self._times = candidates, view, view.learn.times
-        self._chained = {n for n, d in view.drafters.items() if d.is_chained}
         self._limits = np.array([min(c.limit, k_max) for c in candidates], dtype=np.int64)
-        acceptance = view.learn.acceptance
-        keys = [(c.state.request.id, c.drafter) for c in candidates]
-        self._acceptance = np.array([acceptance.mean(*key) for key in keys])
-        found = np.array([acceptance.found(*key) for key in keys])
-        survival = self._survival(int(self._limits.max()))
-        self._price_step(values, found * survival.sum(axis=1))
-        more = found[:, None] * survival
-        gains = self._worth[:, None] * more
-        most = more.sum(axis=1)
-        cost = self._reading * (1 + most) * self.plain_value / self.plain_s
-        gains[self._worth * most <= cost] = 0.0  # reading takes more than it saves
-        order = np.argsort(-gains, axis=None, kind="stable")[: np.count_nonzero(gains)]
-        self.owners, places = np.divmod(order, max(1, gains.shape[1]))
-        self._places = places + 1.0
-        self._gains, self._found = gains.ravel()[order], found[self.owners]
-        first = np.where(places, 0.0, 1.0)
-        self._reads = self._reading[self.owners] * (first + more.ravel()[order])
-        self._assign_groups()
+        self._survival = self._drafted(int(self._limits.max()))
+        self._looked_up = np.zeros((len(candidates), max(len(c.survival) for c in candidates)))
+        for i, candidate in enumerate(candidates):
+            self._looked_up[i, : len(candidate.survival)] = candidate.survival
+        self._price_step(values)
+        self._sort_groups()
+        self._reached = np.ones(len(candidates))
+        self._offer(np.zeros(len(candidates), dtype=np.int64))
 
     # --- what is on offer -----------------------------------------------------------------------
 
-    def _survival(self, longest: int) -> FloatArray:
-        """Return G [requests, positions], 0 beyond a request's limit."""
-        acceptance = self._view.learn.acceptance
-        factors = {c.drafter: acceptance.shape_of(c.drafter).factors for c in self._candidates}
-        shapes = np.array([factors[c.drafter][:longest] for c in self._candidates])
-        odds = (self._acceptance / (1 - self._acceptance))[:, None] * shapes
-        survival = np.cumprod(odds / (1 + odds), axis=1)
-        survival[np.arange(longest) >= self._limits[:, None]] = 0.0
-        return np.asarray(survival)
+    def best(self, rate: float) -> tuple[IntArray, float]:
+        """Return the best lengths [requests], and their value a second.
 
-    def _price_step(self, values: TokenValues, most: FloatArray) -> None:
+        rate: of the last plan."""
+        if not self._looked_up.size:
+            return self._best_plan()
+        rate = max(rate, self.plain_value / self.plain_s)
+        plans = []
+        for goes_on in (False, True) if self._survival.size else (False,):
+            self._offer(self._fronts(rate, goes_on))
+            plans.append((*self._best_plan(), self._reached))
+        lengths, rate, self._reached = max(plans, key=lambda plan: plan[1])
+        return lengths, rate
+
+    def _drafted(self, longest: int) -> FloatArray:
+        """Return f G [requests, positions] of the drafters, 0 beyond a request's limit."""
+        acceptance = self._view.learn.acceptance
+        keys = [(c.state.request.id, c.drafter or "") for c in self._candidates]
+        self._found = np.array([acceptance.found(*key) for key in keys])
+        rates = np.array([acceptance.mean(*key) for key in keys])
+        factors = {d: acceptance.shape_of(d).factors[:longest] for _, d in keys}
+        survival = survival_of(rates, np.array([factors[d] for _, d in keys]))
+        survival[np.arange(longest) >= self._limits[:, None]] = 0.0
+        return self._found[:, None] * survival
+
+    def _fronts(self, rate: float, goes_on: bool) -> IntArray:
+        """Return how many looked-up tokens [requests] to offer at a price of a second.
+
+        goes_on: the drafters draft behind them, in steps that others pay."""
+        num, most = self._looked_up.shape
+        rows = self._view.room.num_rows
+        each = max(1, int(np.count_nonzero(self._looked_up[:, 0])))
+        row = self._times.added(rows, rows + each * np.arange(most + 1)) / each
+        price = rate * np.maximum.accumulate(row) / np.maximum(self._worth, 1e-9)[:, None]
+        survival = np.concatenate([np.ones((num, 1)), self._looked_up], axis=1)
+        worth = survival.cumsum(axis=1) - price
+        if goes_on:
+            behind = self._survival - (price[:, 1:2] if most else 0.0)
+            worth += survival * np.maximum(behind.cumsum(axis=1).max(axis=1), 0.0)[:, None]
+        return np.asarray(worth.argmax(axis=1))
+
+    def _offer(self, fronts: IntArray) -> None:
+        """Sort the tokens on offer, if drafts begin with so many looked-up tokens [requests]."""
+        num, most = self._looked_up.shape
+        front = np.where(np.arange(most) < fronts[:, None], self._looked_up, 0.0)
+        reached = np.ones(num)
+        if most:
+            last = np.take_along_axis(self._looked_up, np.maximum(fronts - 1, 0)[:, None], axis=1)
+            reached = np.where(fronts > 0, last[:, 0], 1.0)
+        behind = reached[:, None] * self._survival
+        room = np.array([c.most for c in self._candidates]) - fronts
+        behind[np.arange(behind.shape[1]) >= room[:, None]] = 0.0
+        expected = behind.sum(axis=1)
+        gains = self._worth[:, None] * behind
+        cost = self._reading * (1 + expected) * self.plain_value / self.plain_s
+        gains[self._worth * expected <= cost] = 0.0  # reading takes more than it saves
+        gains = np.concatenate([self._worth[:, None] * front, gains], axis=1)
+        order = np.argsort(-gains, axis=None, kind="stable")[: np.count_nonzero(gains)]
+        self.owners, columns = np.divmod(order, max(1, gains.shape[1]))
+        self.is_looked_up = columns < most
+        self._places = np.where(self.is_looked_up, 0.0, columns - most + 1.0)
+        self._gains = gains.ravel()[order]
+        self._reached = reached
+        more = np.concatenate([np.zeros((num, most)), behind], axis=1).ravel()[order]
+        is_first = self._places == 1.0
+        reads = self._reading[self.owners] * (is_first + more)
+        self._reads = reads + is_first * (fronts * self._read)[self.owners]
+        self._levels_of()
+
+    def _price_step(self, values: TokenValues) -> None:
         """Work out the step without drafts: its seconds and its value."""
         times, room, candidates = self._times, self._view.room, self._candidates
         self._target_s = times.target(room.num_sampled)
         self._host = max(times.overhead, _LEAST_OVERHEAD_S)
         self.plain_s = round_seconds(self._target_s, host=self._host)
+        most = np.maximum(self._survival.sum(axis=1), self._looked_up.sum(axis=1))
         self._worth = values.of_tokens(candidates, self._view, most, self.plain_s)
         # Requests that do not draft are worth as much as the others, in the mean.
         mean = float(self._worth.sum()) / len(candidates)
         self.plain_value = max(room.num_sampled, len(candidates)) * mean
-        # Reading beside the target delays no other request; a chain reads where it needs to.
-        free = self._view.beside | self._chained
+        # Reading beside the target delays no other request.
+        free = (None, *self._view.beside)
         self._unread = [
             0.0 if c.drafter in free else reading_seconds(c, self._view) for c in candidates
         ]
         self._reading = np.array([self._reading_a_token(i) for i in range(len(candidates))])
+        self._read = np.array(
+            [0.0 if c.drafter in free else times.catch_up_of(c.drafter or "") for c in candidates]
+        )
 
     def _reading_a_token(self, index: int) -> float:
         """Return the seconds of reading per token of a request's output, for which it is done once.
@@ -206,33 +260,41 @@ class _Offers:
         left = lengths.remaining(made, state.num_remaining_tokens)
         return self._unread[index] / (made + max(1.0, left))
 
-    def _assign_groups(self) -> None:
-        """Sort tokens into groups, each token with the least cap under which it can be bought."""
+    def _sort_groups(self) -> None:
+        """Sort drafters into groups. Looked-up tokens are behind the last one."""
         beside = self._view.beside
-        names = list(dict.fromkeys(c.drafter for c in self._candidates))
+        names = list(dict.fromkeys(c.drafter for c in self._candidates if c.drafter is not None))
         inside = [n for n in names if n not in beside]
         place = {n: inside.index(n) if n in inside else len(inside) for n in names}
-        self.group_of = np.array([place[c.drafter] for c in self._candidates])[self.owners]
-        self.levels = self._places
+        self._group = np.array([place.get(c.drafter or "", 0) for c in self._candidates])
         caps = np.arange(self._limits.max() + 1.0)
         self.groups = [_Group(name, caps) for name in inside]
         if len(inside) < len(names):
-            is_beside = self.group_of == len(inside)
+            self.groups.append(_Group(None, np.array([-1.0])))
+
+    def _levels_of(self) -> None:
+        """Give each token on offer its group, and the least cap under which it can be bought."""
+        last = len(self.groups)
+        self.group_of = np.where(self.is_looked_up, last, self._group[self.owners])
+        self.levels = self._places
+        if last and self.groups[-1].drafter is None:
+            is_beside = self.group_of == last - 1
             self.levels = np.where(is_beside, self._arrivals(), self._places)
             latest = np.unique(self.levels[is_beside])
             if len(latest) > _MOST_ARRIVALS:
                 latest = np.quantile(latest, np.linspace(0, 1, _MOST_ARRIVALS))
-            self.groups.append(_Group(None, np.append(-1.0, latest)))
+            self.groups[-1] = _Group(None, np.append(-1.0, latest))
 
     def _arrivals(self) -> FloatArray:
         """Return [tokens] seconds until a draft up to this token has come; 0 if sent ahead."""
         times, loads = self._times, self._view.loads
         starts, each, at_hand = [], [], []
-        for _, drafter, _, num_at_hand in self._candidates:
+        for candidate in self._candidates:
+            drafter = candidate.drafter or ""
             batch = max(1, loads.get(drafter, 1))
             starts.append(times.draft_seconds(drafter, batch, 0))
             each.append(times.draft_seconds(drafter, batch, 1) - starts[-1])
-            at_hand.append(num_at_hand)
+            at_hand.append(candidate.num_at_hand)
         owners, places = self.owners, self._places
         ready = np.array(starts)[owners] + np.array(each)[owners] * places
         return np.where(places <= np.array(at_hand)[owners], 0.0, ready)
@@ -242,7 +304,7 @@ class _Offers:
     def rates(self, caps: FloatArray) -> FloatArray:
         """Return V / T [plans, tokens] of all prefixes of the tokens under caps [plans, groups]."""
         times, view = self._times, self._view
-        bought = self.levels <= caps[:, self.group_of]
+        bought = self.levels <= _with_free(caps)[:, self.group_of]
         inside, beside = np.zeros(bought.shape), np.zeros(bought.shape)
         for index, group in enumerate(self.groups):
             own = bought & (self.group_of == index)
@@ -253,7 +315,8 @@ class _Offers:
                 batch = (own & (self._places == 1)).cumsum(axis=1)
                 inside += longest * times.curve_of(group.drafter).at(batch)
         num_rows = view.room.num_rows
-        rows = num_rows + (bought * self._found).cumsum(axis=1)
+        each = np.where(self.is_looked_up, 1.0, self._found[self.owners])
+        rows = num_rows + (bought * each).cumsum(axis=1)
         inside += np.where(inside > 0, times.draft_overhead, 0.0)
         inside += (bought * self._reads).cumsum(axis=1)
         verify = self._target_s + times.added(num_rows, rows)
@@ -263,10 +326,13 @@ class _Offers:
         return np.where(bought & affordable, values / seconds, 0.0)
 
     def lengths(self, caps: FloatArray, last: int) -> IntArray:
-        """Return draft lengths [requests] of the prefix up to a token under caps [groups]."""
-        bought = self.levels[: last + 1] <= caps[self.group_of[: last + 1]]
-        owners = self.owners[: last + 1][bought]
-        return np.bincount(owners, minlength=len(self._candidates))
+        """Return tokens [2, requests] of the prefix up to a token under caps [groups].
+
+        Looked-up ones, then the drafters'."""
+        bought = self.levels[: last + 1] <= _with_free(caps[None])[0, self.group_of[: last + 1]]
+        owners, free = self.owners[: last + 1], self.is_looked_up[: last + 1]
+        parts = (owners[bought & free], owners[bought & ~free])
+        return np.stack([np.bincount(part, minlength=len(self._candidates)) for part in parts])
 
     def is_doubtful(self, rate: float) -> bool:
         """Return whether a step without drafts, at best, might be worth more a second."""
@@ -278,8 +344,8 @@ class _Offers:
     @property
     def trials(self) -> list[float]:
         """Steps without drafts that a trial of each candidate's drafts would take."""
-        drafters = {c.drafter for c in self._candidates}
-        drafting = _TRIAL_TOKENS * min(self._times.curve_of(d)(1) for d in drafters)
+        drafters = {c.drafter for c in self._candidates if c.drafter is not None}
+        drafting = _TRIAL_TOKENS * min([self._times.curve_of(d)(1) for d in drafters], default=0.0)
         return [(seconds + drafting) / self.plain_s for seconds in self._unread]
 
     def grants(self, lengths: IntArray, rate: float) -> list[Grant]:
@@ -291,17 +357,19 @@ class _Offers:
         rows = self._view.room.num_rows + int(lengths.sum())
         row = float(times.added(rows, np.array([rows + num]))[0]) / num
         self._rate = rate
-        names = {c.drafter for c in self._candidates}
+        names = {c.drafter for c in self._candidates if c.drafter is not None}
         self._token_s = {n: float(max(0.0, row + times.curve_of(n)(num) / num)) for n in names}
         stopping = {n for n, d in self._view.drafters.items() if d.stops_early}
         grants = []
-        for (_, drafter, _, _), length, worth in zip(
-            self._candidates, lengths.tolist(), self._worth.tolist(), strict=True
+        for i, (candidate, worth) in enumerate(
+            zip(self._candidates, self._worth.tolist(), strict=True)
         ):
-            price = 0.0
-            if length and drafter in stopping:
-                price = min(1.0, rate * self._token_s[drafter] / worth)
-            grants.append(Grant(length, price))
+            num_looked_up, num_drafted = lengths[:, i].tolist()
+            price, drafter = 0.0, candidate.drafter
+            if num_drafted and drafter in stopping:
+                reached = float(self._reached[i]) if num_looked_up else 1.0
+                price = min(1.0, rate * self._token_s[drafter] / (worth * reached))
+            grants.append(Grant(num_drafted, price, num_looked_up))
         return grants
 
     @property
@@ -318,36 +386,34 @@ class _Offers:
             "tenant_token_value": {t: fmean(v for r, v in owned if r.tenant == t) for t in tenants},
         }
 
-    def with_chained(self, lengths: IntArray) -> IntArray:
-        """Grant chained drafters, which weigh their sources themselves, all remaining room."""
-        left = self._view.room.budget - int(lengths.sum())
-        for i, candidate in enumerate(self._candidates):
-            if candidate.drafter in self._chained:
-                more = min(left, int(self._limits[i] - lengths[i]))
-                lengths[i] += more
-                left -= more
-        return lengths
+    def _best_plan(self) -> tuple[IntArray, float]:
+        """Return the best tokens [2, requests], and their value a second.
+
+        None where too little is gained."""
+        groups, plain = self.groups, self.plain_value / self.plain_s
+        none = np.zeros(len(groups))
+        best, best_rate = (none, -1), (1 + _LEAST_GAIN) * plain
+        # Of several groups, each in turn, twice; first from no caps, then from no drafts.
+        starts, sweeps = ((-1,), 1) if len(groups) <= 1 else ((-1, 0), 2)
+        for start in starts if len(self.owners) else ():
+            caps = np.array([g.caps[start] for g in groups])
+            for index in [*range(len(groups))] * sweeps if groups else [-1]:
+                several = caps[None, :]
+                if groups:
+                    several = np.repeat(several, len(groups[index].caps), axis=0)
+                    several[:, index] = groups[index].caps
+                rates = self.rates(several)
+                plan, last = divmod(int(rates.argmax()), rates.shape[1])
+                caps, rate = several[plan], float(rates[plan, last])
+                if rate > best_rate:
+                    best, best_rate = (caps, last), rate
+        lengths = self.lengths(*best)
+        return lengths, best_rate if lengths.any() else plain
 
 
-def _best_plan(offers: _Offers) -> tuple[IntArray, float]:
-    """Return the best lengths [requests], and their value a second; none where too little gains."""
-    groups, plain = offers.groups, offers.plain_value / offers.plain_s
-    none = np.zeros(len(groups))
-    best, best_rate = (none, -1), (1 + _LEAST_GAIN) * plain
-    # Of several groups, each in turn, twice; first from no caps, then from no drafts.
-    starts, sweeps = ((-1,), 1) if len(groups) == 1 else ((-1, 0), 2)
-    for start in starts if len(offers.owners) else ():
-        caps = np.array([g.caps[start] for g in groups])
-        for index in [*range(len(groups))] * sweeps:
-            several = np.repeat(caps[None, :], len(groups[index].caps), axis=0)
-            several[:, index] = groups[index].caps
-            rates = offers.rates(several)
-            plan, last = divmod(int(rates.argmax()), rates.shape[1])
-            caps, rate = several[plan], float(rates[plan, last])
-            if rate > best_rate:
-                best, best_rate = (caps, last), rate
-    lengths = offers.lengths(*best)
-    return lengths, best_rate if lengths.any() else plain
+def _with_free(caps: FloatArray) -> FloatArray:
+    """Add a cap that is none to caps [plans, groups], for looked-up tokens."""
+    return np.concatenate([caps, np.full((len(caps), 1), np.inf)], axis=1)
 
 
 POLICY = Priced

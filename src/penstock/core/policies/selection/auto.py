@@ -331,12 +331,13 @@ class Auto(SelectionPolicy):
         for state, verdict in outcomes:
             column = self._columns.get(verdict.drafter or "")
             known = self._known.get(state.request.id)
-            drafter = view.drafters.get(state.drafter or "")
-            if known is not None and drafter and (drafter.is_chained or drafter.is_look_up):
-                num = verdict.num_looked_up if drafter.is_chained else verdict.num_proposed
-                made = min(verdict.num_accepted, num), len(verdict.token_ids)
-                known.looked_up = _OWN_DECAY * known.looked_up + made
-                self._looked_up = (1 - _STEP_WEIGHT) * self._looked_up + made
+            if known is not None:
+                num = len(verdict.token_ids)
+                made = min(verdict.num_accepted, verdict.num_looked_up)
+                if made and verdict.num_looked_up == verdict.num_proposed:
+                    made = num
+                known.looked_up = _OWN_DECAY * known.looked_up + (made, num)
+                self._looked_up = (1 - _STEP_WEIGHT) * self._looked_up + (made, num)
             if column is not None and known is not None and verdict.num_decided:
                 known.counts *= _OWN_DECAY
                 known.note(column, verdict.evidence, verdict.num_decided)

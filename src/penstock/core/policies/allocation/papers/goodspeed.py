@@ -60,18 +60,18 @@ class GoodSpeed(AllocationPolicy):
             tenant_weight(view.tenants, c.state.request.tenant) / client.goodput**options.fairness
             for c, client in zip(candidates, clients, strict=True)
         ]
-        limits = [min(c.limit, options.k_max) for c in candidates]
+        limits = [min(c.longest, options.k_max) for c in candidates]
         lengths, _ = geometric_lengths(
             weights,
             [client.hoped for client in clients],
             draft_budget(options.total, view),
             limits,
         )
-        grants = [Grant(n) for n in lengths.tolist()]
+        grants = [c.grant(n) for c, n in zip(candidates, lengths.tolist(), strict=True)]
         self._left_out = {
             c.state.request.id: (c.state.epoch, c.state.round)
             for c, limit, grant in zip(candidates, limits, grants, strict=True)
-            if limit and not grant.num_draft_tokens
+            if limit and not grant.num_tokens
         }
         return grants
 

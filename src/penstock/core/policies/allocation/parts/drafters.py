@@ -12,6 +12,8 @@ _STEP_TOKENS = 2  # tokens that a drafter has not read after a round: part of it
 def reading_seconds(candidate: DraftCandidate, view: View) -> float:
     """Return a drafter's seconds to read the text, beyond usual drafting; 0 while unknown."""
     state, drafter = candidate.state, candidate.drafter
+    if drafter is None:
+        return 0.0
     per_token = view.learn.times.catch_up_of(drafter)
     if not per_token:
         return 0.0
@@ -31,6 +33,8 @@ def fade_unused(
     least: dict[str, float] = {}
     for i, (candidate, length) in enumerate(zip(candidates, lengths, strict=True)):
         drafter = candidate.drafter
+        if drafter is None:
+            continue
         longest[drafter] = max(length, longest.get(drafter, 0))
         if length == 0:
             trial = 0.0 if trials is None else trials[i]

@@ -122,6 +122,8 @@ class ObservedGoodput:
         for state, verdict in decoding:
             if self._fades:
                 _fade(self._by_request.get(state.request.id, {}), _OWN_DECAY)
+            if verdict.num_looked_up and verdict.num_looked_up == verdict.num_proposed:
+                continue
             drafter = view.drafters.get(state.drafter or "")
             if drafter is None or not drafter.up or drafter.silent:
                 continue

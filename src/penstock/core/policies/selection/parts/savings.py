@@ -4,8 +4,8 @@ A step without drafts for each token to come is compared with steps with drafts 
 yield, plus reading of the text. All requests of a step wait for drafts that are made inside it, and
 each waits for its own that are made beside it, the link to a draft server included.
 
-A chain saves what look-up saves, and what its model, of which its acceptance and time are known,
-saves on the other tokens: it asks the model only where that pays."""
+Look-up makes a share of a request's tokens whatever its drafter is; a drafter saves on the
+others."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
+from penstock.core.learn.acceptance import survival_of
 from penstock.core.learn.times import round_seconds
 from penstock.core.policies.base import View
 from penstock.core.state import Drafter, RequestState
@@ -36,7 +37,7 @@ class Savings:
         longest: int,
         looked_up: FloatArray,
     ) -> None:
-        """looked_up: share of tokens that look-up makes, [1 + S], at first over all requests."""
+        """looked_up: share of tokens made by look-up, [1 + S], at first over all requests."""
         self._drafters, self._view, self._sharing = list(drafters.values()), view, num_sharing
         times, acceptance = view.learn.times, view.learn.acceptance
         self._lengths = np.arange(1, longest + 1)
@@ -46,16 +47,11 @@ class Savings:
         self._added = added + times.draft_overhead
         """Seconds [K] by which verifying such drafts exceeds a step without."""
         self._factors = np.array([acceptance.shape_of(n).factors[:longest] for n in drafters])
-        self._is_chain = np.array([d.is_chained for d in self._drafters])
-        self._is_look_up = np.array([d.is_look_up for d in self._drafters])
         ids = ["", *(s.request.id for s in states)]
-        found = np.array([[acceptance.found(i, n) for n in drafters] for i in ids])
-        # A chain that drafts nothing has not asked its model.
-        self._found = np.where(self._is_chain, 1.0, found)
-        self._share = np.where(self._is_chain, 1 - looked_up[:, None], 1.0)
-        """Probability that there is a draft, and share of tokens that it may be of, [1 + S, J]."""
-        self._looked_up = looked_up[:, None] * np.maximum(0.0, self._plain - self._added[0])
-        """Seconds per token that a chain's look-up saves, [1 + S, 1]."""
+        self._found = np.array([[acceptance.found(i, n) for n in drafters] for i in ids])
+        """Probability that there is a draft, [1 + S, J]."""
+        self._share = 1 - looked_up[:, None]
+        """Share of tokens that drafters may be of, [1 + S, 1]."""
         remaining = view.learn.lengths.remaining
         self.remaining = np.array(
             [remaining(s.num_output_tokens, s.num_remaining_tokens) for s in states]
@@ -102,8 +98,7 @@ class Savings:
         def seconds(users: int) -> FloatArray:
             drafting = np.array([self._drafting(d, users) for d in self._drafters])
             own = self._per_token(drafting, accepted, self._found[0])
-            saved = self._share[0] * (self._plain - own)
-            return self._plain - self._with_look_up(saved, self._looked_up[0])
+            return np.asarray(self._plain - self._share[0] * (self._plain - own))
 
         def per_token(used: Sequence[int], shares: Sequence[float]) -> FloatArray:
             """Return the seconds per token [U + 1, P] with each of these drafters and with none."""
@@ -136,14 +131,7 @@ class Savings:
         found = self._found[1:]
         per_token = self._per_token(self._shared, self._accepted(rates, found), found)
         saved = self.remaining * self._share[1:] * (self._plain - self._change * per_token)
-        looked_up = self.remaining * self._looked_up[1:]
-        return self._with_look_up(saved if is_read else saved - self.reading, looked_up)
-
-    def _with_look_up(self, saved: FloatArray, looked_up: FloatArray) -> FloatArray:
-        """Return what drafters save, [..., J]: chains what look-up saves, and their models more."""
-        least = np.maximum(saved, 0.0)
-        alone = np.where(self._is_look_up, least, 0.0).max(axis=-1, keepdims=True)
-        return np.where(self._is_chain, np.maximum(alone, looked_up) + least, saved)
+        return np.asarray(saved if is_read else saved - self.reading)
 
     def _drafting(self, drafter: Drafter, users: int) -> FloatArray:
         """Return the seconds [K] that drafts take from a request, if so many share the drafter."""
@@ -169,12 +157,12 @@ class Savings:
 
     def _accepted(self, rates: FloatArray, found: FloatArray) -> FloatArray:
         """Return the expected accepted tokens [S, J, K] of drafts, of which so many are found."""
-        odds = (rates / (1 - rates))[..., None] * self._factors
-        return np.asarray(found[..., None] * (odds / (1 + odds)).cumprod(axis=-1).cumsum(axis=-1))
+        survival = survival_of(rates, self._factors)
+        return np.asarray(found[..., None] * survival.cumsum(axis=-1))
 
 
 def num_unread(state: RequestState, drafter: Drafter) -> int:
-    """Return the tokens of a request's text that a drafter has to read; 0 for look-up."""
-    if drafter.is_look_up:
+    """Return the tokens of a request's text that a drafter has to read."""
+    if drafter.pool is None and not drafter.remote:
         return 0
     return max(0, state.num_unread(drafter.name))
