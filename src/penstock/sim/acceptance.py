@@ -413,4 +413,5 @@ def _num_matched(seed: int, order: DraftOrder, positions: range, rate: float) ->
 
 
 def digest(key: str) -> int:
+    """Return a hash of 64 bits, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")

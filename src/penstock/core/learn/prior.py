@@ -43,16 +43,14 @@ class AcceptancePrior:
         if missing > 0:
             self._counts = np.pad(self._counts, ((0, 0), (0, missing), (0, 0)))
 
-    def expect(self, words: IntArray, first: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Return acceptance [J], and the tokens of alike prompts [J] that it rests on.
-
-        first: [J] guesses before any request."""
+    def expect(self, words: IntArray, first: FloatArray) -> FloatArray:
+        """Return acceptance [J]. first: [J] guesses before any request."""
         accepted, decided = self._counts
         overall = accepted.sum(axis=1) + _FIRST_TOKENS * first
         overall /= decided.sum(axis=1) + _FIRST_TOKENS
         weights = self._prompts.likeness(_buckets(words)) ** _SHARPNESS
         accepted, decided = (self._counts * weights).sum(axis=2)
-        return (accepted + _MEAN_TOKENS * overall) / (decided + _MEAN_TOKENS), decided
+        return np.asarray((accepted + _MEAN_TOKENS * overall) / (decided + _MEAN_TOKENS))
 
     @property
     def strength(self) -> float:

@@ -5,9 +5,7 @@ request's own drafts. A request that accepts less than expected from one drafter
 accept less from all.
 
 In a replay a drafter that is not used reads the text and says what it would have drafted. It is
-ordered where its answer should save the request more than the reading takes, and for the sake of
-later requests out of a budget of seconds. Where replays tell nothing (draft servers, `ratio`), what
-is expected of a new request is drawn from its distribution (Thompson sampling).
+ordered where its answer should save the request more than the reading takes.
 
 A request's drafter is chosen at its start, after rounds that double, and when a replay has an
 answer. One drafter alone is given to all, as is the first of several where the host's part of a
@@ -16,7 +14,6 @@ drafts (`allocation/priced.py`)."""
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +25,7 @@ import numpy.typing as npt
 from penstock.core.learn.acceptance import MOST_POSITIONS
 from penstock.core.learn.prior import AcceptancePrior
 from penstock.core.policies.base import Gauges, ReplayProposal, SelectionPolicy, View, usable
-from penstock.core.policies.options import LONGEST_DRAFT, Range, Seed, Share
+from penstock.core.policies.options import LONGEST_DRAFT, Range
 from penstock.core.policies.selection.parts.places import assign
 from penstock.core.policies.selection.parts.savings import Savings
 from penstock.core.policies.selection.single import Single
@@ -39,7 +36,6 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 _OWN_DECAY = 0.98  # memory of a request's drafts a round; chosen by hand, like the next ones
-_ALIKE = 4.0  # tokens of other requests that tell as much as one independent token
 _SHARED = 0.5  # part of a request's deviation, in log-odds, that all drafters share
 _HIGHEST = 0.98  # acceptance that is expected at most
 _FIRST_GAP, _LONGEST_GAP = 2, 16
@@ -50,9 +46,6 @@ _HOST_SHARE = 0.1  # of a step, from which on nothing is chosen
 _REVIEW_SHARE = 0.5  # seconds of a review, in the host's part of a step
 _NUM_RECENT = 32  # requests for which drafters are compared together; chosen by hand
 _STEP_WEIGHT = 0.02  # weight of a step in the mean number of requests
-_FEWEST_TOKENS = 24  # output tokens from which on a replay says enough for later requests
-_EARLY_REQUESTS = 64.0  # ended requests up to which the budget is nearly constant
-_UNDRAFTED = 0.1  # weight of steps without drafts in the budget: drafts hardly pay there
 _TAIL, _TAIL_WEIGHT = 3**0.5, 1 / 6
 """Outer node of the three-point Gauss-Hermite rule for a normal variable, and its weight."""
 
@@ -63,34 +56,17 @@ class _Known:
 
     words: IntArray
     prior: FloatArray  # [J] acceptance to expect
-    drawn: FloatArray  # [J] the same, drawn
     counts: FloatArray  # [2, J] accepted and decided tokens, faded by rounds
     totals: FloatArray  # not faded
     next_round: int  # of the next decision
     gap: int = _FIRST_GAP
     looked_up: FloatArray = field(default_factory=lambda: np.zeros(2))  # tokens by look-up, and all
-    taught: set[str] = field(default_factory=set)  # drafters that replayed for later requests
     has_news: bool = False  # a replay has answered since
 
     def note(self, column: int, accepted: float, decided: float) -> None:
         """Count draft tokens, drafted or replayed."""
         for counts in (self.counts, self.totals):
             counts[:, column] += accepted, decided
-
-
-@dataclass(slots=True)
-class _Budget:
-    """Seconds for what serves later requests: a share of the steps', falling with requests."""
-
-    share: float
-    total_s: float = 0.0
-    spent_s: float = 0.0
-    num_ended: int = 0
-
-    def pays(self, seconds: float) -> bool:
-        ended = self.num_ended / _EARLY_REQUESTS
-        share = self.share * (math.log1p(ended) / ended if ended else 1.0)
-        return self.spent_s + seconds <= share * self.total_s
 
 
 class Auto(SelectionPolicy):
@@ -103,15 +79,12 @@ class Auto(SelectionPolicy):
     class Options:
         # Longest draft in the worth of a drafter.
         k_max: Annotated[int, Range(at_least=1, at_most=LONGEST_DRAFT)] = 8
-        explore: Share = 0.1  # share of the time for later requests' sake; falls with requests
-        seed: Seed = 0
 
     options: Options
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
         self._first = Single(Single.Options())
-        self._rng = np.random.default_rng(options.seed)
         self._prior = AcceptancePrior()
         self._models: dict[str, int] = {}
         self._columns: dict[str, int] = {}
@@ -119,7 +92,6 @@ class Auto(SelectionPolicy):
         self._used: set[str] = set()
         self._recent: dict[str, FloatArray] = {}
         self._looked_up = np.zeros(2)  # as of a request, over all
-        self._budget = _Budget(options.explore)
         self._num_sharing, self._num_steps = 1.0, 0
         self._proposals: dict[tuple[str, str], ReplayProposal] = {}
         self._saved: dict[str, float] = {}
@@ -157,7 +129,7 @@ class Auto(SelectionPolicy):
     ) -> dict[str, str | None]:
         columns = [self._column(d) for d in drafters.values()]
         known = [self._know(state, drafters, view) for state in states]
-        expected, drawn = self._rates(known)
+        expected = self._rates(known)
         sharing = max(round(self._num_sharing), len(states))
         longest = min(self.options.k_max, MOST_POSITIONS)
         savings = Savings(states, drafters, view, sharing, longest, self._looked_up_shares(known))
@@ -165,11 +137,8 @@ class Auto(SelectionPolicy):
         kept = [j for j, name in enumerate(names) if name in self._used]
         used = savings.share(self._recent_rates(states, expected)[:, columns], kept)
         self._used = {names[j] for j in used}
-        means = values = savings.at(expected[:, columns])
-        if drawn is not None and self._budget.pays(0.0):
-            values = savings.at(drawn[:, columns])
-        if self.options.explore:
-            self._propose(states, known, drafters, view, savings, expected[:, columns], means)
+        values = savings.at(expected[:, columns])
+        self._propose(states, known, drafters, view, savings, expected[:, columns], values)
         room = [
             None if d.max_num_seqs is None else d.max_num_seqs - _others(d, states, view.loads)
             for d in drafters.values()
@@ -178,10 +147,7 @@ class Auto(SelectionPolicy):
         for i, index in enumerate(assign(values, room)):
             request_id = states[i].request.id
             chosen[request_id] = None if index is None else names[index]
-            value = 0.0 if index is None else float(means[i, index])
-            if values is not means:
-                self._budget.spent_s += max(0.0, float(means[i].max())) - value
-            self._saved[request_id] = value
+            self._saved[request_id] = 0.0 if index is None else float(values[i, index])
             if index is not None:
                 mean = float(known[i].prior[columns[index]])
                 view.learn.acceptance.expect(request_id, names[index], mean, self._prior.strength)
@@ -193,8 +159,7 @@ class Auto(SelectionPolicy):
         num = len(self._models)
         if known is None:
             counts, totals = np.zeros((2, 2, num))
-            nothing = np.empty(0)
-            known = _Known(_words_of(state.request), nothing, nothing, counts, totals, 0)
+            known = _Known(_words_of(state.request), np.empty(0), counts, totals, 0)
             self._known[state.request.id] = known
         known.next_round = state.round + known.gap
         known.gap = min(2 * known.gap, _LONGEST_GAP)
@@ -207,37 +172,24 @@ class Auto(SelectionPolicy):
             self._prior.grow(num)
             by_column = {column: name for name, column in self._columns.items()}
             first = [view.learn.acceptance.mean("", by_column[j]) for j in range(num)]
-            known.prior, tokens = self._prior.expect(known.words, np.array(first))
-            known.drawn = known.prior
-            untold = [self._columns[n] for n, d in drafters.items() if not _can_replay(d, state)]
-            if untold:
-                independent = 1 + tokens / _ALIKE
-                rates, known.drawn = known.prior, known.prior.copy()
-                drawn = self._rng.beta(1 + rates * independent, 1 + (1 - rates) * independent)
-                known.drawn[untold] = drawn[untold]
+            known.prior = self._prior.expect(known.words, np.array(first))
         known.has_news = False
         return known
 
-    def _rates(self, known: Sequence[_Known]) -> tuple[FloatArray, FloatArray | None]:
-        """Return expected acceptance [S, J], and the same from drawn priors if any was drawn."""
+    def _rates(self, known: Sequence[_Known]) -> FloatArray:
+        """Return expected acceptance [S, J]."""
         accepted, decided = np.stack([k.counts for k in known], axis=1)
         strength = self._prior.strength
+        prior = np.stack([k.prior for k in known]).clip(1 - _HIGHEST, _HIGHEST)
         right = accepted.sum(axis=1, keepdims=True) + strength / 2
         wrong = (decided - accepted).sum(axis=1, keepdims=True) + strength / 2
-        found = []
-        for priors in ([k.prior for k in known], [k.drawn for k in known]):
-            prior = np.stack(priors).clip(1 - _HIGHEST, _HIGHEST)
-            usual = (decided * prior).sum(axis=1, keepdims=True) + strength / 2
-            unusual = (decided * (1 - prior)).sum(axis=1, keepdims=True) + strength / 2
-            # How much more of its drafts the request accepts than expected.
-            shift = (right / wrong * unusual / usual) ** _SHARED
-            odds = prior / (1 - prior) * np.where(decided > 0, 1.0, shift)
-            rates = odds / (1 + odds)
-            rates = (accepted + strength * rates) / (decided + strength)
-            found.append(rates.clip(1 - _HIGHEST, _HIGHEST))
-            if all(k.drawn is k.prior for k in known):
-                return found[0], None
-        return found[0], found[1]
+        usual = (decided * prior).sum(axis=1, keepdims=True) + strength / 2
+        unusual = (decided * (1 - prior)).sum(axis=1, keepdims=True) + strength / 2
+        # How much more of its drafts the request accepts than expected.
+        shift = (right / wrong * unusual / usual) ** _SHARED
+        odds = prior / (1 - prior) * np.where(decided > 0, 1.0, shift)
+        rates = (accepted + strength * odds / (1 + odds)) / (decided + strength)
+        return np.asarray(rates.clip(1 - _HIGHEST, _HIGHEST))
 
     def _looked_up_shares(self, known: Sequence[_Known]) -> FloatArray:
         """Return the share of tokens that look-up makes, [1 + S], at first over all requests."""
@@ -283,7 +235,7 @@ class Auto(SelectionPolicy):
         rates: FloatArray,
         values: FloatArray,
     ) -> None:
-        """Propose replays whose answer should save more than their reading takes, or teaches."""
+        """Propose replays whose answer should save more than their reading takes."""
         columns = [self._columns[n] for n in drafters]
         decided = np.stack([k.counts[1, columns] for k in known])
         outputs = np.array([[s.num_output_tokens] for s in states])
@@ -297,19 +249,14 @@ class Auto(SelectionPolicy):
         review = _REVIEW_SHARE * view.learn.times.overhead * self._num_sharing
         named = list(drafters.items())
         for i, j in zip(*np.nonzero(gains), strict=True):
-            state, own = states[i], known[i]
+            state = states[i]
             name, drafter = named[j]
-            num_tokens = state.num_output_tokens
-            if not num_tokens or name == state.drafter or not _can_replay(drafter, state):
+            if not state.num_output_tokens or name == state.drafter:
                 continue
-            seconds = float(savings.reading[i, j]) + review
-            if gains[i, j] <= seconds:
-                has_taught = name in own.taught or num_tokens < _FEWEST_TOKENS
-                if has_taught or not self._budget.pays(seconds):
-                    continue
-                self._budget.spent_s += seconds
-                own.taught.add(name)
-            self._proposals[state.request.id, name] = ReplayProposal(state, name, evaluate=True)
+            is_worth_it = gains[i, j] > float(savings.reading[i, j]) + review
+            if is_worth_it and _can_replay(drafter, state):
+                key = state.request.id, name
+                self._proposals[key] = ReplayProposal(state, name, evaluate=True)
 
     def replayed(self, state: RequestState, replayed: Replayed) -> None:
         self._proposals.pop((state.request.id, replayed.drafter), None)
@@ -322,9 +269,6 @@ class Auto(SelectionPolicy):
     # --- learning -------------------------------------------------------------------------------
 
     def on_step(self, outcomes: Sequence[Outcome], view: View) -> None:
-        drafted = sum(o.verdict.num_drafted for o in outcomes)
-        seconds = view.learn.times.target(max(1, len(outcomes) + drafted))
-        self._budget.total_s += len(outcomes) * seconds * (1.0 if drafted else _UNDRAFTED)
         if outcomes:
             self._num_steps += 1
             self._num_sharing += _STEP_WEIGHT * (len(outcomes) - self._num_sharing)
@@ -347,7 +291,6 @@ class Auto(SelectionPolicy):
         self._saved.pop(request_id, None)
         for key in [k for k in self._proposals if k[0] == request_id]:
             del self._proposals[key]
-        self._budget.num_ended += 1
         if known is not None and known.totals.any():
             self._prior.learn(known.words, known.prior, *known.totals)
 
