@@ -11,8 +11,8 @@ the seconds that it adds. Where drafts take no time this is GoodSpeed's eq. 5; w
 maximises tokens per second. Prefill in the step is left out: its time does not depend on drafts.
 
 A draft begins with a_i looked-up tokens of survival S_i and goes on with the drafter's, of survival
-S_i(a_i) G_i(s). Which a_i is best depends on whether the drafter goes on: it is found at the price
-of the last plan for both cases, and both are compared.
+S_i(a_i) G_i(s). Two plans are compared: all that is looked up comes first, or as much as is best if
+the drafter goes on, at the price of the last plan.
 
 Under given caps the most valuable tokens are best, so all prefixes of that order are compared,
 under several caps at once. A cap is the longest draft of a drafter inside the step, or the latest
@@ -164,10 +164,12 @@ class _Offers:
         rate: of the last plan."""
         if not self._looked_up.size:
             return self._best_plan()
-        rate = max(rate, self.plain_value / self.plain_s)
+        fronts = [np.count_nonzero(self._looked_up, axis=1)]
+        if self._survival.size:
+            fronts.append(self._fronts(max(rate, self.plain_value / self.plain_s)))
         plans = []
-        for goes_on in (False, True) if self._survival.size else (False,):
-            self._offer(self._fronts(rate, goes_on))
+        for front in fronts:
+            self._offer(front)
             plans.append((*self._best_plan(), self._reached))
         lengths, rate, self._reached = max(plans, key=lambda plan: plan[1])
         return lengths, rate
@@ -183,20 +185,18 @@ class _Offers:
         survival[np.arange(longest) >= self._limits[:, None]] = 0.0
         return self._found[:, None] * survival
 
-    def _fronts(self, rate: float, goes_on: bool) -> IntArray:
-        """Return how many looked-up tokens [requests] to offer at a price of a second.
+    def _fronts(self, rate: float) -> IntArray:
+        """Return how many looked-up tokens [requests] to offer before those of the drafters.
 
-        goes_on: the drafters draft behind them, in steps that others pay."""
+        At a price of a second, and as if others paid for the drafters' steps."""
         num, most = self._looked_up.shape
         rows = self._view.room.num_rows
         each = max(1, int(np.count_nonzero(self._looked_up[:, 0])))
         row = self._times.added(rows, rows + each * np.arange(most + 1)) / each
         price = rate * np.maximum.accumulate(row) / np.maximum(self._worth, 1e-9)[:, None]
         survival = np.concatenate([np.ones((num, 1)), self._looked_up], axis=1)
-        worth = survival.cumsum(axis=1) - price
-        if goes_on:
-            behind = self._survival - (price[:, 1:2] if most else 0.0)
-            worth += survival * np.maximum(behind.cumsum(axis=1).max(axis=1), 0.0)[:, None]
+        behind = (self._survival - price[:, 1:2]).cumsum(axis=1).max(axis=1)
+        worth = survival.cumsum(axis=1) - price + survival * np.maximum(behind, 0.0)[:, None]
         return np.asarray(worth.argmax(axis=1))
 
     def _offer(self, fronts: IntArray) -> None:
