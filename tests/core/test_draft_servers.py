@@ -327,7 +327,7 @@ def test_a_draft_at_hand_is_verified_without_an_order() -> None:
     assert desk.send("s1").is_empty, "there is nothing to wait for"
     plan, _ = desk.verify(accepted=1)
     (item,) = [i for i in plan.items if i.request_id == "r1"]
-    assert (item.source, item.ahead_token_ids) == (DraftSource.AHEAD, (0, 1, 2, 3))
+    assert (item.source, item.token_ids) == (DraftSource.KNOWN, (0, 1, 2, 3))
     assert item.num_draft_tokens == 4
     state = desk.scheduler.table.requests["r1"]
     assert state.output_token_ids == [0, 0, 1]
@@ -345,7 +345,7 @@ def test_less_than_is_granted_is_verified_where_the_rest_is_far_away() -> None:
         ahead(desk, 0, 1)
         assert len(desk.send("s1").drafts) == (not num_at_hand)
         draft = desk.scheduler.table.requests["r1"].draft
-        assert len(draft.ahead_token_ids) == num_at_hand
+        assert len(draft.token_ids) == num_at_hand
 
 
 def test_what_the_text_has_contradicted_is_not_used() -> None:
@@ -367,7 +367,7 @@ def test_lines_go_with_their_server() -> None:
     assert desk.scheduler.table.requests["r1"].ahead is None
     ahead(desk, 0, 1, 2, 3)
     plan, _ = desk.verify()
-    assert all(i.source is not DraftSource.AHEAD for i in plan.items)
+    assert all(i.source is not DraftSource.KNOWN for i in plan.items)
     desk.up("s1")
     assert [o.request_id for o in desk.send("s1").drafts] == ["r1"]
 

@@ -38,7 +38,9 @@ def test_acceptance_is_learned_from_positions_up_to_the_first_rejection(rate: fl
 def test_overlaps_are_finer_evidence() -> None:
     estimator = AcceptanceEstimator()
     for _ in range(200):
-        estimator.on_verdict(Verdict("r", 0, 0, drafter="d", num_decided=2, evidence=1.2))
+        estimator.on_verdict(
+            Verdict("r", 0, 0, drafter="d", num_proposed=2, num_decided=2, evidence=1.2)
+        )
     assert estimator.mean("r", "d") == pytest.approx(0.6, abs=0.02)
 
 

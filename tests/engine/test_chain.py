@@ -11,6 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from penstock.engine.drafters.chain import ChainDrafter
+from penstock.engine.drafters.lookup import LookupDrafter, Match
+from penstock.engine.drafters.sources import (
+    Parts,
+    SourceEvidence,
+    best_together,
+    expected_tokens,
+    round_seconds,
+)
 from tests.engine.sampling_toys import PROMPT, joint_p_value, sampling_rows, toy_table
 from tests.engine.small_family import make_unreliable
 from tests.engine.test_exactness import SAMPLINGS, Alone, lenient, make_loop, make_requests, run
@@ -19,17 +28,8 @@ from tests.products import covering, slow
 from penstock.config import EngineConfig
 from penstock.core.types import DraftOrder, Request, RoundCosts, SamplingParams
 from penstock.engine.build import Engine, load_engine
-from penstock.engine.drafters.chain import ChainDrafter
 from penstock.engine.drafters.drafts import Draft
-from penstock.engine.drafters.lookup import LookupDrafter, Match
 from penstock.engine.drafters.model import ModelDrafter
-from penstock.engine.drafters.sources import (
-    Parts,
-    SourceEvidence,
-    best_together,
-    expected_tokens,
-    round_seconds,
-)
 from penstock.engine.runner import RaggedBatch
 from penstock.engine.sampling import VerifyBatch, sample_coupled, verify
 from penstock.engine.sequences import TokenBuffer

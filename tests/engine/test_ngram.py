@@ -3,7 +3,6 @@
 import random
 
 import pytest
-
 from penstock.engine.drafters.lookup import NgramIndex
 
 

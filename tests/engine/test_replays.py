@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from penstock.engine.drafters.lookup import LookupDrafter
 from tests.core.world import replace_policies
 from tests.engine.small_family import VOCAB
 from tests.engine.test_exactness import DRAFTERS, SAMPLINGS, load, make_loop, make_requests, run
@@ -19,7 +20,6 @@ from penstock.core.policies.base import ReplayProposal, SelectionPolicy, View
 from penstock.core.state import RequestState
 from penstock.core.types import Arrive, DraftOrder, Replayed, Request, SamplingParams
 from penstock.engine.build import Engine
-from penstock.engine.drafters.lookup import LookupDrafter
 from penstock.engine.drafters.model import ModelDrafter
 from penstock.engine.sequences import TokenBuffer
 

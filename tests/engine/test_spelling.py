@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from penstock.engine.drafters.lookup import num_equal
 from tests.engine.test_gguf_tokenizer import CORPUS, HARD, ORIGINALS
 from tests.engine.test_tokenizer import sentencepiece_like
 from tests.products import covering
 from tokenizers import AddedToken, processors
 from tokenizers import Tokenizer as Backend
 
-from penstock.engine.drafters.lookup import num_equal
 from penstock.engine.drafters.spelling import OwnText, Vocabularies
 from penstock.engine.models.fast_tokenizer import FastTokenizer
 from penstock.engine.tokenizer import Tokenizer

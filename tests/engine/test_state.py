@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from penstock.engine.drafters.suffix import SuffixDrafter
 from tests.conftest import Cli
 from tests.serving.program import LONG, program
 
@@ -20,7 +21,6 @@ from penstock.core.learn import Estimators
 from penstock.core.types import Verdict
 from penstock.engine.backends import Placement
 from penstock.engine.build import load_engine
-from penstock.engine.drafters.suffix import SuffixDrafter
 from penstock.engine.fingerprint import digest
 from penstock.engine.state import StateFile
 

@@ -4,10 +4,10 @@ import random
 from collections.abc import Sequence
 
 import pytest
-
-from penstock.core.types import DraftOrder, Request, SamplingParams
 from penstock.engine.drafters.lookup import LONGEST_MATCH
 from penstock.engine.drafters.suffix import SHORTEST_MATCH, TEXT_END, SuffixDrafter, SuffixIndex
+
+from penstock.core.types import DraftOrder, Request, SamplingParams
 from penstock.engine.sequences import TokenBuffer
 
 

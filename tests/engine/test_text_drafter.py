@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from penstock.engine.drafters.lookup import num_equal
 from tests.engine.other_vocabulary import TARGET, finer, reordered, write
 from tests.engine.sampling_toys import joint_p_value, sampling_rows
 from tests.engine.small_family import make_unreliable
@@ -24,7 +25,6 @@ from penstock.core.kv import BlockPool
 from penstock.core.types import DraftOrder, Request, SamplingParams
 from penstock.engine.build import Engine, load_engine
 from penstock.engine.drafters.drafts import Draft, Drafts
-from penstock.engine.drafters.lookup import num_equal
 from penstock.engine.drafters.model import ModelDrafter
 from penstock.engine.drafters.spelling import Vocabularies
 from penstock.engine.drafters.text import TextDrafter

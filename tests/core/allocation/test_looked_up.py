@@ -58,9 +58,7 @@ def test_drafts_of_a_step_are_nearly_the_best_of_all(num: int) -> None:
         asked, learn = world(rng, num)
         each = [[*itertools.product(range(len(c.survival) + 1), range(4))] for c in asked]
         best = max(rate_of(asked, drafts, learn) for drafts in itertools.product(*each))
-        found = [
-            (g.num_looked_up, g.num_draft_tokens) for g in granted(asked, view_of(learn, num))
-        ]
+        found = [(g.num_looked_up, g.num_draft_tokens) for g in granted(asked, view_of(learn, num))]
         shares.append(rate_of(asked, found, learn) / best)
         without = [max(range(4), key=lambda b, i=i: _own(asked, learn, i, b)) for i in range(num)]
         alone.append(rate_of(asked, [(0, b) for b in without], learn) / best)

@@ -1,11 +1,11 @@
-"""Drafters that end their drafts get a price, and those that choose their source all the room."""
+"""Drafters that end their drafts get a price, and those whose drafts do not pay are left out."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.core.test_allocation import FLAT, STEEP, candidates, learned, lengths_of, of_tenants
+from tests.core.test_allocation import FLAT, candidates, learned, lengths_of, of_tenants
 
 from penstock.core.learn import Estimators
 from penstock.core.policies.base import DraftCandidate, Room, View
@@ -74,28 +74,6 @@ def test_lengths_are_within_limits_and_budget() -> None:
         assert sum(lengths) == total
         assert lengths[0] <= 2
         assert max(lengths) <= 8
-
-
-def test_a_chain_gets_all_room_that_is_left() -> None:
-    """It weighs its sources itself; the others draft where that pays."""
-    chain = Drafter("d", is_chained=True)
-    dear = view_of(learned([], verify=STEEP), chain, budget=10)
-    assert [g.num_draft_tokens for g in granted(candidates(20, 20), dear)] == [8, 2]
-    good = view_of(learned([0.95, 0.05], verify=FLAT), chain, budget=10)
-    other, chained = candidates(6, 20)
-    grants = granted([other._replace(drafter="other"), chained], good)
-    assert sum(g.num_draft_tokens for g in grants) == 10
-    assert min(g.num_draft_tokens for g in grants) > 0
-
-
-def test_a_held_plan_of_chains_is_within_another_steps_budget() -> None:
-    """Also where no draft of theirs is expected to pay."""
-    chain = Drafter("d", is_chained=True)
-    policy = make_policy("allocation", "priced")
-    for budget in (16, 3):
-        view = view_of(learned([], verify=STEEP), chain, budget=budget)
-        grants = policy.allocate(candidates(20, 20), view)
-        assert sum(g.num_draft_tokens for g in grants) == budget
 
 
 def drafting(

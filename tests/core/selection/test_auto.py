@@ -1,5 +1,6 @@
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -9,6 +10,7 @@ from tests.core.selection.rounds import Machine, Rounds, mixed_rates
 from penstock.core.policies.registry import make_policy
 from penstock.core.state import RequestState
 from penstock.core.types import (
+    LOOK_UP,
     Replayed,
     Request,
     SamplingParams,
@@ -47,65 +49,28 @@ def test_it_drafts_nothing_where_no_drafter_pays() -> None:
     assert not used(play({"small": 0.6, "large": 0.7}, machine=cheap))[None]
 
 
-class Chains(Rounds):
-    """With chains, of whose drafts so many are looked up, and right."""
+class Repeating(Rounds):
+    """Texts of which look-up makes so much: in such rounds nobody else drafts."""
 
     def __init__(self, looked_up: float, rates: Mapping[str, float], seconds: Mapping[str, float]):
         super().__init__(make_policy("selection", "auto"), Machine(seconds), lambda _: rates)
         self._looked_up = looked_up
-        for name, drafter in self.drafters.items():
-            drafter.is_chained = "chain" in name
 
     def _verdict(self, state: RequestState) -> Verdict:
         verdict = super()._verdict(state)
-        is_chained = "chain" in (verdict.drafter or "")
-        if not is_chained or self._rng.random() >= self._looked_up:
+        if self._rng.random() >= self._looked_up:
             return verdict
-        num = verdict.num_proposed
-        right = verdict._replace(token_ids=(0,) * (num + 1), num_accepted=num)
-        return right._replace(num_looked_up=num, num_decided=0, evidence=0.0)
+        right = verdict._replace(token_ids=(0,) * 9, num_proposed=8, num_accepted=8)
+        return right._replace(drafter=LOOK_UP, num_looked_up=8, num_decided=0, evidence=0.0)
 
 
-def test_what_a_chain_looks_up_is_saved_by_any_model_behind_it() -> None:
-    rates, seconds = {"chain": 0.6, "model": 0.8}, {"chain": 4e-3, "model": 4e-3}
-    assert used(Chains(0.8, rates, seconds).run(300)).most_common(1)[0][0] == "chain"
-    assert used(Chains(0.0, rates, seconds).run(300)).most_common(1)[0][0] == "model"
-    # Which chain is used does not depend on which one was first.
-    rates = {"small chain": 0.3, "large chain": 0.85}
-    for looked_up in (0.0, 0.4):
-        world = Chains(looked_up, rates, {"small chain": 0.5e-3, "large chain": 1.5e-3})
-        assert used(world.run(300)).most_common(1)[0][0] == "large chain"
-
-
-def test_a_draft_is_worth_as_much_as_it_is_found() -> None:
-    """A look-up that finds in a tenth of the rounds saves less than a model with fewer right."""
-
-    class Seldom(Rounds):
-        found = 0.1
-
-        def _verdict(self, state: RequestState) -> Verdict:
-            verdict = super()._verdict(state)
-            if verdict.drafter != "look-up":
-                return verdict
-            acceptance = self.estimators.acceptance
-            if self._rng.random() >= self.found:
-                acceptance.observe_empty(state.request.id, "look-up")
-                return Verdict(state.request.id, state.epoch, state.round, token_ids=(0,))
-            acceptance.on_verdict(verdict)
-            return verdict
-
-    rates = {"look-up": 0.9, "model": 0.7}
-    for found, best in ((0.1, "model"), (1.0, "look-up")):
-        policy, machine = make_policy("selection", "auto"), Machine({"look-up": 0.0, "model": 1e-3})
-        world = Seldom(policy, machine, lambda _: rates)
-        world.drafters["look-up"].pool, world.found = None, found
-        assert used(world.run(300)).most_common(1)[0][0] == best
-
-
-def test_a_chain_is_used_where_its_model_does_not_pay() -> None:
-    """It asks the model only where that pays, and reads no text before."""
-    world = Chains(0.2, {"chain": 0.3, "dear chain": 0.3}, {"chain": 9e-3, "dear chain": 20e-3})
-    assert not used(world.run(100))[None]
+def test_reading_must_pay_by_what_look_up_leaves() -> None:
+    """A drafter that reads for long is not worth it where look-up makes nearly all."""
+    rates, seconds = {"small": 0.3, "large": 0.85}, {"small": 0.5e-3, "large": 1.5e-3}
+    for looked_up, is_used in ((0.0, True), (0.9, False)):
+        world = Repeating(looked_up, rates, seconds)
+        world.machine = replace(world.machine, per_catch_up_token=3e-3)
+        assert (used(world.run(300))["large"] > 50) == is_used
 
 
 def test_what_is_learned_within_a_request_moves_it() -> None:
@@ -163,7 +128,7 @@ def test_a_replay_is_worth_its_time_where_it_may_change_the_choice() -> None:
     def num_read(per_catch_up_token: float) -> float:
         names = ("d0", "d1", "d2")
         machine = Machine(dict.fromkeys(names, 1e-3), per_catch_up_token=per_catch_up_token)
-        policy = make_policy("selection", "auto", {"explore": 0.001})
+        policy = make_policy("selection", "auto")
         rates = mixed_rates(names, spread=1.5)
         world = Rounds(policy, machine, rates, max_tokens=200, live=1).run(1500)
         return world.num_replayed / len(world.finished)

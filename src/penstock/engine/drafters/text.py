@@ -10,7 +10,6 @@ import numpy as np
 from penstock.core.types import DraftOrder, Replayed, Request, SamplingParams
 from penstock.engine.drafters.base import LocalDrafter
 from penstock.engine.drafters.drafts import Draft, Drafts
-from penstock.engine.drafters.lookup import num_equal
 from penstock.engine.drafters.model import MOST_EVALUATED, ModelDrafter
 from penstock.engine.drafters.recent import RecentKv
 from penstock.engine.drafters.spelling import RECENT, OwnText, Vocabularies
@@ -56,7 +55,7 @@ class _Reader:
         if not 0 < len(ids) <= self._max_length:
             return None
         begin = min(self._num_same, lasting)
-        same = begin + num_equal(ids[begin:], self.told.tokens(begin, self.told.length))
+        same = begin + _num_equal(ids[begin:], self.told.tokens(begin, self.told.length))
         if same < len(ids):
             self.told.length = same
             self.told.append(ids[same:])
@@ -185,3 +184,9 @@ class TextDrafter(LocalDrafter):
 def _judged(order: DraftOrder, text: TokenBuffer) -> list[int]:
     end = order.start + order.num_catch_up_tokens
     return text.tokens(max(order.start, text.request.prompt_len, end - MOST_EVALUATED), end)
+
+
+def _num_equal(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """Return the length of the common prefix."""
+    most = min(len(tokens), len(others))
+    return next((i for i in range(most) if tokens[i] != others[i]), most)
