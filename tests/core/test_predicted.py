@@ -9,7 +9,9 @@ from tests.core.fakes import ToyDrafter, ToyExecutor, target_only
 from tests.core.world import Chaos, World, make_request, make_scheduler
 
 from penstock.core.learn import Estimators
-from penstock.core.predicted import MOST_PREDICTED, Prediction
+from penstock.core.learn.matches import MatchRates
+from penstock.core.policies.base import MOST_DRAFT_TOKENS
+from penstock.core.predicted import Prediction
 from penstock.core.types import PREDICTION, Output, Request
 
 TEXT = tuple(random.Random(0).randrange(1000) for _ in range(400))
@@ -25,6 +27,11 @@ def followed(prediction: Sequence[int], output: Sequence[int], by: int = 1) -> P
         seen += new
         made.follow(seen, len(new))
     return made
+
+
+def next_tokens(prediction: Prediction, num_tokens: int) -> tuple[int, ...]:
+    match = prediction.match(num_tokens)
+    return () if match is None else match.token_ids
 
 
 @pytest.mark.parametrize("by", [1, 3, 100])
@@ -45,31 +52,47 @@ def followed(prediction: Sequence[int], output: Sequence[int], by: int = 1) -> P
     ],
 )
 def test_the_output_is_found_in_it(output: tuple[int, ...], place: int, by: int) -> None:
-    found = followed(TEXT, output, by)
-    assert found.next_tokens(5) == TEXT[place : place + 5]
+    assert next_tokens(followed(TEXT, output, by), 5) == TEXT[place : place + 5]
 
 
 def test_of_equal_matches_the_nearest_behind_counts() -> None:
     part = (1, 2, 3)
     text = (*part, 10, *range(20, 30), *part, 11, *range(30, 40), *part, 12)
-    assert followed(text, (*range(20, 26), OTHER, OTHER, *part)).next_tokens(1) == (11,)
+    found = followed(text, (*range(20, 26), OTHER, OTHER, *part))
+    assert next_tokens(found, 1) == (11,)
 
 
 def test_one_token_far_away_is_no_match() -> None:
     found = followed(TEXT, (*TEXT[:9], TEXT[300]))
-    assert found.next_tokens(1) == (TEXT[10],)
+    assert next_tokens(found, 1) == (TEXT[10],)
+
+
+def learned(output: Sequence[int]) -> MatchRates:
+    """What has been learned of a request with this output, token by token."""
+    rates, made = MatchRates(), Prediction(TEXT)
+    for i, token in enumerate(output):
+        match = made.match(20)
+        if match is not None:
+            rates.learn("r", match, (token,))
+        made.follow(output[: i + 1], 1)
+    return rates
 
 
 def test_what_it_promises() -> None:
     """Less along a draft, more behind longer matches, and what it has kept so far."""
-    fresh, sure = Prediction(TEXT), followed(TEXT, TEXT[:100])
-    for made in (fresh, sure):
-        survival = made.survival(20)
-        assert all(1 > a > b > 0 for a, b in pairwise(survival.tolist()))
-    assert sure.survival(20)[-1] > 0.5 > fresh.survival(20)[-1]
-    assert len(fresh.survival(0)) == 0
-    wrong = followed(TEXT, [OTHER] * 50)
-    assert wrong.survival(20).sum() < 0.2, "also of longer matches, of which there were none"
+    first, later = followed(TEXT, ()).match(20), followed(TEXT, TEXT[:100]).match(20)
+    assert first is not None
+    assert later is not None
+    fresh = MatchRates().survival("r", first)
+    sure = learned(TEXT[:100]).survival("r", later)
+    for survival in (fresh, sure):
+        assert all(1 > a > b > 0 for a, b in pairwise(survival))
+    assert len(sure) == 20
+    assert sure[-1] > 0.5 > fresh[-1]
+    wrong = learned([OTHER] * 50)
+    assert sum(wrong.survival("r", first)) < 0.2
+    assert sum(wrong.survival("r", later)) < 0.2, "also of longer matches, of which there were none"
+    assert sum(wrong.survival("another", later)) > 1, "of another request less is known"
 
 
 # --- in the loop ----------------------------------------------------------------------------------
@@ -106,7 +129,7 @@ def test_with_any_drafter_and_with_none(drafters: tuple[ToyDrafter, ...]) -> Non
     _, drafted = run(0.05, drafters=drafters)
     predicted = [o for o in drafted if o.drafter == PREDICTION]
     assert sum(o.num_accepted for o in predicted) > 0.8 * 4 * 150
-    assert max(o.num_proposed for o in predicted) == MOST_PREDICTED
+    assert max(o.num_proposed for o in predicted) == MOST_DRAFT_TOKENS
 
 
 def test_a_likelier_drafter_goes_before_it() -> None:
