@@ -16,6 +16,7 @@ from penstock.core.groups import DecodeGroup, repeated_run
 from penstock.core.kv import BlockPool
 from penstock.core.learn import Estimators
 from penstock.core.policies.base import AdmissionPolicy, AllocationPolicy, Pipeline, SelectionPolicy
+from penstock.core.policies.declared import Gauge
 from penstock.core.policies.pipeline.micro_batches import MicroBatches
 from penstock.core.queues import WaitingRequests
 from penstock.core.state import Drafter
@@ -132,6 +133,13 @@ class Scheduler:
         ctx = self._ctx
         drafting = {**ctx.selection.gauges, **ctx.allocation.gauges}
         return {**ctx.admission.gauges, **drafting, **ctx.pipeline.gauges}
+
+    @property
+    def metrics(self) -> dict[Gauge, Any]:
+        """Those gauges that the policies declare for `/metrics`."""
+        ctx, known = self._ctx, self.gauges
+        policies = (ctx.admission, ctx.selection, ctx.allocation, ctx.pipeline)
+        return {g: known[g.name] for p in policies for g in p.metrics if g.name in known}
 
     @property
     def num_unfinished(self) -> int:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from penstock.core.learn import Estimators
+from penstock.core.policies.declared import Gauge
 from penstock.core.queues import ArrivalQueue, OrderName, make_queue
 from penstock.core.state import Drafter, Grant, Outcome, RequestState
 from penstock.core.step import Step
@@ -118,17 +119,14 @@ class Loads(Mapping[str, int]):
 
 
 Gauges = Mapping[str, Any]
-"""Numbers behind a policy's last decisions, by name; what it does not know is left out.
-
-price_of_second: value that it is worth; a token of the mean request is worth 1. plain_step_seconds:
-of a step without drafts. draft_token_seconds: that one more adds to a step, by drafter.
-token_value: by request id; tenant_token_value: the mean. saved_seconds: by the drafter, to the
-request's end, by id. kv_reserved_tokens: free, but kept for running requests. GoodSpeed's, Spin's
-and Nested WAIT's are explained where `/metrics` is written (`penstock.api.collectors`)."""
+"""Numbers behind a policy's last decisions, by name; what it does not know is left out."""
 
 
 class Policy:
     """Base of the four kinds."""
+
+    metrics: ClassVar[tuple[Gauge, ...]] = ()
+    """Those of `gauges` that `/metrics` shows; the others, as by request, explain simulations."""
 
     def __init__(self, options: Any = None) -> None:
         self.options = options
