@@ -17,7 +17,7 @@ from penstock.core.kv import BlockPool
 from penstock.core.learn import Estimators
 from penstock.core.policies.base import AdmissionPolicy, AllocationPolicy, Pipeline, SelectionPolicy
 from penstock.core.policies.declared import Gauge
-from penstock.core.policies.pipeline.micro_batches import MicroBatches
+from penstock.core.policies.registry import make_pipeline
 from penstock.core.queues import WaitingRequests
 from penstock.core.state import Drafter
 from penstock.core.sync import HostRequest, sync
@@ -52,7 +52,7 @@ class Scheduler:
     """Composes admission, selection and allocation over paged KV memory.
 
     pool: the target's KV; `drafters` have pools of their own, with the same block size. pipeline:
-    default `barrier`. counted: requests of which only lengths are known advance together;
+    None is `off`. counted: requests of which only lengths are known advance together;
     groups_texts: so do texts without drafters, if the executor can; neither changes a decision.
     max_num_seqs: the executor's room; None is no limit."""
 
@@ -98,7 +98,7 @@ class Scheduler:
             admission,
             selection,
             allocation,
-            pipeline or MicroBatches(MicroBatches.Options(1)),
+            pipeline or make_pipeline("off"),
             Trials(learn.times) if weighs_time else None,
             Fairness(accounts, learn) if is_fair else None,
             max_model_len,
