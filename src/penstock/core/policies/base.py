@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from penstock.core.learn import Estimators
-from penstock.core.policies.declared import Gauge
+from penstock.core.policies.declared import Gauge, LimitOptions, ThresholdOptions
 from penstock.core.queues import ArrivalQueue, OrderName, make_queue
 from penstock.core.state import Drafter, Grant, Outcome, RequestState
 from penstock.core.step import Step
@@ -127,6 +127,8 @@ class Policy:
 
     metrics: ClassVar[tuple[Gauge, ...]] = ()
     """Those of `gauges` that `/metrics` shows; the others, as by request, explain simulations."""
+    limits: ClassVar[LimitOptions] = LimitOptions()
+    """Options that a host or a plan may set or lower."""
 
     def __init__(self, options: Any = None) -> None:
         self.options = options
@@ -151,6 +153,8 @@ class AdmissionPolicy(Policy, ABC):
     """Order in which the requests of a queue are tried."""
     token_budget = 0
     """Positions of a step, drafts included; 0: no speculation."""
+    thresholds: ClassVar[ThresholdOptions | None] = None
+    """Options with thresholds that a plan works out; None: it has none."""
 
     @abstractmethod
     def compose(self, step: Step) -> None:

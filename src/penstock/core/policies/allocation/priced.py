@@ -34,7 +34,7 @@ from penstock.core.policies.allocation.parts.drafters import fade_unused, readin
 from penstock.core.policies.allocation.parts.gradient import Fairness
 from penstock.core.policies.allocation.parts.values import TokenValues
 from penstock.core.policies.base import AllocationPolicy, DraftCandidate, Gauges, View
-from penstock.core.policies.declared import Gauge
+from penstock.core.policies.declared import Gauge, LimitOptions
 from penstock.core.policies.options import MaxDraftTokens, NonNegativeFloat
 from penstock.core.state import Grant, Outcome
 
@@ -59,6 +59,7 @@ class Priced(AllocationPolicy):
     """Buys draft tokens that are worth more than the time they take."""
 
     name: ClassVar[str] = "priced"
+    limits = LimitOptions(max_draft_tokens="k_max")
     metrics = (
         Gauge(
             "price_of_second",
