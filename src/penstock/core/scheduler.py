@@ -11,7 +11,9 @@ from collections.abc import Hashable, Iterable
 from typing import Any
 
 from penstock.core import admit, draft, observe, verify
+from penstock.core.accounts import Accounts
 from penstock.core.context import Context
+from penstock.core.fairness import Fairness
 from penstock.core.groups import DecodeGroup, repeated_run
 from penstock.core.kv import BlockPool
 from penstock.core.learn import Estimators
@@ -22,8 +24,6 @@ from penstock.core.queues import WaitingRequests
 from penstock.core.state import Drafter
 from penstock.core.sync import HostRequest, sync
 from penstock.core.table import KVMemory, Table
-from penstock.core.tenants.accounts import Accounts
-from penstock.core.tenants.fairness import Fairness
 from penstock.core.trials import Trials
 from penstock.core.types import (
     TARGET,
