@@ -199,17 +199,17 @@ class Scheduler:
             table.in_flight.add(plan_id)
         new_requests, forgotten = table.updates.pop()
         return StepPlan(
-            plan_id,
-            lane,
-            now,
-            items,
-            decodes,
-            orders,
-            new_requests,
-            table.memory.take_released_tables(),
-            forgotten,
-            wake_at,
-            stalled,
+            id=plan_id,
+            lane=lane,
+            created_at=now,
+            items=items,
+            decodes=decodes,
+            drafts=orders,
+            new_requests=new_requests,
+            released=table.memory.take_released_tables(),
+            forgotten=forgotten,
+            wake_at=wake_at,
+            stalled=stalled,
         )
 
     def _next_of_run(self, now: float, plan_id: int) -> DecodeRun | None:

@@ -271,16 +271,16 @@ class Guide:
             accepted = max(0, len(answer.token_ids) - 1) if answer.num_proposed else 0
             verdicts.append(
                 Verdict(
-                    item.request_id,
-                    item.epoch,
-                    item.round,
-                    tuple(answer.token_ids),
-                    self._limits.proposer if answer.num_proposed else None,
-                    answer.num_proposed,
-                    accepted,
-                    min(accepted + 1, answer.num_proposed),
-                    accepted,
-                    accepted,
+                    request_id=item.request_id,
+                    epoch=item.epoch,
+                    round=item.round,
+                    token_ids=tuple(answer.token_ids),
+                    drafter=self._limits.proposer if answer.num_proposed else None,
+                    num_proposed=answer.num_proposed,
+                    num_accepted=accepted,
+                    num_decided=min(accepted + 1, answer.num_proposed),
+                    evidence=accepted,
+                    evidence_all=accepted,
                 )
             )
         work = None if plan.is_empty else step_work(plan, verdicts)
@@ -290,11 +290,11 @@ class Guide:
             work = work._replace(num_kv_tokens=context)
         seconds = (finished_at - started_at) / repeats
         result = StepResult(
-            plan.id,
-            TARGET,
-            started_at,
-            finished_at,
-            tuple(verdicts),
+            plan_id=plan.id,
+            lane=TARGET,
+            started_at=started_at,
+            finished_at=finished_at,
+            verdicts=tuple(verdicts),
             phases=PhaseTimes(verify=seconds),
             num_rows=work.num_positions if work else 0,
             repeats=repeats,
