@@ -46,7 +46,18 @@ def dummy_draft(
     for i in range(batch):
         name = f"dummy-{i}"
         blocks = tuple(range(i * each, (i + 1) * each))
-        orders.append(DraftOrder(name, 0, 0, drafter.name, context, num_read, num_steps, blocks))
+        orders.append(
+            DraftOrder(
+                request_id=name,
+                epoch=0,
+                round=0,
+                drafter=drafter.name,
+                start=context,
+                num_catch_up_tokens=num_read,
+                max_draft_tokens=num_steps,
+                new_blocks=blocks,
+            )
+        )
         prompt = (1,) * known
         texts.append(
             TokenBuffer(Request(name, known, 16, prompt_token_ids=prompt, sampling=sampling))
