@@ -1,8 +1,10 @@
 """How large the project is, and whether it keeps its budget: `python -m lab.size [--json]`.
 
-Counts lines by folder (code, docstrings and comments, blank), words of documentation, options of
-commands, policies and their options, and constants. `size.toml` has a budget for some of these;
-exit code 1 where one is exceeded. `make size` shows the report, `make check` compares.
+Counts lines of Python by folder (code, docstrings and comments, blank) and the package's lines of
+other languages, words of documentation, options of commands, policies and their options, and
+numbers (`lab.constants` says which). `size.toml` has a budget for some of these; exit code 1 where
+one is exceeded. `make size` shows the report, `make check` compares. `--numbers src` shows which
+files have most numbers, `--numbers FILE` each number of one.
 """
 
 from __future__ import annotations
@@ -15,9 +17,12 @@ import json
 import sys
 import tokenize
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from lab import constants
 
 ROOT = Path(__file__).parents[1]
 BUDGET = ROOT / "size.toml"
@@ -26,7 +31,10 @@ FOLDERS = (
     *("src/penstock/serving", "src/penstock/api", "src/penstock/sim", "src/penstock/fluid"),
     *("src/penstock/cli", "lab", "lab/bench", "lab/papers", "lab/common", "lab/zoo", "tests"),
 )
-GENERATED = ("_pb2.py", "_pb2_grpc.py")
+LANGUAGES = {
+    "lines of C++": ("*.cpp", "*.h"),
+    "lines of HTML, CSS and JS": ("*.html", "*.css", "*.js"),
+}
 
 
 @dataclasses.dataclass
@@ -50,13 +58,21 @@ class Lines:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    told_of = "each number of a file, or how many each file of a folder has"
+    parser.add_argument("--numbers", type=Path, metavar="PATH", help=told_of)
     given = parser.parse_args(arguments)
+    if given.numbers is not None:
+        _show_numbers(given.numbers)
+        return 0
+    numbers = constants.by_file(ROOT / "src")
     lines = {folder: lines_in(ROOT / folder) for folder in FOLDERS}
     counts = {folder: found.total for folder, found in lines.items()} | other_counts()
+    counts |= number_counts(numbers)
     over = exceeded(counts, tomllib.loads(BUDGET.read_text(encoding="utf-8")))
     if given.json:
         told = {name: dataclasses.asdict(found) for name, found in lines.items()}
-        print(json.dumps({"lines": told, "counts": counts, "exceeded": over}))
+        files = {str(path.relative_to(ROOT)): found for path, found in numbers.items() if found}
+        print(json.dumps({"lines": told, "counts": counts, "numbers": files, "exceeded": over}))
     else:
         _show(lines, counts)
     for line in over:
@@ -77,7 +93,7 @@ def lines_in(folder: Path) -> Lines:
     """Lines of the Python files below a folder, generated ones left out."""
     found = Lines()
     for path in sorted(folder.rglob("*.py")):
-        if not path.name.endswith(GENERATED):
+        if not path.name.endswith(constants.GENERATED):
             found.add(lines_of(path.read_text(encoding="utf-8")))
     return found
 
@@ -108,15 +124,28 @@ def other_counts() -> dict[str, int]:
     ]
     options = dict(_options())
     manual = [p for p in (ROOT / "docs").rglob("*.md") if p.parent.name != "adr"]
+    package = ROOT / "src" / "penstock"
     return {
+        **{name: text_lines(package, patterns) for name, patterns in LANGUAGES.items()},
         "words of README and docs": _words([ROOT / "README.md", *manual]),
         "words of ADRs": _words((ROOT / "docs" / "adr").glob("*.md")),
         "options of serve": options["serve"],
         "options of all commands": sum(options.values()),
         "policies": len(classes),
         "policy options": sum(len(dataclasses.fields(policy.Options)) for policy in classes),
-        "constants": sum(map(_constants, (ROOT / "src").rglob("*.py"))),
     }
+
+
+def number_counts(numbers: dict[Path, Counter[str]]) -> dict[str, int]:
+    """The constants of all files, and all their numbers: constants, in tuples and in lines."""
+    found = sum(numbers.values(), Counter[str]())
+    return {"constants": found[constants.CONSTANT], "numbers": found.total()}
+
+
+def text_lines(folder: Path, patterns: tuple[str, ...]) -> int:
+    """All lines of the files below a folder whose names match a pattern."""
+    paths = [path for pattern in patterns for path in folder.rglob(pattern)]
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
 
 
 def _words(paths: Any) -> int:
@@ -139,22 +168,16 @@ def _options() -> Iterator[tuple[str, int]]:
             commands += [(f"{name} {key}".strip(), each) for key, each in below.items()]
 
 
-def _constants(path: Path) -> int:
-    """Numbers that a module gives a name: `NAME = 3`, `NAME: Final = 2 * 1.5`."""
-    count = 0
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
-        if value is not None and _is_number(value):
-            count += 1
-    return count
-
-
-def _is_number(node: ast.expr) -> bool:
-    if isinstance(node, ast.Constant):
-        return type(node.value) in (int, float)
-    if isinstance(node, ast.UnaryOp):
-        return _is_number(node.operand)
-    return isinstance(node, ast.BinOp) and _is_number(node.left) and _is_number(node.right)
+def _show_numbers(path: Path) -> None:
+    if path.is_file():
+        for number in constants.numbers_in(path):
+            print(f"{path}:{number.line}: {number.text} ({number.kind})")
+        return
+    found = constants.by_file(path)
+    print("".join(f"{kind:>11}" for kind in constants.KINDS))
+    for name, counts in {path: sum(found.values(), Counter[str]()), **found}.items():
+        if counts:
+            print("".join(f"{counts[kind]:11,}" for kind in constants.KINDS) + f"  {name}")
 
 
 def _show(lines: dict[str, Lines], counts: dict[str, int]) -> None:

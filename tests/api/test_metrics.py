@@ -6,6 +6,8 @@ import pytest
 from tests.api.samples import labelled
 
 from penstock.api.metrics import MAX_POSITIONS, Metrics, RequestMeter, count_response
+from penstock.core.policies.declared import Gauge
+from penstock.core.policies.registry import known_gauges
 from penstock.core.types import FinishReason, LatencyTarget, Output, PhaseTimes, Request
 from penstock.serving.messages import EngineStats
 
@@ -48,17 +50,19 @@ def test_accepted_tokens_are_counted_by_position() -> None:
     assert sum(found.values()) == values(metrics, "spec_decode_num_accepted_tokens_total")["small"]
 
 
-def test_gauges_are_those_that_policies_know() -> None:
+def test_gauges_are_those_that_policies_declare() -> None:
     metrics = Metrics("toy")
-    by_drafter, by_request = {"small": 1e-3}, {"secret": 1.0}
-    gauges = {"price_of_second": 500.0, "draft_token_seconds": by_drafter}
-    stats = replace(STATS, gauges={**gauges, "token_value": by_request})
+    known = {g.name: g for g in known_gauges()}
+    own = Gauge("queue_age", "Seconds that the oldest request waits.", "queue")
+    gauges = {known["price_of_second"]: 500.0, own: {"a": 2.0}}
+    stats = replace(STATS, gauges={**gauges, known["draft_token_seconds"]: {"small": 1e-3}})
     assert values(metrics, "price_of_second", "model_name", stats) == {"toy": 500}
     assert values(metrics, "draft_token_seconds", "drafter", stats) == {"small": 1e-3}
+    assert values(metrics, "queue_age", "queue", stats) == {"a": 2.0}
     assert values(metrics, "kv_reserved_tokens", "model_name", stats) == {}
     text = metrics.render(stats, is_up=True, num_restarts=0).decode()
     assert "# HELP penstock:kv_reserved_tokens Free KV tokens" in text
-    assert "secret" not in text
+    assert "# HELP penstock:queue_age Seconds that the oldest" in text
 
 
 @pytest.mark.parametrize(

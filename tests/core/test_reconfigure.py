@@ -6,9 +6,9 @@ import pytest
 from tests.core.fakes import ToyDrafter, ToyExecutor
 from tests.core.world import Rotating, World, make_request, make_scheduler
 
+from penstock.core.accounts import Accounts
 from penstock.core.learn import Estimators
 from penstock.core.state import Drafter, RequestState
-from penstock.core.tenants.accounts import Accounts
 from penstock.core.types import Reconfigure, Request, Tenant
 
 BOTH = [ToyDrafter("small"), ToyDrafter("large")]

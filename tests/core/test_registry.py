@@ -1,11 +1,21 @@
+import ast
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import penstock
 from penstock.config import PolicyConfig
 from penstock.core.policies.admission.vllm_v1 import VllmV1
-from penstock.core.policies.registry import PolicyError, make_policy, policies
+from penstock.core.policies.declared import LimitOptions
+from penstock.core.policies.registry import (
+    PolicyError,
+    known_gauges,
+    make_policy,
+    option_types,
+    policies,
+    policy_names,
+)
 from penstock.sim.acceptance import GeometricAcceptance
 from penstock.sim.profiles import load_profile
 from penstock.sim.run import Setup, run
@@ -62,6 +72,45 @@ def test_errors_are_one_clear_line(kind, name, options, said) -> None:
         (f"{kind} policy '{name}'", f"unknown {kind} policy '{name}'")
     )
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["admission", "allocation", "selection", "pipeline"])
+def test_policies_declare_options_that_they_have(kind: str) -> None:
+    for name, policy in policies(kind).items():
+        declared = {option for option in policy.limits if option is not None}
+        thresholds = getattr(policy, "thresholds", None)
+        if thresholds is not None:
+            declared |= {thresholds.lengths, thresholds.thresholds, thresholds.gate}
+        assert declared <= option_types(kind, name).keys()
+        assert len({gauge.name for gauge in policy.metrics}) == len(policy.metrics)
+
+
+def test_a_policy_is_told_the_limits_that_it_has() -> None:
+    limits = LimitOptions(token_budget="most", ttft_p99="first_by")
+    assert limits.given(token_budget=8, max_num_seqs=4, ttft_p99=2.0) == {
+        "most": 8,
+        "first_by": 2.0,
+    }
+    assert LimitOptions().given(token_budget=8) == {}
+
+
+NAMING_NONE = (
+    *("api/collectors.py", "engine/vllm/guide.py", "sim/planner.py", "cli/plan.py"),
+    "core/scheduler.py",
+)
+
+
+@pytest.mark.parametrize("file", NAMING_NONE)
+def test_no_policy_is_named_outside_its_file(file: str) -> None:
+    kinds = ("admission", "allocation", "selection", "pipeline")
+    names = {n for kind in kinds for n in policy_names(kind)} | {g.name for g in known_gauges()}
+    tree = ast.parse((Path(penstock.__file__).parent / file).read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            assert node.value not in names, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            folder = (node.module or "").removeprefix("penstock.core.policies.").partition(".")[0]
+            assert folder not in kinds, node.lineno
 
 
 FILE = """

@@ -1,10 +1,13 @@
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 from tests.core.fakes import ToyDrafter, ToyExecutor, target_only
-from tests.core.world import World, kv_of, make_request, make_scheduler
+from tests.core.world import World, kv_of, make_request, make_scheduler, replace_policies
 
 from penstock.core.kv import BlockPool, hash_blocks
+from penstock.core.policies.allocation.fixed import Fixed
+from penstock.core.policies.declared import Gauge
 from penstock.core.policies.registry import make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter, RequestState
@@ -52,6 +55,18 @@ def test_refusals_say_what_is_wrong() -> None:
     assert scheduler.apply(Arrive(Request("r", 60, 4)), 0.0) == []
     assert "already running" in refused(scheduler, Request("r", 4, 4))
     assert scheduler.num_unfinished == 1
+
+
+def test_metrics_are_the_gauges_that_policies_declare() -> None:
+    class Known(Fixed):
+        length = Gauge("length", "Draft tokens of a request.")
+        metrics = (length, Gauge("unknown", "Not known yet."))
+        gauges = MappingProxyType({"length": 3, "by_request": {"r": 1.0}})
+
+    scheduler = make_scheduler(drafters=[DRAFTER])
+    replace_policies(scheduler, allocation=Known(Known.Options()))
+    assert scheduler.gauges == Known.gauges
+    assert scheduler.metrics == {Known.length: 3}
 
 
 def test_models_must_share_a_block_size() -> None:

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -8,6 +10,7 @@ from penstock.sim.acceptance import GeometricAcceptance
 from penstock.sim.planner import (
     PlanError,
     check_thresholds_fit,
+    length_classes,
     load_bound,
     plan_deployment,
     static_budget,
@@ -150,6 +153,49 @@ def test_planned_thresholds_of_the_literal_algorithms_are_whole() -> None:
     )
     with pytest.raises(PlanError, match="wait at 70 requests a second: no thresholds fit"):
         threshold_options(PolicyConfig.from_name("wait"), paper, HIGH, 70.0, paper.kv_tokens)
+
+
+OWN = """
+from dataclasses import dataclass
+from penstock.core.policies.admission.papers.wait import Wait
+from penstock.core.policies.declared import LimitOptions, ThresholdOptions
+
+class Own(Wait):
+    name = "own"
+    limits = LimitOptions(token_budget="most")
+    thresholds = ThresholdOptions("type", "lens", "counts", "open")
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        lens: tuple[int, ...] = (1,)
+        counts: tuple[float, ...] = (1.0,)
+        open: bool = False
+        most: int = 2048
+
+    def __init__(self, options):
+        super().__init__(
+            Wait.Options(options.lens, options.counts, options.open, options.most)
+        )
+        self.options = options
+
+POLICY = Own
+"""
+
+
+def test_thresholds_of_any_policy_that_declares_them(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    for gate in (False, True):
+        own = PolicyConfig.from_name(str(path), open=gate)
+        wait = PolicyConfig.from_name("wait", gated=gate)
+        options, known = (
+            threshold_options(p, PROFILE, HIGH, 15.0, PROFILE.kv_tokens) for p in (own, wait)
+        )
+        assert options == {"lens": known["output_lens"], "counts": known["thresholds"]}
+        assert length_classes(own.with_defaults(options), HIGH) == [101, 201, 301]
+    own = PolicyConfig.from_name(str(path), lens=(101, 201, 301), counts=(900.0,) * 3)
+    with pytest.raises(PlanError, match="memory has 100000"):
+        check_thresholds_fit(own, HIGH, 100_000)
 
 
 def test_thresholds_that_cannot_fit_are_refused() -> None:

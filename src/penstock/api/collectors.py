@@ -16,28 +16,13 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from penstock.core.policies.declared import Gauge
+from penstock.core.policies.registry import known_gauges
 from penstock.core.types import STEP_TOKENS, TARGET
 from penstock.serving.messages import EngineStats
 
 if TYPE_CHECKING:
     from penstock.serving.verification import DraftHub
-
-_OF_POLICIES = {
-    "price_of_second": (
-        "Value that a second of a step is worth; 1 is a token of the mean request.",
-    ),
-    "plain_step_seconds": ("Expected seconds of a step without drafts.",),
-    "draft_token_seconds": ("Seconds that one more draft token adds to a step.", "drafter"),
-    "tenant_token_value": ("Value of a token of a tenant's requests, in the mean.", "tenant"),
-    "kv_reserved_tokens": ("Free KV tokens kept from waiting requests, for running ones to grow.",),
-    "acceptance_estimate": ("GoodSpeed: smoothed acceptance rate (eq. 3).", "tenant"),
-    "goodput_estimate": ("GoodSpeed: smoothed tokens of a round (eq. 4).", "tenant"),
-    "drafter_goodput_estimate": ("Spin: mean tokens per second of a round.", "drafter"),
-    "segment_requests": ("Nested WAIT: running requests of a segment.", "segment"),
-    "segment_threshold": ("Nested WAIT: requests at a stage of a segment.", "segment"),
-    "segment_end": ("Nested WAIT: output tokens at which a segment ends.", "segment"),
-}
-"""Text, and label if it has one, of each of `policies.base.Gauges` that is shown."""
 
 _Values = float | Mapping[Any, float]
 """One value, or values by tuples of labels."""
@@ -102,12 +87,14 @@ class EngineCollector(Collector):
         yield from self._steps(stats)
         yield from self._of_policies(stats.gauges)
 
-    def _of_policies(self, gauges: Mapping[str, Any]) -> Iterator[Metric]:
-        """Yield the policies' gauges; without a value those that no policy knows."""
-        for name, (text, *labels) in _OF_POLICIES.items():
-            known = gauges.get(name, {})
+    def _of_policies(self, given: Mapping[Gauge, Any]) -> Iterator[Metric]:
+        """Yield the policies' gauges; without a value those that no running policy has."""
+        gauges: dict[str, tuple[Gauge, Any]] = {g.name: (g, {}) for g in known_gauges()}
+        gauges |= {g.name: (g, known) for g, known in given.items()}
+        for gauge, known in gauges.values():
             values = {(of,): v for of, v in known.items()} if isinstance(known, Mapping) else known
-            yield self._gauge(name, text, values, labels)
+            labels = () if gauge.label is None else (gauge.label,)
+            yield self._gauge(gauge.name, gauge.help, values, labels)
 
     def _refused(self) -> Iterator[Metric]:
         yield self._counter(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from penstock.cli.terminal import announce, one_line
+from penstock.core.policies.options import LONGEST_DRAFT
 
 if TYPE_CHECKING:
     from penstock.serving.link import Endpoint
@@ -42,7 +43,7 @@ def draft(
         Path | None, typer.Option(help="TLS: CA of the verification server's certificate, PEM.")
     ] = None,
     max_draft_tokens: Annotated[
-        int, typer.Option(min=1, max=1024, help="Most draft tokens per step.")
+        int, typer.Option(min=1, max=LONGEST_DRAFT, help="Most draft tokens per step.")
     ] = 16,
     no_assignments: Annotated[
         bool,

@@ -61,7 +61,7 @@ def plan(
     with bad_input():
         if delta is not None and not 0 < delta < 1:
             raise PlanError(f"--delta is a probability between 0 and 1, not {delta:g}")
-        base = Scenario(**vars(load), admission="fluid_guided").setup()
+        base = Scenario(**vars(load)).setup()
         made = load.make(load.rate, _REQUESTS)
         offered = load.rate or mean_rate(made)
         most = base.num_blocks * base.block_size
@@ -111,12 +111,11 @@ def _figures_of(
     base: Setup, workload: Workload, load: Load, least: int, chosen: PolicyConfig
 ) -> dict[str, Any]:
     """Return the figures of a run with the memory that it needs, `least` or more, among them."""
-    from penstock.core.policies.registry import option_types
+    from penstock.core.policies.registry import policy_class
     from penstock.sim.run import run
 
-    known = option_types("admission", chosen.name)
-    told = {target: s for target, s in load.targets.items() if target in known}
-    admission = chosen.with_defaults(told)
+    limits = policy_class("admission", chosen.name).limits
+    admission = chosen.with_defaults(limits.given(**load.targets))
 
     def played(kv_tokens: int) -> dict[str, Any]:
         setup = replace(base, admission=admission, kv_tokens=kv_tokens)

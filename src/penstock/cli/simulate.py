@@ -136,7 +136,7 @@ def _run(
         if is_sampled:
             assert workload.arrival_time is not None
             every = float(workload.arrival_time[-1]) / _SAMPLES
-            classes = length_classes(setup.admission.options, workload)
+            classes = length_classes(setup.admission, workload)
             samplers.append(Sampler(scheduler, every, classes))
         return [*explained, *samplers]
 

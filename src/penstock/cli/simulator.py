@@ -234,7 +234,7 @@ class Scenario(Load):
         Raises: ProfileError, PolicyError, WorkloadError, PlanError.
         """
         from penstock.core.policies.bundles import bundle
-        from penstock.core.policies.registry import make_pipeline, option_types
+        from penstock.core.policies.registry import make_pipeline, policy_class
         from penstock.sim.acceptance import AcceptanceByDrafter, parse_drafters
         from penstock.sim.domains import load_acceptance
         from penstock.sim.drafters import parse_capacities
@@ -252,14 +252,13 @@ class Scenario(Load):
             # Only draft servers are known to have devices of their own.
             pipeline = chosen.pipeline if draft_servers else "off"
         make_pipeline(pipeline)
-        known = option_types("admission", policies["admission"].name)
-        wanted = {name: value for name, value in targets.items() if name in known}
+        limits = policy_class("admission", policies["admission"].name).limits
         fit = None if self.acceptance is None else load_acceptance(self.acceptance)
         local = parse_drafters(self.drafter or (), self.seed, fit).models
         servers, remote = read_servers(draft_servers, self.seed) if draft_servers else ((), None)
         return Setup(
             profile,
-            admission=policies["admission"].with_defaults(wanted),
+            admission=policies["admission"].with_defaults(limits.given(**targets)),
             allocation=policies["allocation"],
             selection=policies["selection"],
             kv_tokens=memory,
@@ -328,9 +327,9 @@ def simulates(command: Callable[..., None]) -> Callable[..., None]:
 
 def with_thresholds(base: Setup, workload: Workload) -> Setup:
     """Return a setup with thresholds for a workload. Raises: PlanError, PolicyError."""
+    from penstock.core.policies.registry import policy_class
     from penstock.sim.planner import (
         check_thresholds_fit,
-        has_thresholds,
         mean_rate,
         threshold_options,
     )
@@ -338,8 +337,8 @@ def with_thresholds(base: Setup, workload: Workload) -> Setup:
 
     kv_tokens = base.num_blocks * base.block_size
     admission = base.admission
-    set_by_hand = {"thresholds", "output_lens", "segment_ends"} & admission.options.keys()
-    if has_thresholds(admission.name) and not set_by_hand:
+    names = policy_class("admission", admission.name).thresholds
+    if names is not None and not {names.lengths, names.thresholds} & admission.options.keys():
         rate = mean_rate(workload)
         planned = threshold_options(admission, base.profile, workload, rate, kv_tokens)
         base = replace(base, admission=base.admission.with_defaults(planned))

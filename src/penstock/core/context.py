@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from penstock.core.fairness import Fairness
 from penstock.core.learn import Estimators
 from penstock.core.lookup import LookUp
 from penstock.core.policies.base import (
@@ -19,7 +20,6 @@ from penstock.core.policies.base import (
 )
 from penstock.core.state import Drafter, DraftStage, RequestState
 from penstock.core.table import Table
-from penstock.core.tenants.fairness import Fairness
 from penstock.core.trials import Trials
 
 

@@ -11,7 +11,9 @@ from collections.abc import Hashable, Iterable
 from typing import Any
 
 from penstock.core import admit, draft, observe, verify
+from penstock.core.accounts import Accounts
 from penstock.core.context import Context
+from penstock.core.fairness import Fairness
 from penstock.core.groups import DecodeGroup, repeated_run
 from penstock.core.kv import BlockPool
 from penstock.core.learn import Estimators
@@ -23,13 +25,12 @@ from penstock.core.policies.base import (
     Pipeline,
     SelectionPolicy,
 )
-from penstock.core.policies.pipeline.micro_batches import MicroBatches
+from penstock.core.policies.declared import Gauge
+from penstock.core.policies.registry import make_pipeline
 from penstock.core.queues import WaitingRequests
 from penstock.core.state import Drafter
 from penstock.core.sync import HostRequest, sync
 from penstock.core.table import KVMemory, Table
-from penstock.core.tenants.accounts import Accounts
-from penstock.core.tenants.fairness import Fairness
 from penstock.core.trials import Trials
 from penstock.core.types import (
     TARGET,
@@ -58,7 +59,7 @@ class Scheduler:
     """Composes admission, selection and allocation over paged KV memory.
 
     pool: the target's KV; `drafters` have pools of their own, with the same block size. pipeline:
-    default `barrier`. counted: requests of which only lengths are known advance together;
+    None is `off`. counted: requests of which only lengths are known advance together;
     groups_texts: so do texts without drafters, if the executor can; neither changes a decision.
     max_num_seqs, max_draft_tokens: the executor's room for requests (None is no limit), and for the
     tokens of one draft. look_up: in texts, for all requests."""
@@ -107,7 +108,7 @@ class Scheduler:
             admission,
             selection,
             allocation,
-            pipeline or MicroBatches(MicroBatches.Options(1)),
+            pipeline or make_pipeline("off"),
             Trials(learn.times) if weighs_time else None,
             Fairness(accounts, learn) if is_fair else None,
             max_model_len,
@@ -149,6 +150,13 @@ class Scheduler:
         ctx = self._ctx
         drafting = {**ctx.selection.gauges, **ctx.allocation.gauges}
         return {**ctx.admission.gauges, **drafting, **ctx.pipeline.gauges}
+
+    @property
+    def metrics(self) -> dict[Gauge, Any]:
+        """Those gauges that the policies declare for `/metrics`."""
+        ctx, known = self._ctx, self.gauges
+        policies = (ctx.admission, ctx.selection, ctx.allocation, ctx.pipeline)
+        return {g: known[g.name] for p in policies for g in p.metrics if g.name in known}
 
     @property
     def num_unfinished(self) -> int:
@@ -208,17 +216,17 @@ class Scheduler:
             table.in_flight.add(plan_id)
         new_requests, forgotten = table.updates.pop()
         return StepPlan(
-            plan_id,
-            lane,
-            now,
-            items,
-            decodes,
-            orders,
-            new_requests,
-            table.memory.take_released_tables(),
-            forgotten,
-            wake_at,
-            stalled,
+            id=plan_id,
+            lane=lane,
+            created_at=now,
+            items=items,
+            decodes=decodes,
+            drafts=orders,
+            new_requests=new_requests,
+            released=table.memory.take_released_tables(),
+            forgotten=forgotten,
+            wake_at=wake_at,
+            stalled=stalled,
         )
 
     def _next_of_run(self, now: float, plan_id: int) -> DecodeRun | None:

@@ -7,11 +7,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from penstock.core.accounts import Accounts
 from penstock.core.groups import DecodeGroup, GroupedState
 from penstock.core.kv import BlockPool, SequenceKV, hash_blocks
 from penstock.core.queues import WaitingRequests
 from penstock.core.state import OPEN, Drafter, Grant, RequestState
-from penstock.core.tenants.accounts import Accounts
 from penstock.core.text_groups import TextGroup, TextState
 from penstock.core.types import TARGET, DraftOrder, Request, Status, Tenant
 

@@ -18,6 +18,7 @@ import torch
 
 from penstock.core.types import SamplingParams
 from penstock.engine.eager import EagerRunner
+from penstock.engine.kv_cache import BLOCK_SIZE
 from penstock.engine.runner import BatchWriter
 from penstock.engine.sampling import SamplingRows, draw_draft, sample_coupled
 from penstock.engine.sampling.filters import filtered_probs
@@ -26,7 +27,6 @@ from penstock.engine.steps import Weights
 
 MAX_TOKENS = 4096
 """Longer texts are not audited: it would take seconds."""
-_BLOCK_SIZE = 16
 _MAX_WAITING = 8
 
 
@@ -136,10 +136,10 @@ class Auditor:
     def _runner(self, model: str) -> EagerRunner:
         runner = self._runners.get(model)
         if runner is None:
-            blocks = MAX_TOKENS // _BLOCK_SIZE
+            blocks = MAX_TOKENS // BLOCK_SIZE
             device = torch.device("cpu")
             path = self._models[model]
-            runner = EagerRunner.load(path, torch.float32, device, blocks, _BLOCK_SIZE)
+            runner = EagerRunner.load(path, torch.float32, device, blocks, BLOCK_SIZE)
             self._runners[model] = runner
         return runner
 

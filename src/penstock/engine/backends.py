@@ -24,9 +24,9 @@ from penstock.engine.drafters.spelling import Vocabularies
 from penstock.engine.drafters.text import TextDrafter
 from penstock.engine.eager import EagerRunner
 from penstock.engine.executor import LocalExecutor, RunnerExecutor
-from penstock.engine.kv_cache import kv_bytes_per_token
+from penstock.engine.kv_cache import BLOCK_SIZE, kv_bytes_per_token
 from penstock.engine.lanes import use_cores
-from penstock.engine.memory import MemoryNeed, free_memory, model_bytes
+from penstock.engine.memory import CPU_KV_SHARE, GPU_KV_SHARE, MemoryNeed, free_memory, model_bytes
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.dtypes import resolve_dtype
 from penstock.engine.models.weights import weight_bytes
@@ -47,10 +47,8 @@ ATTENTION: dict[str, AttentionFactory] = {
 }
 """Attention of the eager backend, by the setting's values."""
 
-# Conventions: shares of free memory for KV, most full-length requests, block size of a lone model.
-_MEMORY_SHARE, _GPU_MEMORY_SHARE = 0.25, 0.8
 _DEFAULT_SEQUENCES = 64
-_BLOCK_SIZE = 16
+"""Most requests of full length that KV memory is for, by convention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,9 +229,9 @@ def affordable_blocks(
                 "free: smaller models, fewer drafters or a smaller dtype would fit"
             )
         free -= weights
-        share = _GPU_MEMORY_SHARE
+        share = GPU_KV_SHARE
     else:
-        free, share = free_memory(), _MEMORY_SHARE
+        free, share = free_memory(), CPU_KV_SHARE
     tokens = int(free * share) // sum(kv_bytes_per_token(m, kv_dtype) for m in models)
     return max(1, min(tokens, _DEFAULT_SEQUENCES * max_model_len) // block_size)
 
@@ -368,17 +366,17 @@ def load_runner(
     dtype = resolve_dtype(dtype_name, place)
     config = DecoderConfig.from_pretrained(path)
     num_blocks = affordable_blocks(
-        [config], dtype, place, _BLOCK_SIZE, config.max_position_embeddings, weights=0
+        [config], dtype, place, BLOCK_SIZE, config.max_position_embeddings, weights=0
     )
     threads = len(cores) or torch.get_num_threads()
     is_native = place.type == "cpu" and dtype in DTYPES and why_not_native() is None
     if rounding == "int4" and not is_native:
         raise ConfigError("weights int4 are for the CPU's own kernels, which cannot be had here")
-    kv = num_blocks * _BLOCK_SIZE * kv_bytes_per_token(config, dtype)
+    kv = num_blocks * BLOCK_SIZE * kv_bytes_per_token(config, dtype)
     with MemoryNeed(model_bytes(path), kv, free_memory()).explained():
         if not is_native:
             kind = GraphRunner if place.type == "cuda" else EagerRunner
-            return kind.load(path, dtype, place, num_blocks, _BLOCK_SIZE)
+            return kind.load(path, dtype, place, num_blocks, BLOCK_SIZE)
         # As in `resolve_placement`.
         torch.set_num_threads(1)
-        return NativeRunner.load(path, dtype, num_blocks, _BLOCK_SIZE, threads, rounding=rounding)
+        return NativeRunner.load(path, dtype, num_blocks, BLOCK_SIZE, threads, rounding=rounding)

@@ -21,6 +21,8 @@ from penstock.engine.drafters.base import LocalDrafter
 from penstock.engine.executor import LocalExecutor
 from penstock.engine.runner import Model
 from penstock.engine.timing import (
+    DRAFT_CONTEXT,
+    DRAFT_STEPS,
     best_seconds,
     dummy_draft,
     dummy_verify,
@@ -32,11 +34,9 @@ from penstock.fluid.step_profile import StepProfile, StepTimeCurve
 _ROWS = (1, 8, 32, 3, 128, 16, 64, 5, 2, 256, 24, 12, 48, 96, 160)
 _BATCHES = (1, 8, 2, 32, 4, 16, 64)
 """Coarse first: of a large, slow model only the first ones are measured."""
-_FEWEST_SIZES = 2
-"""A cost per row needs two sizes."""
 # Small, so that start-up is quick; requests refine the times.
-_DRAFT_STEPS, _CONTEXT, _REPEATS, _TOGETHER_S = 4, 64, 3, 0.02
-_TOKENS_EACH = _CONTEXT + 16
+_REPEATS, _TOGETHER_S = 3, 0.02
+_TOKENS_EACH = DRAFT_CONTEXT + 16
 _MOST_TOGETHER_S = 1.0
 """Seconds of start-up for measuring drafters beside the target."""
 
@@ -86,8 +86,8 @@ def lanes_may_gain(times: Times, drafter: str) -> bool:
     """Return whether lanes would gain if the drafter and the target did not slow each other."""
     curve = times.curve_of(drafter)
     for batch in _BATCHES:
-        lane = Lane(batch, lambda n: _DRAFT_STEPS * curve(n))
-        work = Round((lane,), lambda group: times.target((1 + _DRAFT_STEPS) * sum(group)))
+        lane = Lane(batch, lambda n: DRAFT_STEPS * curve(n))
+        work = Round((lane,), lambda group: times.target((1 + DRAFT_STEPS) * sum(group)))
         if best_num(partial(cycle_seconds, work), MOST_MICRO_BATCHES, MIN_GAIN):
             return True
     return False
@@ -112,11 +112,11 @@ def _measure_drafter(
     curve = estimators.times.curve_of(drafter.name)
     sizes = _fitting(drafter)
     best = _best_seconds_by_size(
-        clock, budget_s, sizes, lambda n: dummy_draft(drafter, n, _DRAFT_STEPS)
+        clock, budget_s, sizes, lambda n: dummy_draft(drafter, n, DRAFT_STEPS)
     )
     for size, seconds in best.items():
-        curve.add_measurement(size, seconds / _DRAFT_STEPS)
-    num_read = min(_CONTEXT, max_model_len - 2)
+        curve.add_measurement(size, seconds / DRAFT_STEPS)
+    num_read = min(DRAFT_CONTEXT, max_model_len - 2)
     if sizes and num_read > 0:
         read = _best_seconds_by_size(
             clock, budget_s / 4, (1, 1 + num_read), partial(dummy_draft, drafter, 1, 1)
@@ -129,7 +129,7 @@ def _measure_together(
     executor: LocalExecutor, drafter: LocalDrafter, estimators: Estimators, clock: Clock
 ) -> None:
     """Add the drafter to the profile, with the slowdowns of working together."""
-    context = 0 if drafter.runner is None else _CONTEXT
+    context = 0 if drafter.runner is None else DRAFT_CONTEXT
     if min(m.num_that_fit(_TOKENS_EACH) for m in (drafter, executor.target)) < 4:
         return
     both = slowdowns(executor, drafter, clock, context, _TOGETHER_S)
@@ -148,7 +148,8 @@ def _best_seconds_by_size(
     for _ in range(_REPEATS):
         for size in sizes:
             spent = clock.now() - began
-            if len(best) >= _FEWEST_SIZES and spent + expected(size) > budget_s:
+            # A cost per row needs two sizes.
+            if len(best) >= 2 and spent + expected(size) > budget_s:
                 continue
             seconds = best_seconds(clock, partial(run, size), 1)
             expected.add_measurement(size, seconds)
@@ -163,5 +164,5 @@ def _fitting(model: Model | LocalDrafter) -> list[int]:
 def _verify(target: Model, rows: int) -> None:
     """Run one step over `rows` positions, in sequences of up to 5, and its sampling."""
     counts = [5] * (rows // 5) + ([rows % 5] if rows % 5 else [])
-    context = min(_CONTEXT, target.num_blocks * target.block_size - max(counts))
+    context = min(DRAFT_CONTEXT, target.num_blocks * target.block_size - max(counts))
     dummy_verify(target, counts[: max(1, target.num_that_fit(_TOKENS_EACH))], context)

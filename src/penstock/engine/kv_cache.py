@@ -6,6 +6,9 @@ import torch
 
 from penstock.engine.models.config import DecoderConfig
 
+BLOCK_SIZE = 16
+"""Tokens of a block where no setting says."""
+
 
 def kv_bytes_per_token(config: DecoderConfig, dtype: torch.dtype) -> int:
     """Return bytes of keys and values of one token over all layers, with the scales of int8."""

@@ -14,6 +14,8 @@ from penstock.core.loop import Clock
 from penstock.engine.build import Engine
 from penstock.engine.drafters.base import LocalDrafter
 from penstock.engine.timing import (
+    DRAFT_CONTEXT,
+    DRAFT_STEPS,
     best_seconds,
     dummy_draft,
     dummy_prefill,
@@ -22,8 +24,6 @@ from penstock.engine.timing import (
 )
 from penstock.fluid.step_profile import DrafterProfile, StepWork
 
-_DRAFT_STEPS = 4
-_DRAFT_CONTEXT = 64
 _NUM_READ = 128
 
 
@@ -45,7 +45,7 @@ class ProfileGrid:
     def longest(self) -> int:
         """Tokens of the longest request that a step needs room for."""
         most = max(max(self.draft_lengths) + 1, *self.chunks)
-        return max(max(self.contexts) + most, _DRAFT_CONTEXT + _NUM_READ + _DRAFT_STEPS)
+        return max(max(self.contexts) + most, DRAFT_CONTEXT + _NUM_READ + DRAFT_STEPS)
 
     @property
     def kv_tokens(self) -> int:
@@ -136,8 +136,8 @@ def _draft_steps(
     """Yield drafts of every batch, then drafts of one request with little and much to read."""
     context = _context_of(engine, drafter)
     for batch in grid.batches:
-        if batch <= drafter.num_that_fit(context + 1 + _DRAFT_STEPS):
-            yield batch, partial(dummy_draft, drafter, batch, _DRAFT_STEPS, 1, context)
+        if batch <= drafter.num_that_fit(context + 1 + DRAFT_STEPS):
+            yield batch, partial(dummy_draft, drafter, batch, DRAFT_STEPS, 1, context)
     for num_read in (1, 1 + _num_read(engine, drafter)):
         yield 1, partial(dummy_draft, drafter, 1, 1, num_read)
 
@@ -146,7 +146,7 @@ def _context_of(engine: Engine, drafter: LocalDrafter) -> int:
     """Return the tokens before a draft. A drafter without a model reads its context when asked."""
     if drafter.runner is None:
         return 0
-    return max(0, min(_DRAFT_CONTEXT, _longest(engine, drafter) - 1 - _DRAFT_STEPS))
+    return max(0, min(DRAFT_CONTEXT, _longest(engine, drafter) - 1 - DRAFT_STEPS))
 
 
 def _num_read(engine: Engine, drafter: LocalDrafter) -> int:
@@ -169,7 +169,7 @@ def _drafter_profile(
     """Return the profile. seconds: of `_draft_steps`."""
     *drafts, little, much = seconds
     # A larger batch cannot be faster: then the smaller one was disturbed.
-    rising = np.minimum.accumulate(drafts[::-1])[::-1] / _DRAFT_STEPS
+    rising = np.minimum.accumulate(drafts[::-1])[::-1] / DRAFT_STEPS
     reading = max(0.0, much - little) / num_read
     slowdown, target_slowdown = (_rounded(s) for s in together)
     return DrafterProfile(

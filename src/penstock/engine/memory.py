@@ -12,6 +12,8 @@ _MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 MEMORY_SHARE = 0.8
 """Share of the free memory that models may take, as KV memory is added."""
+CPU_KV_SHARE, GPU_KV_SHARE = 0.25, 0.8
+"""Shares of the free memory for KV where no setting says, by convention."""
 LESS_MEMORY = "smaller or quantised models, a lower kv_tokens or more memory would do"
 
 

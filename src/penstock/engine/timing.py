@@ -19,8 +19,10 @@ from penstock.engine.runner import BatchWriter, Model, RaggedBatch
 from penstock.engine.sequences import TokenBuffer
 
 _BATCH = 4
-_NUM_DRAFT_TOKENS = 4
 _ROUNDS = 5
+DRAFT_STEPS = 4
+DRAFT_CONTEXT = 64
+"""Tokens of a measured draft, and before it."""
 
 
 def dummy_verify(target: Model, counts: Sequence[int], context: int) -> None:
@@ -44,7 +46,18 @@ def dummy_draft(
     for i in range(batch):
         name = f"dummy-{i}"
         blocks = tuple(range(i * each, (i + 1) * each))
-        orders.append(DraftOrder(name, 0, 0, drafter.name, context, num_read, num_steps, blocks))
+        orders.append(
+            DraftOrder(
+                request_id=name,
+                epoch=0,
+                round=0,
+                drafter=drafter.name,
+                start=context,
+                num_catch_up_tokens=num_read,
+                max_draft_tokens=num_steps,
+                new_blocks=blocks,
+            )
+        )
         prompt = (1,) * known
         texts.append(
             TokenBuffer(Request(name, known, 16, prompt_token_ids=prompt, sampling=sampling))
@@ -73,8 +86,8 @@ def slowdowns(
     executor. context: tokens before the step; both must fit into memory."""
     target, num_threads = executor.target, executor.num_threads
     pace = partial(_Stopwatch, clock)
-    verifying = partial(dummy_verify, target, [_NUM_DRAFT_TOKENS + 1] * _BATCH, context)
-    drafting = partial(dummy_draft, drafter, _BATCH, _NUM_DRAFT_TOKENS, 1, context)
+    verifying = partial(dummy_verify, target, [DRAFT_STEPS + 1] * _BATCH, context)
+    drafting = partial(dummy_draft, drafter, _BATCH, DRAFT_STEPS, 1, context)
 
     def share_threads(of_target: int, of_drafter: int) -> None:
         target.limit_threads(of_target)
@@ -102,8 +115,8 @@ def slowdowns(
 
 def slowdowns_seconds(times: Times, drafter: str, seconds: float) -> float:
     """Return the expected seconds of `slowdowns`: a step at least in each part of a round."""
-    draft = max(seconds, _NUM_DRAFT_TOKENS * times.curve_of(drafter)(_BATCH))
-    verify = max(seconds, times.target(_BATCH * (1 + _NUM_DRAFT_TOKENS)))
+    draft = max(seconds, DRAFT_STEPS * times.curve_of(drafter)(_BATCH))
+    verify = max(seconds, times.target(_BATCH * (1 + DRAFT_STEPS)))
     return _ROUNDS * (draft + verify + max(2 * seconds, draft, verify))
 
 

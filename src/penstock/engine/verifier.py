@@ -248,14 +248,15 @@ def decide(
         tokens, drafts = result.tokens(n), slice(draft_start[n], draft_start[n + 1])
         num = d.sampling.num_logprobs
         rows = logits[row_start[n] : row_start[n] + len(tokens)]
+        logprobs = () if num is None or NO_TOKEN in tokens else token_logprobs(rows, tokens, num)
         decided.append(
             Decided(
-                tokens,
-                int(result.num_accepted[n]),
-                int(result.num_decided[n]),
-                evidence[drafts],
-                evidence_all[drafts],
-                () if num is None or NO_TOKEN in tokens else token_logprobs(rows, tokens, num),
+                token_ids=tokens,
+                num_accepted=int(result.num_accepted[n]),
+                num_decided=int(result.num_decided[n]),
+                evidence=evidence[drafts],
+                evidence_all=evidence_all[drafts],
+                logprobs=logprobs,
             )
         )
     return decided
@@ -311,11 +312,11 @@ def _compare(samples: list[int], first: int, draft: list[int]) -> Decided:
             break
         num_accepted += 1
     return Decided(
-        samples[first : first + num_accepted + 1],
-        num_accepted,
-        min(num_accepted + 1, len(draft)),
-        [float(n < num_accepted) for n in range(len(draft))],
-        [float(samples[first + n] == token) for n, token in enumerate(draft)],
+        token_ids=samples[first : first + num_accepted + 1],
+        num_accepted=num_accepted,
+        num_decided=min(num_accepted + 1, len(draft)),
+        evidence=[float(n < num_accepted) for n in range(len(draft))],
+        evidence_all=[float(samples[first + n] == token) for n, token in enumerate(draft)],
     )
 
 

@@ -171,7 +171,14 @@ class DraftService:
     def _apply_refusal(self, tracked: TrackedRequest, refused: pb.Refused) -> None:
         if self._by_wire_id.get(refused.request_id) is tracked and not tracked.is_taken:
             at = len(tracked.text)
-            self._advance(tracked, Piece(at, (), 0, "refused", refused.reason, refused.code))
+            piece = Piece(
+                start=at,
+                token_ids=(),
+                finish_reason="refused",
+                reason=refused.reason,
+                code=refused.code,
+            )
+            self._advance(tracked, piece)
 
     def _advance(self, tracked: TrackedRequest, piece: Piece) -> None:
         for fresh in tracked.text.add_piece(piece):

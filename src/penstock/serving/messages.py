@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.core.learn.memory import FluidKV
+from penstock.core.policies.declared import Gauge
 from penstock.core.types import (
     STEP_TOKENS,
     DraftOrder,
@@ -151,7 +152,7 @@ class EngineStats:
     tenant_weights: of the tenants that are configured, or have sent requests
     num_deferred: waiting requests whose grammar or tokenizer is prepared
     steps_by_tokens, num_step_tokens: as in `engine.steps.Totals`
-    gauges: of the scheduler's policies
+    gauges: what the scheduler's policies declare for `/metrics`
     server_failures: failed calls of OpenAI-compatible servers, by drafter"""
 
     num_running: int
@@ -173,7 +174,7 @@ class EngineStats:
     kv_block_size: int = 1
     steps_by_tokens: tuple[int, ...] = (0,) * (len(STEP_TOKENS) + 1)
     num_step_tokens: int = 0
-    gauges: dict[str, Any] = field(default_factory=dict)
+    gauges: dict[Gauge, Any] = field(default_factory=dict)
     server_failures: dict[str, int] = field(default_factory=dict)
 
 

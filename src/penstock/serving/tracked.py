@@ -31,11 +31,11 @@ class Piece(NamedTuple):
     @classmethod
     def from_verdict(cls, verdict: pb.VerifiedTokens) -> Self:
         return cls(
-            verdict.start,
-            tuple(verdict.token_ids),
-            verdict.num_accepted,
-            verdict.finish_reason,
-            verdict.reason,
+            start=verdict.start,
+            token_ids=tuple(verdict.token_ids),
+            num_accepted=verdict.num_accepted,
+            finish_reason=verdict.finish_reason,
+            reason=verdict.reason,
             logprobs=decode_logprobs(verdict.logprobs),
             num_drafted=verdict.num_drafted,
             num_stop_chars=verdict.num_stop_chars,

@@ -293,7 +293,7 @@ class EngineServer:
             kv_block_size=scheduler.pool.block_size,
             steps_by_tokens=tuple(self._engine.executor.totals.steps_by_tokens),
             num_step_tokens=self._engine.executor.totals.num_step_tokens,
-            gauges=scheduler.gauges,
+            gauges=scheduler.metrics,
             server_failures={n: s.num_failures for n, s in self._engine.executor.servers.items()},
         )
 

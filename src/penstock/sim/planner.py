@@ -9,7 +9,8 @@ from typing import Any, Literal
 import numpy as np
 
 from penstock.config import PolicyConfig
-from penstock.core.policies.registry import option_types
+from penstock.core.policies.declared import ThresholdOptions
+from penstock.core.policies.registry import policies, policy_class
 from penstock.fluid.capacity import RequestWork, capacity_bound, output_work
 from penstock.fluid.equilibrium import equilibrium
 from penstock.fluid.memory import DELTA, HORIZON_S, poisson_kv_bound
@@ -45,6 +46,10 @@ _CLOSE = 0.99
 """Share of the best throughput that a smaller budget must reach, to have shorter steps."""
 _BEYOND = 4
 """Memory bounds are searched up to this multiple of the memory."""
+
+
+_Thresholds = tuple[tuple[int, ...], tuple[float, ...]]
+"""Lengths of types or ends of segments, and the threshold of each."""
 
 
 class PlanError(ValueError):
@@ -108,11 +113,6 @@ def load_bound(
     return best * len(workload) / len(served)
 
 
-def has_thresholds(admission: str) -> bool:
-    """Return whether an admission policy has the option `thresholds`. Raises: PolicyError."""
-    return "thresholds" in option_types("admission", admission)
-
-
 def threshold_options(
     admission: PolicyConfig, profile: StepProfile, workload: Workload, rate: float, kv_tokens: int
 ) -> dict[str, Any]:
@@ -120,35 +120,42 @@ def threshold_options(
 
     Literal algorithms take whole thresholds, with a stage of one step; gated ones take fractions
     with as much headroom as fits. Raises: PlanError where no thresholds fit."""
-    if not has_thresholds(admission.name):
+    policy = admission.make("admission")
+    if policy.thresholds is None:
         return {}
-    gated = bool(admission.options.get("gated"))
-    if "segment_ends" in option_types("admission", admission.name):
-        planner = _nested_gated if gated else _nested
+    is_literal = policy.may_idle
+    if policy.thresholds.by == "segment":
+        planner = _whole_by_segment if is_literal else fluid_segments
     else:
-        planner = _wait_gated if gated else _wait
+        planner = _whole_by_type if is_literal else _roomy_by_type
     traffic = traffic_of(fitting(workload, kv_tokens), rate)
     try:
-        return planner(profile, traffic, kv_tokens)
+        return _as_options(policy.thresholds, *planner(profile, traffic, kv_tokens))
     except ValueError as error:
         raise PlanError(f"{admission.name} at {rate:g} requests a second: {error}") from error
 
 
-def _wait(profile: StepProfile, traffic: Traffic, kv_tokens: int) -> dict[str, Any]:
+def _as_options(
+    names: ThresholdOptions, lengths: tuple[int, ...], thresholds: tuple[float, ...]
+) -> dict[str, Any]:
+    return {names.lengths: lengths, names.thresholds: thresholds}
+
+
+def _whole_by_type(profile: StepProfile, traffic: Traffic, kv_tokens: int) -> _Thresholds:
     found = wait_thresholds(profile, traffic, kv_tokens)
-    return _wait_options(found, tuple(int(n) for n in found.thresholds))
+    return _output_lens(found), tuple(int(n) for n in found.thresholds)
 
 
-def _wait_gated(profile: StepProfile, traffic: Traffic, kv_tokens: int) -> dict[str, Any]:
+def _roomy_by_type(profile: StepProfile, traffic: Traffic, kv_tokens: int) -> _Thresholds:
     found = roomy_wait_thresholds(profile, traffic, kv_tokens)
-    return _wait_options(found, tuple(float(n) for n in found.thresholds))
+    return _output_lens(found), tuple(float(n) for n in found.thresholds)
 
 
-def _wait_options(found: WaitThresholds, thresholds: tuple[float, ...]) -> dict[str, Any]:
-    return {"output_lens": tuple(t.output_len for t in found.traffic), "thresholds": thresholds}
+def _output_lens(found: WaitThresholds) -> tuple[int, ...]:
+    return tuple(t.output_len for t in found.traffic)
 
 
-def _nested(profile: StepProfile, traffic: Traffic, kv_tokens: int) -> dict[str, Any]:
+def _whole_by_segment(profile: StepProfile, traffic: Traffic, kv_tokens: int) -> _Thresholds:
     """Return segments with the smallest memory bound, in waves of one step."""
     shortest = profile.seconds(StepWork(num_prefill_tokens=min(t.prompt_len for t in traffic)))
     iterations = max(1, round(HORIZON_S / shortest))
@@ -167,12 +174,7 @@ def _nested(profile: StepProfile, traffic: Traffic, kv_tokens: int) -> dict[str,
             f"the {kv_tokens} KV tokens there are; lower the rates"
         )
     best = min(found, key=lambda policy: policy.kv_bound_tokens)
-    return {"segment_ends": _segment_ends(best), "thresholds": best.thresholds}
-
-
-def _nested_gated(profile: StepProfile, traffic: Traffic, kv_tokens: int) -> dict[str, Any]:
-    ends, thresholds = fluid_segments(profile, traffic, kv_tokens)
-    return {"segment_ends": ends, "thresholds": thresholds}
+    return _segment_ends(best), best.thresholds
 
 
 def _least_nested(
@@ -213,27 +215,27 @@ def _segment_ends(found: NestedThresholds) -> tuple[int, ...]:
 
 def check_thresholds_fit(admission: PolicyConfig, workload: Workload, kv_tokens: int) -> None:
     """Raises: PlanError where a literal algorithm's full stages exceed the memory."""
-    if not has_thresholds(admission.name) or admission.options.get("gated"):
+    policy = admission.make("admission")
+    names = policy.thresholds
+    if names is None or not policy.may_idle:
         return
-    options = asdict(admission.make("admission").options)
+    thresholds = getattr(policy.options, names.thresholds)
+    ends = getattr(policy.options, names.lengths)
     prompt = round(float(fitting(workload, kv_tokens).prompt_len.mean()))
-    if "output_lens" in options:
-        ranges = [StageRange(prompt, 0, length - 1) for length in options["output_lens"]]
-    else:
-        starts = (0, *options["segment_ends"][:-1])
-        pairs = zip(starts, options["segment_ends"], strict=True)
-        ranges = [StageRange(prompt, start, end - 1) for start, end in pairs]
-    held = peak_kv_tokens(ranges, options["thresholds"])
+    starts = (0, *ends[:-1]) if names.by == "segment" else (0,) * len(ends)
+    ranges = [StageRange(prompt, a, b - 1) for a, b in zip(starts, ends, strict=True)]
+    held = peak_kv_tokens(ranges, thresholds)
     if held > kv_tokens:
         raise PlanError(
-            f"{admission.name}: thresholds {','.join(map(str, options['thresholds']))} hold up to "
+            f"{admission.name}: thresholds {','.join(map(str, thresholds))} hold up to "
             f"{held} KV tokens, memory has {kv_tokens}; choose lower ones"
         )
 
 
-def length_classes(options: dict[str, Any], workload: Workload, num_classes: int = 4) -> list[int]:
+def length_classes(admission: PolicyConfig, workload: Workload, num_classes: int = 4) -> list[int]:
     """Return output tokens that divide requests into classes: segments, types or quantiles."""
-    ends = options.get("segment_ends") or options.get("output_lens")
+    names = policy_class("admission", admission.name).thresholds
+    ends = None if names is None else admission.options.get(names.lengths)
     if ends and len(ends) <= 2 * num_classes:
         return list(ends)
     shares = np.arange(1, num_classes + 1) / num_classes
@@ -313,23 +315,26 @@ class DeploymentPlan:
     @property
     def configurations(self) -> dict[str, PolicyConfig]:
         """Admission policies for the plan, by the names of `serve_flags`."""
-        limits = asdict(self.static)
-        limits["max_num_batched_tokens"] = limits.pop("token_budget")
+        vllm = PolicyConfig.from_bundle("admission", "vllm")
+        limits = policy_class("admission", vllm.name).limits.given(**asdict(self.static))
         return {
-            "penstock": PolicyConfig.from_name("fluid_guided"),
+            "penstock": PolicyConfig.from_bundle("admission"),
             "penstock_config": self._gated(),
-            "vllm": PolicyConfig.from_name("vllm_v1", **limits),
+            "vllm": vllm.with_defaults(limits),
         }
 
     def serve_flags(self, kv_tokens: Mapping[str, int]) -> dict[str, Any]:
         """Return flags or a configuration file for Penstock, flags for vLLM.
 
         kv_tokens: memory by the names of `configurations`."""
-        admission = self._gated().model_dump()
+        admission = self.configurations["penstock"].name
         budget, seqs = self.static.token_budget, self.static.max_num_seqs
-        engine = {"kv_tokens": kv_tokens["penstock_config"], "admission": admission}
+        engine = {
+            "kv_tokens": kv_tokens["penstock_config"],
+            "admission": self._gated().model_dump(),
+        }
         return {
-            "penstock": f"--admission fluid_guided --kv-tokens {kv_tokens['penstock']}",
+            "penstock": f"--admission {admission} --kv-tokens {kv_tokens['penstock']}",
             "penstock_config": {"engine": engine},
             "vllm": f"--max-num-batched-tokens {budget} --max-num-seqs {seqs}",
         }
@@ -337,9 +342,11 @@ class DeploymentPlan:
     def _gated(self) -> PolicyConfig:
         options = dict(self.thresholds)
         algorithm, steps = options.pop("algorithm"), options.pop("stage_steps")
-        options["thresholds"] = tuple(n / steps for n in options["thresholds"])
-        options["max_num_batched_tokens"] = self.static.token_budget
-        return PolicyConfig.from_name(algorithm, gated=True, **options)
+        policy = policy_class("admission", algorithm)
+        names = policy.thresholds
+        options[names.thresholds] = tuple(n / steps for n in options[names.thresholds])
+        options |= policy.limits.given(token_budget=self.static.token_budget)
+        return PolicyConfig.from_name(algorithm, **{names.gate: True}, **options)
 
 
 def plan_deployment(
@@ -358,24 +365,30 @@ def plan_deployment(
         mean = equilibrium(profile, traffic).kv_tokens
         if workload.mix is not None:
             wait = best_wait_thresholds(profile, traffic, kv_tokens)
-            thresholds = {"algorithm": "wait", "stage_steps": wait.wave}
-            thresholds |= _wait_options(wait, wait.thresholds)
+            thresholds = _thresholds("type", wait.wave, _output_lens(wait), wait.thresholds)
             memory = PlannedMemory(mean, wait.kv_tokens, wait.kv_tokens, 0.0, "stages")
             return DeploymentPlan(thresholds, memory, static, kv_tokens)
         nested = _least_nested(profile, traffic, kv_tokens, delta)
-        thresholds = {"algorithm": "nested_wait"}
         if nested is None:
-            thresholds |= {"stage_steps": 1, **_nested_gated(profile, traffic, kv_tokens)}
+            thresholds = _thresholds("segment", 1, *fluid_segments(profile, traffic, kv_tokens))
             bound = _fluid_kv_bound(profile, traffic, delta)
             memory = PlannedMemory(mean, mean, bound, delta, "arrivals")
         else:
-            thresholds |= {
-                "stage_steps": nested.segments.wave,
-                "segment_ends": _segment_ends(nested),
-                "thresholds": nested.thresholds,
-            }
+            ends, wave = _segment_ends(nested), nested.segments.wave
+            thresholds = _thresholds("segment", wave, ends, nested.thresholds)
             batch, bound = nested.batch_kv_tokens, nested.kv_bound_tokens
             memory = PlannedMemory(mean, batch, bound, delta, "queues")
         return DeploymentPlan(thresholds, memory, static, kv_tokens)
     except ValueError as error:
         raise PlanError(f"at {rate:g} requests a second: {error}") from error
+
+
+def _thresholds(
+    by: str, stage_steps: int, lengths: tuple[int, ...], thresholds: tuple[float, ...]
+) -> dict[str, Any]:
+    """Return the first policy that has such thresholds, and its options."""
+    for algorithm, policy in policies("admission").items():
+        if policy.thresholds is not None and policy.thresholds.by == by:
+            options = _as_options(policy.thresholds, lengths, thresholds)
+            return {"algorithm": algorithm, "stage_steps": stage_steps, **options}
+    raise PlanError(f"no admission policy has thresholds by {by}")

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from google.protobuf.message import DecodeError
 
 from penstock.core.ahead import MAX_AHEAD_TOKENS, MAX_LINES
+from penstock.core.policies.options import LONGEST_DRAFT
 from penstock.core.types import MAX_LOGPROBS, MAX_STOP_CHARS, MAX_STOP_STRINGS
 from penstock.transport.v1 import drafting_pb2 as pb
 from penstock.transport.wire import DIGEST_BYTES, MAX_WEIGHTS, WEIGHT_SUM, PrefixDigest
@@ -158,8 +159,9 @@ def check_hello(hello: pb.Hello, tokenizer_digest: str) -> None:
             "the draft model has another tokenizer than the target; token ids would mean "
             "something else"
         )
-    if not 1 <= hello.max_draft_tokens <= 1024:
-        raise Refusal(f"max_draft_tokens {hello.max_draft_tokens}; it must be from 1 to 1024")
+    if not 1 <= hello.max_draft_tokens <= LONGEST_DRAFT:
+        told = f"max_draft_tokens {hello.max_draft_tokens}; it must be from 1 to {LONGEST_DRAFT}"
+        raise Refusal(told)
     if len(hello.model_name) > _MAX_NAME_CHARS:
         raise Refusal(f"model_name is longer than {_MAX_NAME_CHARS} characters")
 

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from penstock.core.learn import Estimators
+from penstock.core.policies.declared import Gauge, LimitOptions, ThresholdOptions
 from penstock.core.queues import ArrivalQueue, OrderName, make_queue
 from penstock.core.state import Drafter, Grant, Outcome, RequestState
 from penstock.core.step import Step
@@ -133,17 +134,16 @@ class Loads(Mapping[str, int]):
 
 
 Gauges = Mapping[str, Any]
-"""Numbers behind a policy's last decisions, by name; what it does not know is left out.
-
-price_of_second: value that it is worth; a token of the mean request is worth 1. plain_step_seconds:
-of a step without drafts. draft_token_seconds: that one more adds to a step, by drafter.
-token_value: by request id; tenant_token_value: the mean. saved_seconds: by the drafter, to the
-request's end, by id. kv_reserved_tokens: free, but kept for running requests. GoodSpeed's, Spin's
-and Nested WAIT's are explained where `/metrics` is written (`penstock.api.collectors`)."""
+"""Numbers behind a policy's last decisions, by name; what it does not know is left out."""
 
 
 class Policy:
     """Base of the four kinds."""
+
+    metrics: ClassVar[tuple[Gauge, ...]] = ()
+    """Those of `gauges` that `/metrics` shows; the others, as by request, explain simulations."""
+    limits: ClassVar[LimitOptions] = LimitOptions()
+    """Options that a host or a plan may set or lower."""
 
     def __init__(self, options: Any = None) -> None:
         self.options = options
@@ -168,6 +168,8 @@ class AdmissionPolicy(Policy, ABC):
     """Order in which the requests of a queue are tried."""
     token_budget = 0
     """Positions of a step, drafts included; 0: no speculation."""
+    thresholds: ClassVar[ThresholdOptions | None] = None
+    """Options with thresholds that a plan works out; None: it has none."""
 
     @abstractmethod
     def compose(self, step: Step) -> None:

@@ -10,9 +10,11 @@ import pkgutil
 import re
 import sys
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from penstock.core.policies.declared import Gauge
 from penstock.core.policies.options import checked, described
 
 _BASES = {
@@ -47,6 +49,13 @@ def policies(kind: str) -> dict[str, type[Any]]:
         if policy is not None:
             found[policy.name] = _complete(kind, policy)
     return dict(sorted(found.items()))
+
+
+def known_gauges() -> Iterator[Gauge]:
+    """Yield what all registered policies declare for `/metrics`."""
+    for kind in _BASES:
+        for policy in policies(kind).values():
+            yield from policy.metrics
 
 
 def register(kind: str, policy: type[Any], name: str | None = None) -> None:

@@ -105,7 +105,16 @@ class ModelProposer:
                 session.is_stuck = ahead or not taken
                 continue
             name, num_tokens = self._drafter.name, end - start
-            order = DraftOrder(session.kv_key, 0, 0, name, start, num_tokens, 0, blocks)
+            order = DraftOrder(
+                request_id=session.kv_key,
+                epoch=0,
+                round=0,
+                drafter=name,
+                start=start,
+                num_catch_up_tokens=num_tokens,
+                max_draft_tokens=0,
+                new_blocks=blocks,
+            )
             taken.append((session, order))
         return taken
 

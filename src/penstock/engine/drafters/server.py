@@ -25,15 +25,13 @@ from penstock.engine.drafters.completions import (
     CompletionsClient,
     ServerError,
 )
-from penstock.engine.drafters.spelling import opening
+from penstock.engine.drafters.spelling import TAIL, opening
 from penstock.engine.sequences import TokenBuffer
 from penstock.engine.tokenizer import Tokenizer
 
 _MOST_CHARS, _KEPT_CHARS = 8000, 6000
 """A longer text is sent without its beginning, which then stays the same for a while: the server
 keeps what it has computed of an equal beginning."""
-_TAIL = 8
-"""Tokens before a draft that are tokenized again with it."""
 _MOST_FAILURES = 3
 """Failed calls in a row after which the server gets no orders."""
 _FIRST_PAUSE_S, _MOST_PAUSE_S = 1.0, 60.0
@@ -81,7 +79,7 @@ class _Text:
         for token in text.tokens(start, end):
             self._text += self._stream.add(token)
             is_special = self._tokenizer.is_special(token)
-            self._last = [] if is_special else [*self._last[1 - _TAIL :], token]
+            self._last = [] if is_special else [*self._last[1 - TAIL :], token]
         self._num_read = max(self._num_read, end)
         if len(self._text) > _MOST_CHARS:
             self._text, is_new = self._text[-_KEPT_CHARS:], True

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from penstock.engine.tokenizer import Tokenizer
 
-_TAIL = 8
+TAIL = 8
 """Tokens before new text that are tokenized again with it, and as many as context before."""
 RECENT = 32
 """Last tokens of the target by which the language of a text is judged."""
@@ -102,7 +102,7 @@ class OwnText:
                 text = ""
             else:
                 text += self._stream.add(token)
-                self._last = [*self._last[1 - _TAIL :], token]
+                self._last = [*self._last[1 - TAIL :], token]
         self.num_read += len(token_ids)
         return min(same, self._go_on(text))
 
@@ -179,10 +179,10 @@ class OwnText:
         ids, run, own = self.token_ids, self._run, self._vocabularies.own
         if not text:
             return len(ids)
-        tail = max(run, len(ids) - _TAIL)
+        tail = max(run, len(ids) - TAIL)
         while tail > run and _goes_on(own.token_bytes(ids[tail], ids[tail - 1])):
             tail -= 1
-        before = ids[max(run, tail - _TAIL) : tail]
+        before = ids[max(run, tail - TAIL) : tail]
         end = own.bytes_of(ids[tail:], before[-1] if before else None).decode(errors="replace")
         anew = own.encode_behind(before, end + text)
         if anew is None:

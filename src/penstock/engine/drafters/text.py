@@ -177,7 +177,16 @@ class TextDrafter(LocalDrafter):
         if blocks is None:
             return None
         cached.num_computed = start
-        inner = DraftOrder(name, 0, 0, self.name, start, known - start, steps, blocks)
+        inner = DraftOrder(
+            request_id=name,
+            epoch=0,
+            round=0,
+            drafter=self.name,
+            start=start,
+            num_catch_up_tokens=known - start,
+            max_draft_tokens=steps,
+            new_blocks=blocks,
+        )
         return _Job(place, inner, read.text, reader.told, num_judged)
 
 

@@ -18,12 +18,11 @@ import torch
 from penstock.engine.models.checkpoint import CheckpointError, Tensors, is_gguf
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.formats import open_checkpoint
+from penstock.engine.models.packed import WORD
 from penstock.engine.models.shards import new_folder, save_sharded
 from penstock.engine.models.weights import WeightSpec, specs_in
 
 _MATRICES = ("qkv", "o", "gate_up", "down")
-_WORD = 32
-"""Bits of a packed word (int32), as in the format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +158,7 @@ def _is_rounded(spec: WeightSpec) -> bool:
 
 
 def _check_sizes(source: Path, specs: list[WeightSpec], made: IntegerFormat) -> None:
-    per_word = _WORD // made.bits
+    per_word = WORD // made.bits
     for spec in filter(_is_rounded, specs):
         for name, (rows, columns) in spec.sources:
             multiple = made.group_size or per_word

@@ -13,7 +13,7 @@ from penstock.engine.models.quantized import GROUP_FORMATS, QuantizedMatrix, unp
 Read = Callable[[str, tuple[int, ...]], torch.Tensor]
 """Reader of a tensor by name, which must have the given shape."""
 
-_WORD = 32
+WORD = 32
 """Bits of a packed word (int32), as in all three formats."""
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Column of each four bits of a word, the lowest first, as AWQ packs them."""
@@ -109,7 +109,7 @@ class PackedFormat:
         """Read a module's weight [rows, columns]. Raises ValueError for a bad size."""
         rows, columns = shape
         size = self.group_size or columns
-        per_word = _WORD // self.bits
+        per_word = WORD // self.bits
         if columns % size or columns % per_word or rows % per_word:
             raise ValueError(f"{module} has shape {shape}, not whole groups of {size}")
         groups = columns // size
@@ -136,11 +136,11 @@ class PackedFormat:
         if self.method == "int-quantized":
             values = _typed(read, f"{module}.weight", shape, torch.int8)
             return values.view(torch.uint8) ^ 0x80, None, scales
-        words = _words(read, f"{module}.weight_packed", (rows, columns * self.bits // _WORD))
+        words = _words(read, f"{module}.weight_packed", (rows, columns * self.bits // WORD))
         codes = words.view(torch.uint8)
         if not self.has_zeros:
             return codes, None, scales
-        shape = (rows * self.bits // _WORD, groups)
+        shape = (rows * self.bits // WORD, groups)
         zeros = _unpack(_words(read, f"{module}.weight_zero_point", shape).t(), self.bits)
         return codes, zeros.t().float(), scales
 
@@ -148,7 +148,7 @@ class PackedFormat:
         self, module: str, read: Read, shape: tuple[int, int], groups: int
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """Return codes, zero points and scales, the latter two [rows, groups]."""
-        (rows, columns), per_word = shape, _WORD // self.bits
+        (rows, columns), per_word = shape, WORD // self.bits
         scales = read(f"{module}.scales", (groups, rows)).float().t().contiguous()
         zeros = _unpack(_words(read, f"{module}.qzeros", (groups, rows // per_word)), self.bits)
         if self.method == "gptq":

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from penstock.config import ConfigError, EngineConfig, VllmConfig
+from penstock.engine.memory import CPU_KV_SHARE
 from penstock.engine.models.checkpoint import one_line
 from penstock.engine.vllm import check_installed
 
@@ -18,7 +19,6 @@ LONGEST_DRAFT = 32
 """Most draft tokens of a request in a step; vLLM sizes its buffers by it."""
 _MAX_NUM_SEQS = 256
 _MAX_NUM_BATCHED_TOKENS = 2048
-_CPU_MEMORY_SHARE = 0.25
 _ENVIRONMENT = {
     # This process is the engine core: one worker needs no process of its own.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -140,5 +140,5 @@ def _engine_args(config: EngineConfig, own: VllmConfig) -> dict[str, Any]:
     if current_platform.is_cpu() and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
         # vLLM's default is nearly all memory of the machine.
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        settings["kv_cache_memory_bytes"] = int(free * _CPU_MEMORY_SHARE / own.num_local_workers)
+        settings["kv_cache_memory_bytes"] = int(free * CPU_KV_SHARE / own.num_local_workers)
     return {**settings, **own.args}

@@ -21,7 +21,7 @@ from penstock.config import (
 )
 from penstock.core.learn import Estimators, seed_estimators
 from penstock.core.learn.times import step_work
-from penstock.core.policies.registry import make_policy, option_types, policies
+from penstock.core.policies.registry import policies, policy_class
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter, RequestState
 from penstock.core.sync import HostRequest
@@ -43,9 +43,8 @@ from penstock.fluid.step_profile import StepProfile
 
 OPTION_PREFIX = "penstock_"
 """Prefix of Penstock's options in a request's `vllm_xargs`."""
-_TOKEN_LIMITS = ("max_num_batched_tokens", "token_budget", "max_num_tokens")
-_REQUEST_LIMITS = ("max_num_seqs", "max_batch_size")
-"""Names in the admission policies of a step's most positions, and of most running requests."""
+_BUNDLE = "vllm"
+"""Bundle of the policies that are not configured: those that are vLLM's own."""
 _UNMEASURED_STEP_S = 0.01
 """Any constant time, before steps are measured, makes the largest step the most efficient."""
 
@@ -113,12 +112,12 @@ class Guide:
             self._learn.times.learns_profile = True
         else:
             seed_estimators(self._learn, read_profile(config.profile), drafters)
-        allocation = config.allocation or PolicyConfig.from_name("fixed", k=limits.num_draft_tokens)
+        allocation = config.allocation or _allocation(limits.num_draft_tokens)
         self._scheduler = Scheduler(
             pool,
             drafters,
             admission=_within(config.admission, limits).make("admission"),
-            selection=make_policy("selection", "single"),
+            selection=PolicyConfig.from_bundle("selection", _BUNDLE).make("selection"),
             allocation=allocation.make("allocation"),
             max_model_len=limits.max_model_len,
             tenants=[
@@ -272,16 +271,16 @@ class Guide:
             accepted = max(0, len(answer.token_ids) - 1) if answer.num_proposed else 0
             verdicts.append(
                 Verdict(
-                    item.request_id,
-                    item.epoch,
-                    item.round,
-                    tuple(answer.token_ids),
-                    self._limits.proposer if answer.num_proposed else None,
-                    answer.num_proposed,
-                    accepted,
-                    min(accepted + 1, answer.num_proposed),
-                    accepted,
-                    accepted,
+                    request_id=item.request_id,
+                    epoch=item.epoch,
+                    round=item.round,
+                    token_ids=tuple(answer.token_ids),
+                    drafter=self._limits.proposer if answer.num_proposed else None,
+                    num_proposed=answer.num_proposed,
+                    num_accepted=accepted,
+                    num_decided=min(accepted + 1, answer.num_proposed),
+                    evidence=accepted,
+                    evidence_all=accepted,
                 )
             )
         work = None if plan.is_empty else step_work(plan, verdicts)
@@ -291,11 +290,11 @@ class Guide:
             work = work._replace(num_kv_tokens=context)
         seconds = (finished_at - started_at) / repeats
         result = StepResult(
-            plan.id,
-            TARGET,
-            started_at,
-            finished_at,
-            tuple(verdicts),
+            plan_id=plan.id,
+            lane=TARGET,
+            started_at=started_at,
+            finished_at=finished_at,
+            verdicts=tuple(verdicts),
             phases=PhaseTimes(verify=seconds),
             num_rows=work.num_positions if work else 0,
             repeats=repeats,
@@ -321,6 +320,13 @@ def _told(request: SeenRequest, num_blocks: int) -> HostRequest:
     )
 
 
+def _allocation(num_draft_tokens: int) -> PolicyConfig:
+    """Return the bundle's policy for drafts of the length that vLLM's proposer makes."""
+    allocation = PolicyConfig.from_bundle("allocation", _BUNDLE)
+    limits = policy_class("allocation", allocation.name).limits
+    return allocation.with_defaults(limits.given(max_draft_tokens=num_draft_tokens))
+
+
 def _within(admission: PolicyConfig, limits: Limits) -> PolicyConfig:
     """Return the policy with defaults lowered to vLLM's limits. Raises: ConfigError."""
     policy = admission.make("admission")
@@ -330,19 +336,17 @@ def _within(admission: PolicyConfig, limits: Limits) -> PolicyConfig:
             f"admission policy {admission.name!r} computes whole prompts only, and vLLM cuts those "
             f"that are longer than a step; choose from {choices}"
         )
-    known = option_types("admission", admission.name)
-    given: dict[str, int] = {}
-    for names, flag, most in (
-        (_TOKEN_LIMITS, "--max-num-batched-tokens", limits.max_num_batched_tokens),
-        (_REQUEST_LIMITS, "--max-num-seqs", limits.max_num_seqs),
+    lowered: dict[str, int] = {}
+    for name, flag, most in (
+        (policy.limits.token_budget, "--max-num-batched-tokens", limits.max_num_batched_tokens),
+        (policy.limits.max_num_seqs, "--max-num-seqs", limits.max_num_seqs),
     ):
-        for name in (n for n in names if n in known):
-            if getattr(policy.options, name) <= most:
-                continue
-            if name in admission.options:
-                raise ConfigError(
-                    f"admission policy {admission.name!r}: {name} may be at most {most}, which is "
-                    f"vLLM's {flag}, not {admission.options[name]}"
-                )
-            given[name] = most
-    return admission.with_defaults(given)
+        if name is None or getattr(policy.options, name) <= most:
+            continue
+        if name in admission.options:
+            raise ConfigError(
+                f"admission policy {admission.name!r}: {name} may be at most {most}, which is "
+                f"vLLM's {flag}, not {admission.options[name]}"
+            )
+        lowered[name] = most
+    return admission.with_defaults(lowered)

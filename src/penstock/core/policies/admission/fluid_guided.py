@@ -16,6 +16,7 @@ from typing import ClassVar
 from penstock.core.policies.admission.parts.growth import num_that_fit
 from penstock.core.policies.admission.parts.targets import Targets, time_left_of_own
 from penstock.core.policies.base import AdmissionPolicy, Gauges
+from penstock.core.policies.declared import Gauge, LimitOptions
 from penstock.core.policies.options import PositiveFloat, PositiveInt
 from penstock.core.queues import OrderName
 from penstock.core.state import RequestState
@@ -49,6 +50,15 @@ class FluidGuided(AdmissionPolicy):
     efficient step."""
 
     name: ClassVar[str] = "fluid_guided"
+    limits = LimitOptions(
+        token_budget="max_num_batched_tokens", ttft_p99="ttft_p99", tpot_p99="tpot_p99"
+    )
+    metrics = (
+        Gauge(
+            "kv_reserved_tokens",
+            "Free KV tokens kept from waiting requests, for running ones to grow.",
+        ),
+    )
 
     @dataclass(frozen=True, slots=True)
     class Options:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from penstock.core.policies.admission.parts.token_budget import TokenBudget, check_budget
+from penstock.core.policies.declared import LimitOptions
 from penstock.core.policies.options import PositiveInt
 from penstock.core.queues import OrderName
 
@@ -14,6 +15,7 @@ class Sarathi(TokenBudget):
     """Chunked prefill that never stalls decoding; memory must hold the whole prompt."""
 
     name: ClassVar[str] = "sarathi"
+    limits = LimitOptions("token_budget", "max_num_seqs")
 
     @dataclass(frozen=True, slots=True)
     class Options:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from penstock.core.policies.base import AllocationPolicy, DraftCandidate, View
+from penstock.core.policies.declared import LimitOptions
 from penstock.core.policies.options import MaxDraftTokens, NonNegativeInt
 from penstock.core.state import Grant, RequestState
 
@@ -15,6 +16,7 @@ class Fixed(AllocationPolicy):
     """Gives every request the same draft length."""
 
     name: ClassVar[str] = "fixed"
+    limits = LimitOptions(max_draft_tokens="k")
 
     @dataclass(frozen=True, slots=True)
     class Options:

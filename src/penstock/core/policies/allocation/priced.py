@@ -38,6 +38,7 @@ from penstock.core.policies.allocation.parts.drafters import fade_unused, readin
 from penstock.core.policies.allocation.parts.gradient import Fairness
 from penstock.core.policies.allocation.parts.values import TokenValues
 from penstock.core.policies.base import AllocationPolicy, DraftCandidate, Gauges, View
+from penstock.core.policies.declared import Gauge, LimitOptions
 from penstock.core.policies.options import MaxDraftTokens, NonNegativeFloat
 from penstock.core.state import NO_DRAFT, Grant, Outcome
 
@@ -61,6 +62,20 @@ class Priced(AllocationPolicy):
     """Buys draft tokens that are worth more than the time they take."""
 
     name: ClassVar[str] = "priced"
+    limits = LimitOptions(max_draft_tokens="k_max")
+    metrics = (
+        Gauge(
+            "price_of_second",
+            "Value that a second of a step is worth; 1 is a token of the mean request.",
+        ),
+        Gauge("plain_step_seconds", "Expected seconds of a step without drafts."),
+        Gauge(
+            "draft_token_seconds", "Seconds that one more draft token adds to a step.", "drafter"
+        ),
+        Gauge(
+            "tenant_token_value", "Value of a token of a tenant's requests, in the mean.", "tenant"
+        ),
+    )
     weighs_time: ClassVar[bool] = True
 
     @dataclass(frozen=True, slots=True)
@@ -374,7 +389,7 @@ class _Offers:
 
     @property
     def gauges(self) -> Gauges:
-        """Gauges of the plan that was granted."""
+        """Gauges of the plan that was granted. token_value: by request id."""
         values = zip(self._candidates, self._worth.tolist(), strict=True)
         owned = [(c.state.request, value) for c, value in values]
         tenants = {r.tenant for r, _ in owned}

@@ -10,6 +10,7 @@ from typing import ClassVar
 from penstock.core.policies.admission.papers.wait import check_thresholds
 from penstock.core.policies.admission.parts.gate import Gate, schedule_running
 from penstock.core.policies.base import AdmissionPolicy, Gauges
+from penstock.core.policies.declared import Gauge, LimitOptions, ThresholdOptions
 from penstock.core.policies.options import PositiveFloat, PositiveInt
 from penstock.core.state import RequestState
 from penstock.core.step import Step
@@ -29,6 +30,13 @@ class NestedWait(AdmissionPolicy):
     thresholds they, and the segments, follow the arrivals and lengths that are learned."""
 
     name: ClassVar[str] = "nested_wait"
+    limits = LimitOptions(token_budget="max_num_batched_tokens")
+    thresholds = ThresholdOptions("segment", "segment_ends", "thresholds", "gated")
+    metrics = (
+        Gauge("segment_requests", "Nested WAIT: running requests of a segment.", "segment"),
+        Gauge("segment_threshold", "Nested WAIT: requests at a stage of a segment.", "segment"),
+        Gauge("segment_end", "Nested WAIT: output tokens at which a segment ends.", "segment"),
+    )
     cuts_prompts = False
 
     @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from penstock.core.policies.admission.parts.gate import Gate, schedule_running
 from penstock.core.policies.base import AdmissionPolicy
+from penstock.core.policies.declared import LimitOptions, ThresholdOptions
 from penstock.core.policies.options import PositiveFloat, PositiveInt
 from penstock.core.state import RequestState
 from penstock.core.step import Step
@@ -26,6 +27,8 @@ class Wait(AdmissionPolicy):
     most half a second, and none while nothing else is ready to run."""
 
     name: ClassVar[str] = "wait"
+    limits = LimitOptions(token_budget="max_num_batched_tokens")
+    thresholds = ThresholdOptions("type", "output_lens", "thresholds", "gated")
     cuts_prompts = False
 
     @dataclass(frozen=True, slots=True)

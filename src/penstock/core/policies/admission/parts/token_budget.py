@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.core.policies.base import AdmissionPolicy
+from penstock.core.policies.declared import LimitOptions
 from penstock.core.policies.options import PositiveInt
 from penstock.core.queues import OrderName
 from penstock.core.state import RequestState
@@ -25,6 +26,7 @@ class TokenBudget(AdmissionPolicy):
     in part. If memory runs out the newest running request is preempted. Decoding requests reserve
     room for drafts, which leave at least half of the remaining budget to prompts."""
 
+    limits = LimitOptions("max_num_batched_tokens", "max_num_seqs")
     admits_whole = True
     """Memory must hold all of a prompt, not only its first chunk."""
     watermark = 0.01

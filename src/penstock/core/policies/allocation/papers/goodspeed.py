@@ -12,6 +12,7 @@ from typing import Annotated, ClassVar, Literal
 
 from penstock.core.policies.allocation.parts.gradient import Fairness, draft_budget, tenant_weight
 from penstock.core.policies.base import AllocationPolicy, DraftCandidate, Gauges, View
+from penstock.core.policies.declared import Gauge, LimitOptions
 from penstock.core.policies.options import MaxDraftTokens, NonNegativeInt, Probability, Range
 from penstock.core.state import Grant, Outcome
 from penstock.core.types import Verdict
@@ -25,6 +26,11 @@ class GoodSpeed(AllocationPolicy):
     """Maximises the gradient of the utility at smoothed goodput, for smoothed acceptance."""
 
     name: ClassVar[str] = "goodspeed"
+    limits = LimitOptions(max_draft_tokens="k_max")
+    metrics = (
+        Gauge("acceptance_estimate", "GoodSpeed: smoothed acceptance rate (eq. 3).", "tenant"),
+        Gauge("goodput_estimate", "GoodSpeed: smoothed tokens of a round (eq. 4).", "tenant"),
+    )
 
     @dataclass(frozen=True, slots=True)
     class Options:

@@ -14,6 +14,7 @@ from typing import ClassVar, Literal, get_args
 import numpy as np
 
 from penstock.core.policies.base import Gauges, ReplayProposal, SelectionPolicy, View, usable
+from penstock.core.policies.declared import Gauge
 from penstock.core.policies.options import PositiveInt, Seed
 from penstock.core.policies.selection.parts.goodput import ObservedGoodput, RoundTimes, model_of
 from penstock.core.policies.selection.parts.places import Places, assign
@@ -39,6 +40,9 @@ class Lbss(SelectionPolicy):
     The drafter to exploit is from a matching of the estimates. Then the next epoch begins."""
 
     name: ClassVar[str] = "lbss"
+    metrics = (
+        Gauge("drafter_goodput_estimate", "Spin: mean tokens per second of a round.", "drafter"),
+    )
 
     @dataclass(frozen=True, slots=True)
     class Options:

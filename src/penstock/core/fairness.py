@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 
+from penstock.core.accounts import UNITS, Account, Accounts
 from penstock.core.learn import Estimators
 from penstock.core.policies.base import AdmissionPolicy
 from penstock.core.state import RequestState
 from penstock.core.step import Step, newest
-from penstock.core.tenants.accounts import UNITS, Account, Accounts
 from penstock.fluid.step_profile import StepWork
 
 _MAX_SLOWDOWN = 0.15

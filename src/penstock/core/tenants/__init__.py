@@ -1,1 +1,0 @@
-"""Tenants: what each has been served, and fairness between them."""
