@@ -28,6 +28,7 @@ FloatArray = npt.NDArray[np.float64]
 Seconds = TypeVar("Seconds", float, npt.NDArray[np.float64])
 
 _CATCH_UP_WEIGHT = 0.1  # weight of a measured catch-up; weights are chosen by hand
+_START_WEIGHT = 0.1  # weight of a draft in its start
 _MIN_CATCH_UP_TOKENS = 16  # tokens a request from which on a catch-up measures reading
 _STEPS_WEIGHT = 0.02  # weight of a step in errors of predictions
 _MOST_READING = 0.3  # share of a drafter's time up to which its reading is subtracted
@@ -76,6 +77,7 @@ class Times:
         self._links = links
         self._by_drafter: defaultdict[str, StepTimeCurve] = defaultdict(StepTimeCurve)
         self._catch_up: dict[str, float] = {}
+        self._starts: dict[str, float] = {}
         self._doubtful: set[str] = set()
         self._last_end = math.inf
         self._gap = -math.inf
@@ -111,12 +113,16 @@ class Times:
         """Return the seconds of drafts for a batch, of this machine or a draft server."""
         curve = self._by_drafter.get(drafter)
         if curve is not None and not curve.is_empty:
-            return num_tokens * curve(batch)
+            return num_tokens * curve(batch) + self.start_of(drafter) * (num_tokens > 0)
         return self._links.seconds(drafter, num_tokens)
 
     def curve_of(self, drafter: str) -> StepTimeCurve:
         """Return seconds of one drafting step by its batch; empty while not measured."""
         return self._by_drafter[drafter]
+
+    def start_of(self, drafter: str) -> float:
+        """Return the seconds of a draft beyond its steps, as for finding the text's own tokens."""
+        return max(0.0, self._starts.get(drafter, 0.0))
 
     def catch_up_of(self, drafter: str) -> float:
         """Return the seconds per token of verified text that it reads; 0 while not measured."""
@@ -279,8 +285,21 @@ class Times:
                 beyond = max(0, timed.num_catch_up_tokens - _USUALLY_UNREAD * timed.batch)
                 reading = beyond * self.catch_up_of(timed.drafter)
                 if reading <= _MOST_READING * timed.seconds:
-                    drafting = (timed.seconds - reading) / timed.steps
-                    self.curve_of(timed.drafter).add_measurement(timed.batch, drafting)
+                    self._observe_steps(timed, timed.seconds - reading)
+
+    def _observe_steps(self, timed: DraftTime, seconds: float) -> None:
+        """Take in a draft: one step says what the start takes, and several what each does."""
+        name, curve = timed.drafter, self.curve_of(timed.drafter)
+        start, step = self._starts.get(name, 0.0), curve(timed.batch)
+        if timed.steps == 1 and not curve.is_empty:
+            self._starts[name] = start + _START_WEIGHT * (seconds - step - start)
+            return
+        expected = max(0.0, start) + timed.steps * step
+        if start > 0 and seconds < expected:
+            # Which of the two takes less is unknown: both change in proportion.
+            weight = 1.0 if name in self._doubtful else _START_WEIGHT
+            start = self._starts[name] = start * (1 - weight * (1 - seconds / expected))
+        curve.add_measurement(timed.batch, max(0.0, seconds - max(0.0, start)) / timed.steps)
 
     def _observe_reading(self, timed: DraftTime) -> None:
         """Take in a drafter's step that was mostly reading."""
