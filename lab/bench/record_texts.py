@@ -37,6 +37,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from penstock.engine.drafters.lookup import num_equal
+from penstock.engine.drafters.suffix import SuffixDrafter
 
 from lab.bench.real_prompts import PARTS, RealPrompt, real_prompts, token_ids
 from lab.common.cells import Cells
@@ -47,9 +49,7 @@ from penstock.core.loop import Loop
 from penstock.core.types import NO_DRAFTER, DraftOrder, Output, Request, SamplingParams
 from penstock.engine.build import Engine, load_engine
 from penstock.engine.drafters.base import LocalDrafter
-from penstock.engine.drafters.lookup import num_equal
 from penstock.engine.drafters.model import ModelDrafter
-from penstock.engine.drafters.suffix import SuffixDrafter
 from penstock.engine.sequences import TokenBuffer
 from penstock.engine.tokenizer import load_tokenizer
 from penstock.serving.offline import complete

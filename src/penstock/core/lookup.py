@@ -42,7 +42,10 @@ MOST_TENANTS = 32
 class LookUp(Protocol):
     """Proposes what may follow a request's text."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """Name that a request may give for look-up alone."""
+        ...
 
     def match(self, state: RequestState, num_tokens: int) -> Match | None:
         """Return up to `num_tokens` tokens behind the request's known text, or None."""

@@ -10,6 +10,8 @@ from penstock.core.groups import CountedState, GroupedState, num_later_blocks
 from penstock.core.state import SKIPPED, Grant, Outcome, RequestState
 from penstock.core.text_groups import TextGroup
 from penstock.core.types import (
+    LOOK_UP,
+    PREDICTION,
     TARGET,
     DecodeRun,
     DraftAhead,
@@ -149,7 +151,14 @@ def _advance(
         state.num_preemptions if reason is not None else 0,
         verdict.num_stop_chars,
         verdict.num_looked_up,
+        _looked_up_in(state) if verdict.num_looked_up else None,
     )
+
+
+def _looked_up_in(state: RequestState) -> str:
+    """Return the name of what the last match was found in."""
+    is_predicted = state.match is not None and state.match.source == PREDICTION
+    return PREDICTION if is_predicted else LOOK_UP
 
 
 def _append(ctx: Context, state: RequestState, verdict: Verdict) -> int:
