@@ -29,7 +29,6 @@ class NestedWait(AdmissionPolicy):
     thresholds they, and the segments, follow the arrivals and lengths that are learned."""
 
     name: ClassVar[str] = "nested_wait"
-    cuts_prompts = False
 
     @dataclass(frozen=True, slots=True)
     class Options:
@@ -49,7 +48,6 @@ class NestedWait(AdmissionPolicy):
     def __init__(self, options: Options) -> None:
         super().__init__(options)
         self.may_idle = not options.gated
-        self.cuts_prompts = options.gated
         # The papers have no drafts.
         self.token_budget = options.max_num_batched_tokens if options.gated else 0
         thresholds = options.thresholds or (1.0,) * len(options.segment_ends)

@@ -26,7 +26,6 @@ class Wait(AdmissionPolicy):
     most half a second, and none while nothing else is ready to run."""
 
     name: ClassVar[str] = "wait"
-    cuts_prompts = False
 
     @dataclass(frozen=True, slots=True)
     class Options:
@@ -41,7 +40,6 @@ class Wait(AdmissionPolicy):
     def __init__(self, options: Options) -> None:
         super().__init__(options)
         self.may_idle = not options.gated
-        self.cuts_prompts = options.gated
         # The papers have no drafts.
         self.token_budget = options.max_num_batched_tokens if options.gated else 0
         self._gates = [Gate(n, _expected) for n in options.thresholds]
