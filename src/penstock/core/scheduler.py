@@ -1,8 +1,7 @@
 """The scheduler: synchronous, deterministic methods over one table.
 
 `apply` takes in events, `schedule` composes a lane's next step (`admit`, `select`, `allocate`,
-`draft`, `verify`), `update` takes in its result (`observe`). `sync` is for
-hosts that keep requests by themselves."""
+`draft`, `verify`), `update` takes in its result (`observe`)."""
 
 from __future__ import annotations
 
@@ -29,7 +28,6 @@ from penstock.core.policies.declared import Gauge
 from penstock.core.policies.registry import make_pipeline
 from penstock.core.queues import WaitingRequests
 from penstock.core.state import Drafter
-from penstock.core.sync import HostRequest, sync
 from penstock.core.table import KVMemory, Table
 from penstock.core.trials import Trials
 from penstock.core.types import (
@@ -262,11 +260,3 @@ class Scheduler:
         if run is not None and run.num_requests > len(table.groups[run.groups[0]]):
             self._repeatable = None
         return outputs
-
-    def sync(self, running: Iterable[HostRequest], preempted: Iterable[str] = ()) -> None:
-        """Take over the state of requests from a host.
-
-        running: in no plan any more; preempted: ids that have lost their memory. Others stay as
-        they are, and unknown ids are skipped. The pool tells how many blocks are free."""
-        self.table.counters.version += 1
-        sync(self.table, running, preempted)

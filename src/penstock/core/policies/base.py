@@ -158,8 +158,6 @@ class AdmissionPolicy(Policy, ABC):
     """Composes the target's step: schedules, admits and preempts. Only `compose` is required."""
 
     name: ClassVar[str]
-    cuts_prompts: bool = True
-    """False if a step must have room for all of a prompt."""
     may_idle: bool = False
     """True if it may leave requests waiting forever, as a paper's exact rule may.
 
