@@ -32,7 +32,7 @@ def make_scheduler(*, counted: bool = True, budget: int = 64) -> Scheduler:
         selection=make_policy("selection", "single"),
         allocation=make_policy("allocation", "fixed", {"k": 0}),
         max_model_len=256,
-        counted=counted,
+        groups_decodes=counted,
     )
 
 

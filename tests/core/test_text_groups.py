@@ -10,7 +10,6 @@ from tests.core.test_properties import quietly
 from tests.core.world import Chaos, World, make_request, make_scheduler
 
 from penstock.core.learn import Estimators
-from penstock.core.text_groups import TextGroup
 from penstock.core.types import (
     TARGET,
     Cancel,
@@ -31,7 +30,7 @@ def make_world(
     admission = scheduler.setdefault("admission", BUDGET)
     block_size = scheduler.setdefault("block_size", 4)
     depth = scheduler.pop("depth", 1)
-    made = make_scheduler(groups_texts=groups, pipeline="off", **scheduler)
+    made = make_scheduler(groups_decodes=groups, pipeline="off", **scheduler)
     executor = ToyExecutor(block_size, {"a": ToyDrafter("a", has_kv=False)}, depth)
     return World(made, executor, chaos=chaos, seed=seed, admission=admission)
 
@@ -155,7 +154,7 @@ def test_a_drafter_that_comes_ends_the_group() -> None:
     for _ in range(3):
         world.step()
     (group,) = world.scheduler.table.groups.values()
-    assert isinstance(group, TextGroup)
+    assert not group.is_counted
     assert len(group) == 1
     world.turn(DrafterUp("a"))
     world.step()

@@ -51,9 +51,8 @@ class Scheduler:
     """Composes admission, selection and allocation over paged KV memory.
 
     pool: the target's KV; `drafters` have pools of their own, with the same block size. pipeline:
-    default `barrier`. counted: requests of which only lengths are known advance together;
-    groups_texts: so do texts without drafters, if the executor can; neither changes a decision.
-    max_num_seqs: the executor's room; None is no limit."""
+    default `barrier`. groups_decodes: requests without a drafter advance together, which changes no
+    decision; the executor can do that. max_num_seqs: its room; None is no limit."""
 
     def __init__(
         self,
@@ -67,8 +66,7 @@ class Scheduler:
         max_model_len: int,
         tenants: Iterable[Tenant] = (),
         learn: Estimators | None = None,
-        counted: bool = False,
-        groups_texts: bool = False,
+        groups_decodes: bool = False,
         fairness: bool = False,
         max_num_seqs: int | None = None,
     ) -> None:
@@ -101,8 +99,7 @@ class Scheduler:
             Trials(learn.times) if weighs_time else None,
             Fairness(accounts, learn) if is_fair else None,
             max_model_len,
-            counted,
-            groups_texts,
+            groups_decodes,
             math.inf if max_num_seqs is None else max_num_seqs,
         )
         # A run that may repeat, and the table's version if nothing happens until then.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from penstock.core.groups import CountedKV, CountedState
+from penstock.core.kv import CountedKV
 from penstock.core.state import RequestState
 from penstock.core.table import Table
 from penstock.core.types import TARGET, Status
@@ -42,7 +42,7 @@ def sync(table: Table, running: Iterable[HostRequest], preempted: Iterable[str])
 
 def _set(table: Table, state: RequestState, told: HostRequest) -> None:
     """Set one request; it stays in its decode group if counts agree and no plan has it."""
-    if isinstance(state, CountedState) and state.decode_group is not None:
+    if state.decode_group is not None:
         counted = (state.num_output_tokens, state.num_computed_tokens)
         is_same = counted == (told.num_output_tokens, told.num_computed_tokens)
         if is_same and state.decode_group.plan_id is None:
@@ -50,7 +50,7 @@ def _set(table: Table, state: RequestState, told: HostRequest) -> None:
         table.leave_group(state)
     state.num_output_tokens = told.num_output_tokens
     if state.kv_of(TARGET).num_blocks != told.num_blocks:
-        state.kv[TARGET] = CountedKV(0, told.num_blocks)
+        state.kv[TARGET] = CountedKV(num_blocks=told.num_blocks)
     state.kv[TARGET].num_computed_tokens = told.num_computed_tokens
     state.plans.clear()
     state.in_flight = told.in_flight

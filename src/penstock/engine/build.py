@@ -235,7 +235,7 @@ def _scheduler(config: EngineConfig, models: Models, learn: Estimators) -> Sched
         max_model_len=models.max_model_len,
         tenants=as_tenants(config.tenants),
         learn=learn,
-        groups_texts=groups,
+        groups_decodes=groups,
         fairness=config.fairness,
         max_num_seqs=models.vllm.max_num_seqs if groups and models.vllm else None,
     )

@@ -129,7 +129,7 @@ class Guide:
             fairness=config.fairness,
             max_num_seqs=limits.max_num_seqs,
             # Otherwise a group's next token would be planned while one is being computed.
-            counted=not limits.overlaps,
+            groups_decodes=not limits.overlaps,
         )
         self._requests = self._scheduler.table.requests
         self._groups = self._scheduler.table.groups
