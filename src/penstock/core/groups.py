@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import chain, repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -61,6 +61,8 @@ class DecodeGroup:
         """Positions whose KV the target holds for the members."""
         self.members: dict[str, RequestState] = {}
         self.plan_id: int | None = None
+        # Known and output tokens of each member, extrapolated to tick 0.
+        self._origins: dict[str, tuple[int, int]] = {}
         self._block_size = block_size
         # Members by the tick phase at which they begin a block.
         self._phases: list[dict[str, RequestState]] = [{} for _ in range(block_size)]
@@ -87,9 +89,11 @@ class DecodeGroup:
         request_id, computed = state.request.id, state.num_computed_tokens
         self.num_kv_tokens += computed
         self._phase(computed)[request_id] = state
-        left, until = state.num_remaining_tokens, state.until
-        if until is not None and state.num_output_tokens < until:
-            left = min(left, until - state.num_output_tokens)
+        num_output, until = state.num_output_tokens, state.until
+        left = state.request.max_tokens - num_output
+        if until is not None and num_output < until:
+            left = min(left, until - num_output)
+        self._origins[request_id] = (computed + 1 - self.ticks, num_output - self.ticks)
         state.leaves_at = self.ticks + left
         state.enter(self)
         self.members[request_id] = state
@@ -106,8 +110,9 @@ class DecodeGroup:
 
     def leave(self, state: RequestState) -> None:
         """Return a member's counters and blocks, one more if a token is in flight."""
-        request_id, computed = state.request.id, state.num_computed_tokens
+        request_id = state.request.id
         del self.members[request_id]
+        computed = self._origins.pop(request_id)[0] + self.ticks - 1
         if self._keeps_accounts:
             self._count(state.request.tenant, -1, -computed)
         self.num_kv_tokens -= computed
@@ -116,7 +121,7 @@ class DecodeGroup:
         if self.plan_id is not None:
             held += 1
             state.plans[self.plan_id] = (TARGET,)
-        state.exit(-(-held // self._block_size))
+        state.exit(computed, -(-held // self._block_size))
         if not self.is_counted:
             if request_id in self._joined:
                 del self._joined[request_id]
@@ -153,8 +158,8 @@ class DecodeGroup:
 
     def lengths(self) -> npt.NDArray[np.int64]:
         """Return known and output tokens, [members, 2]."""
-        lengths = [(s.num_known_tokens, s.num_output_tokens) for s in self.members.values()]
-        return np.array(lengths, dtype=np.int64).reshape(-1, 2)
+        origins = chain.from_iterable(self._origins.values())
+        return np.fromiter(origins, np.int64).reshape(-1, 2) + self.ticks
 
     def first_token_times(self) -> npt.NDArray[np.float64]:
         """Return each member's time of its first token, [members], in the order of `lengths`."""

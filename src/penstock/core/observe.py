@@ -112,14 +112,14 @@ def _advance(
     if not item.samples:
         memory.commit(state)
         return None
-    is_decode = item.num_scheduled_tokens == 1 and state.num_output_tokens > 0
+    first = not state.num_output_tokens
+    is_decode = item.num_scheduled_tokens == 1 and not first
     if is_decode and accounts.are_kept:
         accounts.charge_decode(state, known, verdict.num_proposed)
     state.next_round()
     ctx.learn.acceptance.on_verdict(verdict)
     if item.num_draft_tokens and item.drafter is not None and not verdict.num_proposed:
         ctx.learn.acceptance.observe_empty(state.request.id, item.drafter)
-    first = not state.num_output_tokens
     if first:
         state.first_token_at = now
     if is_decode:

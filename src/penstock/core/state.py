@@ -211,7 +211,8 @@ class RequestState:
     @property
     def num_known_tokens(self) -> int:
         """Prompt and output tokens so far."""
-        return self.request.prompt_len + self.num_output_tokens
+        group, num = self.decode_group, self.request.prompt_len + self._num_output
+        return num if group is None else num + group.ticks
 
     @property
     def num_computed_tokens(self) -> int:
@@ -244,14 +245,15 @@ class RequestState:
         # Also between two steps of the group: nobody drafts for it.
         self.in_flight = not self.is_counted
 
-    def exit(self, num_blocks: int) -> None:
+    def exit(self, num_computed_tokens: int, num_blocks: int) -> None:
         """Take the counters back from the group. num_blocks: that it holds."""
-        self._num_output = self.num_output_tokens
         self.decode_group = None
         self.in_flight = False
+        self._num_output = num_computed_tokens + 1 - self.request.prompt_len
         if self.is_counted:
-            self.kv[TARGET] = CountedKV(num_blocks=num_blocks)
-        self.kv[TARGET].num_computed_tokens = self.num_known_tokens - 1
+            self.kv[TARGET] = CountedKV(num_computed_tokens, num_blocks=num_blocks)
+        else:
+            self.kv[TARGET].num_computed_tokens = num_computed_tokens
 
     @property
     def text(self) -> Text:
