@@ -195,7 +195,7 @@ class PenstockServer(Server):
             allocation=make_policy("allocation", "fixed"),
             max_model_len=self._engine.max_model_len,
             learn=learn,
-            groups_texts=True,
+            groups_decodes=True,
         )
         recorder = StepRecorder(self._engine.clock)
         self.noted = recorder.steps

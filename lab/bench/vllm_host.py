@@ -115,7 +115,7 @@ def engine(batch: int) -> Step:
         selection=config.selection.make("selection"),
         allocation=config.allocation.make("allocation"),
         max_model_len=LONGEST,
-        groups_texts=True,
+        groups_decodes=True,
     )
     loop = Loop(scheduler, VllmExecutor(target, [], clock, LONGEST), clock)
     sampling, stops = SamplingParams(temperature=0.0), frozenset([2])

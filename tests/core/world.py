@@ -54,7 +54,7 @@ def make_scheduler(
     max_model_len: int = 256,
     tenants: Sequence[Tenant] = (),
     learn: Estimators | None = None,
-    groups_texts: bool = False,
+    groups_decodes: bool = False,
     fairness: bool = False,
 ) -> Scheduler:
     def pool() -> BlockPool:
@@ -79,7 +79,7 @@ def make_scheduler(
         max_model_len=max_model_len,
         tenants=tenants,
         learn=learn,
-        groups_texts=groups_texts,
+        groups_decodes=groups_decodes,
         fairness=fairness,
     )
 

@@ -84,17 +84,17 @@ def make_loop(
     max_num_batched_tokens: int = 2048,
     learn: Estimators | None = None,
     allocation: AllocationPolicy | None = None,
-    groups_texts: bool = False,
+    groups_decodes: bool = False,
 ) -> Loop:
     """A fresh scheduler with the engine's own drafters over its executor. They have lanes where
-    the pipeline uses them, unless `own_lane` says otherwise. groups_texts: there are none."""
+    the pipeline uses them, unless `own_lane` says otherwise. groups_decodes: there are none."""
     own_lane = pipeline != "off" if own_lane is None else own_lane
     size = engine.executor.target.block_size
     blocks = kv_tokens // size
     drafters = [
         dataclasses.replace(d, pool=d.pool and BlockPool(blocks, size), has_lane=own_lane)
         for d in engine.scheduler.table.drafters.values()
-        if not groups_texts
+        if not groups_decodes
     ]
     admission = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": 32}
     scheduler = Scheduler(
@@ -106,7 +106,7 @@ def make_loop(
         pipeline=make_pipeline(pipeline),
         max_model_len=512,
         learn=learn,
-        groups_texts=groups_texts,
+        groups_decodes=groups_decodes,
     )
     return Loop(scheduler, engine.executor, engine.clock)
 

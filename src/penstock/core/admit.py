@@ -9,12 +9,10 @@ from typing import NamedTuple
 from penstock.core import draft
 from penstock.core.allocate import reserve
 from penstock.core.context import Context
-from penstock.core.groups import CountedState
 from penstock.core.kv import hash_blocks
 from penstock.core.select import select
 from penstock.core.state import RequestState
 from penstock.core.step import Step, StepRules, newest
-from penstock.core.text_groups import TextState
 from penstock.core.types import (
     AUTO_DRAFTER,
     NO_DRAFTER,
@@ -32,12 +30,8 @@ def arrive(ctx: Context, request: Request, now: float) -> list[Output]:
     if error is not None:
         return [Output(request.id, finish_reason=FinishReason.REFUSED, error=error)]
     table = ctx.table
-    kind = RequestState
-    if _can_count(ctx, request):
-        kind = CountedState
-    elif _can_group(ctx, request):
-        kind = TextState
-    state = kind(request, table.counters.requests, table.next_epoch())
+    order, epoch = table.counters.requests, table.next_epoch()
+    state = RequestState(request, order, epoch, may_group=_may_group(ctx, request))
     ctx.learn.traffic.arrived(request, now)
     may_share = any(p.prefix_caching for p in table.memory.pools.values())
     if may_share and request.prompt_token_ids is not None and not state.block_hashes:
@@ -74,28 +68,21 @@ def refusal(ctx: Context, request: Request) -> str | None:
     return None
 
 
-def _can_count(ctx: Context, request: Request) -> bool:
-    """Return True if only the request's lengths matter, so that a decode group can count it."""
-    return (
-        ctx.counted
-        and request.prompt_token_ids is None
-        and not (request.block_hashes and ctx.table.memory.pools[TARGET].prefix_caching)
-        and not request.stop_token_ids
-        and request.latency == NO_TARGET
-        and (request.drafter == NO_DRAFTER or not ctx.may_draft)
-    )
-
-
-def _can_group(ctx: Context, request: Request) -> bool:
-    """Return True if a request's next tokens need nothing but its last one."""
+def _may_group(ctx: Context, request: Request) -> bool:
+    """Return True if a request's next tokens need nothing but its last one, or its length."""
+    if not ctx.groups_decodes or request.latency != NO_TARGET:
+        return False
+    if request.prompt_token_ids is None:
+        return (
+            not (request.block_hashes and ctx.table.memory.pools[TARGET].prefix_caching)
+            and not request.stop_token_ids
+            and (request.drafter == NO_DRAFTER or not ctx.may_draft)
+        )
     sampling = request.sampling
     return (
-        ctx.groups_texts
-        and request.prompt_token_ids is not None
-        and not (request.prediction or request.stop or sampling.reads_text)
+        not (request.prediction or request.stop or sampling.reads_text)
         and sampling.num_logprobs is None
         and sampling.num_prompt_logprobs is None
-        and request.latency == NO_TARGET
         and not ctx.may_draft
     )
 

@@ -28,8 +28,7 @@ class Context:
     """The table, the policies and the estimators.
 
     trials: draft rounds with unused drafters; None where no policy weighs time. fairness: between
-    tenants; None where it is off. counted: requests of which only lengths are known, and that use
-    no drafter, decode in groups; groups_texts: so do plain texts, while there is no drafter.
+    tenants; None where it is off. groups_decodes: requests decode in groups, if they may.
     max_num_seqs, max_draft_tokens: requests, and tokens of one draft, that the executor has room
     for. look_up: in texts; None where there is none."""
 
@@ -42,8 +41,7 @@ class Context:
     trials: Trials | None
     fairness: Fairness | None
     max_model_len: int
-    counted: bool
-    groups_texts: bool
+    groups_decodes: bool
     max_num_seqs: float
     max_draft_tokens: int
     look_up: LookUp | None

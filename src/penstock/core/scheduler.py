@@ -57,10 +57,9 @@ class Scheduler:
     """Composes admission, selection and allocation over paged KV memory.
 
     pool: the target's KV; `drafters` have pools of their own, with the same block size. pipeline:
-    None is `off`. counted: requests of which only lengths are known advance together;
-    groups_texts: so do texts without drafters, if the executor can; neither changes a decision.
-    max_num_seqs, max_draft_tokens: the executor's room for requests (None is no limit), and for the
-    tokens of one draft. look_up: in texts, for all requests."""
+    None is `off`. groups_decodes: requests without a draft advance together, which changes no
+    decision; the executor can do that. max_num_seqs, max_draft_tokens: its room for requests (None
+    is no limit), and for the tokens of one draft. look_up: in texts, for all requests."""
 
     def __init__(
         self,
@@ -74,8 +73,7 @@ class Scheduler:
         max_model_len: int,
         tenants: Iterable[Tenant] = (),
         learn: Estimators | None = None,
-        counted: bool = False,
-        groups_texts: bool = False,
+        groups_decodes: bool = False,
         fairness: bool = False,
         max_num_seqs: int | None = None,
         max_draft_tokens: int = MOST_DRAFT_TOKENS,
@@ -110,8 +108,7 @@ class Scheduler:
             Trials(learn.times) if weighs_time else None,
             Fairness(accounts, learn) if is_fair else None,
             max_model_len,
-            counted,
-            groups_texts,
+            groups_decodes,
             math.inf if max_num_seqs is None else max_num_seqs,
             max_draft_tokens,
             look_up,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.core.ahead import LinesAhead, Text
-from penstock.core.kv import BlockPool, SequenceKV
+from penstock.core.kv import BlockPool, CountedKV, SequenceKV
 from penstock.core.predicted import Prediction
 from penstock.core.types import (
     NO_DRAFTER,
@@ -20,6 +20,9 @@ from penstock.core.types import (
     Tenant,
     Verdict,
 )
+
+if TYPE_CHECKING:
+    from penstock.core.groups import DecodeGroup
 
 
 class DraftStage(Enum):
@@ -141,21 +144,29 @@ class Outcome(NamedTuple):
 
 
 class RequestState:
-    """Mutable state of a request."""
+    """Mutable state of a request.
+
+    may_group: its next tokens need nothing but the last one, so that it may decode in a group,
+    which counts its tokens then. is_counted: of such a request only lengths are known."""
 
     __slots__ = (
+        "_num_output",
         "admitted_at",
         "ahead",
         "block_hashes",
+        "decode_group",
         "draft",
         "drafter",
         "epoch",
         "first_token_at",
         "in_flight",
+        "is_counted",
         "kv",
+        "leaves_at",
         "match",
         "matched_at",
-        "num_output_tokens",
+        "may_group",
+        "num_announced",
         "num_preemptions",
         "order",
         "output_token_ids",
@@ -165,16 +176,29 @@ class RequestState:
         "round",
         "seen_token_ids",
         "status",
+        "until",
     )
 
-    def __init__(self, request: Request, order: int, epoch: int = 0) -> None:
+    def __init__(
+        self, request: Request, order: int, epoch: int = 0, *, may_group: bool = False
+    ) -> None:
         self.request = request
         self.order = order
+        self.may_group = may_group
+        self.is_counted = may_group and request.prompt_token_ids is None
+        self.decode_group: DecodeGroup | None = None
+        self.leaves_at = 0
+        """Tick of the group at which it leaves."""
+        self.until: int | None = None
+        """Output tokens at which it leaves the group."""
         self.status = Status.WAITING
         self.epoch = epoch
         self.round = 0
         self.output_token_ids: list[int] = []
-        self.num_output_tokens = 0
+        # Of a member less than those of its group's ticks.
+        self._num_output = 0
+        self.num_announced = 0
+        """Output tokens of which outputs have told, where only lengths are known."""
         self.num_preemptions = 0
         self.admitted_at = 0.0
         self.first_token_at = 0.0
@@ -196,13 +220,25 @@ class RequestState:
         """Output tokens examined by `highest_token_id`, and its result."""
 
     @property
+    def num_output_tokens(self) -> int:
+        group = self.decode_group
+        return self._num_output if group is None else self._num_output + group.ticks
+
+    @num_output_tokens.setter
+    def num_output_tokens(self, value: int) -> None:
+        self._num_output = value
+
+    @property
     def num_known_tokens(self) -> int:
         """Prompt and output tokens so far."""
-        return self.request.prompt_len + self.num_output_tokens
+        group, num = self.decode_group, self.request.prompt_len + self._num_output
+        return num if group is None else num + group.ticks
 
     @property
     def num_computed_tokens(self) -> int:
         """Positions whose KV the target holds."""
+        if self.decode_group is not None:
+            return self.num_known_tokens - 1
         kv = self.kv.get(TARGET)
         return kv.num_computed_tokens if kv else 0
 
@@ -213,12 +249,31 @@ class RequestState:
 
     @property
     def is_decoding(self) -> bool:
-        num_output = self.num_output_tokens
+        if self.decode_group is not None:
+            return True
+        num_output = self._num_output
         if not num_output:
             return False
         kv = self.kv.get(TARGET)
         computed = kv.num_computed_tokens if kv else 0
         return computed + 1 == self.request.prompt_len + num_output
+
+    def enter(self, group: DecodeGroup) -> None:
+        """Let a group count its tokens."""
+        self.decode_group = group
+        self._num_output -= group.ticks
+        # Also between two steps of the group: nobody drafts for it.
+        self.in_flight = not self.is_counted
+
+    def exit(self, num_computed_tokens: int, num_blocks: int) -> None:
+        """Take the counters back from the group. num_blocks: that it holds."""
+        self.decode_group = None
+        self.in_flight = False
+        self._num_output = num_computed_tokens + 1 - self.request.prompt_len
+        if self.is_counted:
+            self.kv[TARGET] = CountedKV(num_computed_tokens, num_blocks=num_blocks)
+        else:
+            self.kv[TARGET].num_computed_tokens = num_computed_tokens
 
     @property
     def text(self) -> Text:
@@ -282,15 +337,23 @@ class RequestState:
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Add verified output."""
+        self._num_output += len(token_ids)
+        if self.is_counted:
+            return
         self.output_token_ids += token_ids
-        self.num_output_tokens += len(token_ids)
         if self.ahead is not None:
             self.ahead.follow(self.text)
         if self.prediction is not None:
             self.prediction.follow(self.output_token_ids, len(token_ids))
 
+    def announce(self) -> int:
+        """Return how many output tokens no output has told of; this one does."""
+        num_new = self.num_output_tokens - self.num_announced
+        self.num_announced += num_new
+        return num_new
+
     def kv_of(self, pool: str) -> SequenceKV:
         kv = self.kv.get(pool)
         if kv is None:
-            kv = self.kv[pool] = SequenceKV()
+            kv = self.kv[pool] = CountedKV() if self.is_counted else SequenceKV()
         return kv

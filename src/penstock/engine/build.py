@@ -234,7 +234,7 @@ def _scheduler(
         max_model_len=models.max_model_len,
         tenants=as_tenants(config.tenants),
         learn=learn,
-        groups_texts=groups,
+        groups_decodes=groups,
         fairness=config.fairness,
         max_num_seqs=models.vllm.max_num_seqs if groups and models.vllm else None,
         max_draft_tokens=models.vllm.max_draft_tokens if models.vllm else MOST_DRAFT_TOKENS,
