@@ -10,9 +10,9 @@ from tests.core.fakes import VOCAB, Corruption, ToyDrafter, ToyExecutor, target_
 from tests.core.world import Chaos, World, make_request, make_scheduler
 from tests.products import covering
 
-from penstock.core import admit, observe
 from penstock.core.context import Context
 from penstock.core.kv import BlockPool, hash_blocks
+from penstock.core.phases import admit, observe
 from penstock.core.policies.base import SelectionPolicy, View
 from penstock.core.policies.registry import make_policy
 from penstock.core.scheduler import Scheduler

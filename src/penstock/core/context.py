@@ -60,6 +60,16 @@ class Context:
         """Return True if the drafter works in a lane beside the target."""
         return drafter.remote or (drafter.has_lane and self.pipeline.drafts_beside)
 
+    def divide(self) -> list[RequestState]:
+        """Tell the pipeline which decoding requests draft in lanes, and return them."""
+        beside = {
+            n for n, d in self.table.drafters.items() if d.up and not d.silent and self.is_beside(d)
+        }
+        running = self.table.running.values()
+        states = [s for s in running if s.drafter in beside and s.is_decoding]
+        self.pipeline.divide(states)
+        return states
+
     def is_ready(self, state: RequestState) -> bool:
         """Return True if the target may take a request now: no draft of it is due or on its way."""
         if state.in_flight:

@@ -237,8 +237,9 @@ class TextLookUp:
         tokens, length = own.continued(num_tokens)
         if corpus:
             elsewhere, longer = corpus.find(_end_of(state))
-            if longer > length:
-                return Match(tuple(corpus.after(elsewhere, num_tokens)), longer, "tenant")
+            found = corpus.after(elsewhere, num_tokens) if longer > length else []
+            if found:
+                return Match(tuple(found), longer, "tenant")
         return Match(tuple(tokens), length, "own") if tokens else None
 
     def release_request(self, state: RequestState) -> None:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Hashable, Iterable
 from typing import Any
 
-from penstock.core import admit, draft, observe, verify
+from penstock.core import drafters
 from penstock.core.accounts import Accounts
 from penstock.core.context import Context
 from penstock.core.fairness import Fairness
@@ -17,6 +17,7 @@ from penstock.core.groups import DecodeGroup, repeated_run
 from penstock.core.kv import BlockPool
 from penstock.core.learn import Estimators
 from penstock.core.lookup import LookUp
+from penstock.core.phases import admit, allocate, draft, observe, select, verify
 from penstock.core.policies.base import (
     MOST_DRAFT_TOKENS,
     AdmissionPolicy,
@@ -28,6 +29,7 @@ from penstock.core.policies.declared import Gauge
 from penstock.core.policies.registry import make_pipeline
 from penstock.core.queues import WaitingRequests
 from penstock.core.state import Drafter
+from penstock.core.step import Step
 from penstock.core.table import KVMemory, Table
 from penstock.core.trials import Trials
 from penstock.core.types import (
@@ -175,9 +177,9 @@ class Scheduler:
             case DraftReady():
                 observe.draft_ready(ctx, event, now)
             case DrafterUp():
-                draft.up(ctx, event)
+                drafters.up(ctx, event)
             case DrafterDown(name):
-                draft.down(ctx, name)
+                drafters.down(ctx, name)
             case Reconfigure(tenants):
                 table.reconfigure(tenants)
         return []
@@ -194,19 +196,17 @@ class Scheduler:
         orders: tuple[DraftOrder, ...] = ()
         decodes, wake_at, stalled = None, None, None
         if lane == TARGET:
-            step = admit.compose(ctx, now)
-            if step.scheduled:
-                items = verify.items(ctx, step, plan_id)
-                if table.drafters:
-                    orders = draft.replays(ctx, lane, step.scheduled_states, plan_id, now)
+            step = self._compose(now)
+            grants = allocate.of_step(ctx, step)
+            items = verify.items(ctx, step, grants, draft.of_step(ctx, step, grants), plan_id)
+            if items and table.drafters:
+                orders = draft.replays(ctx, lane, step.scheduled_states, plan_id, now)
             if step.decoding:
                 decodes = verify.decodes(ctx, step, plan_id)
                 self._note_run(decodes)
             wake_at, stalled = step.wake_at, step.stalled
         else:
-            orders = draft.orders_of_lane(ctx, lane, plan_id, now)
-            if not orders:
-                orders = draft.replays(ctx, lane, table.running.values(), plan_id, now)
+            orders = self._orders_beside(lane, plan_id, now)
         if items or orders or decodes:
             table.in_flight.add(plan_id)
         new_requests, forgotten = table.updates.pop()
@@ -223,6 +223,30 @@ class Scheduler:
             wake_at=wake_at,
             stalled=stalled,
         )
+
+    def _compose(self, now: float) -> Step:
+        """Choose the requests of the target's step, and a drafter for each."""
+        ctx, table = self._ctx, self.table
+        if not table.drafters:
+            return admit.compose(ctx, now)
+        # Whether a request waits for a draft depends on its drafter.
+        select.select(ctx, table.solo.values(), now)
+        drafters.expire(ctx, now)
+        step = admit.compose(ctx, now)
+        select.select(ctx, step.scheduled_states, now)
+        return step
+
+    def _orders_beside(self, lane: str, plan_id: int, now: float) -> tuple[DraftOrder, ...]:
+        """Return the orders of a drafter's lane: drafts that are due, or else replays."""
+        ctx, table = self._ctx, self.table
+        if table.due.version != table.counters.version:
+            select.select(ctx, table.running.values(), now)
+            draft.sort_due(ctx)
+        if table.due.by_lane.get(lane):
+            orders = draft.of_lane(ctx, lane, allocate.of_lanes(ctx, now), plan_id, now)
+            if orders:
+                return orders
+        return draft.replays(ctx, lane, table.running.values(), plan_id, now)
 
     def _next_of_run(self, now: float, plan_id: int) -> DecodeRun | None:
         """Return the last step's run once more if it may repeat and nothing has happened since."""

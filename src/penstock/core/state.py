@@ -98,6 +98,15 @@ class Drafter:
             return False
         return self.vocab_size is None or state.highest_token_id() < self.vocab_size
 
+    def longest_draft(self, state: RequestState) -> int:
+        """Return the longest draft of its own that could still be of use.
+
+        It reads all of its draft but the last token."""
+        most = min(state.most_draft_tokens, self.max_draft_tokens)
+        if self.max_len is not None:
+            most = min(most, self.max_len - state.num_known_tokens + 1)
+        return max(0, most)
+
     def may_serve(self, tenant: Tenant) -> bool:
         """Return True if the tenant may use the drafter and its prompts may go there.
 

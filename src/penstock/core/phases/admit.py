@@ -6,12 +6,9 @@ import math
 from functools import partial
 from typing import NamedTuple
 
-from penstock.core import draft
-from penstock.core.allocate import reserve
 from penstock.core.context import Context
 from penstock.core.kv import hash_blocks
-from penstock.core.select import select
-from penstock.core.state import RequestState
+from penstock.core.state import DraftStage, RequestState
 from penstock.core.step import Step, StepRules, newest
 from penstock.core.types import (
     AUTO_DRAFTER,
@@ -94,7 +91,6 @@ def compose(ctx: Context, now: float) -> Step:
     if not table.drafters:
         _admit(ctx, step)
         return step
-    select(ctx, table.solo.values(), now)
     table.counters.version += 1
     while ctx.uses_lanes:
         wait = _hold(ctx, now)
@@ -110,7 +106,6 @@ def compose(ctx: Context, now: float) -> Step:
         step = _new_step(ctx, now)
     else:
         _admit(ctx, step)
-    select(ctx, step.scheduled_states, now)
     return step
 
 
@@ -124,9 +119,8 @@ class _Hold(NamedTuple):
 
 
 def _hold(ctx: Context, now: float) -> _Hold:
-    """Give up overdue drafts and ask the pipeline whether the target waits."""
-    draft.expire(ctx, now)
-    draft.divide(ctx)
+    """Ask the pipeline whether the target waits."""
+    ctx.divide()
     table = ctx.table
     pending = [s for s in table.running.values() if s.draft.order is not None]
     ready = [s for s in table.solo.values() if s.is_decoding and ctx.is_ready(s)]
@@ -137,7 +131,7 @@ def _hold(ctx: Context, now: float) -> _Hold:
 
 def _new_step(ctx: Context, now: float) -> Step:
     victim = newest if ctx.fairness is None else ctx.fairness.victim
-    rules = StepRules(ctx.max_num_seqs, ctx.may_run, partial(reserve, ctx), victim)
+    rules = StepRules(ctx.max_num_seqs, ctx.may_run, partial(_reserve, ctx), victim)
     return Step(ctx.table, ctx.learn, rules, now)
 
 
@@ -157,3 +151,14 @@ def _earlier(a: float | None, b: float | None) -> float | None:
     """Return the earlier of two times; None and infinity are never."""
     earliest = min(math.inf if a is None else a, math.inf if b is None else b)
     return None if earliest == math.inf else earliest
+
+
+def _reserve(ctx: Context, state: RequestState) -> int:
+    """Return the draft positions to keep free for a running request."""
+    if state.draft.stage is DraftStage.HELD:
+        return state.draft.num_draft_tokens
+    drafter = ctx.table.drafter_of(state)
+    if not state.is_decoding or (drafter is None and ctx.look_up is None):
+        return 0
+    most = state.most_draft_tokens if drafter is None else drafter.longest_draft(state)
+    return min(ctx.allocation.reserve(state), most)
