@@ -36,6 +36,9 @@ _MOST_OVERHEAD_S = 2e-3  # longer gaps are a lack of work
 _DRAFT_ENDS = 8  # of the latest drafts made beside the target; a step waits for few of them
 _OVERHEAD_WEIGHT = 0.02  # least weight of a pause
 _SHIFT_WEIGHT = 0.05  # weight of a step in the profile's shift, and in the seconds of drafting
+_PACE_WEIGHT = 0.05  # of a round in how far rounds exceed their prediction
+_MOST_PACE = 4.0  # most that a round may count over its prediction
+_FADING = 2e-4  # share a round by which bad experience with drafts beside fades
 _LONGEST_REDRAW = 64
 """Longest interval of steps between two fits of a learned profile: 1, 2, 4, ... at first."""
 _FOLLOWED = 64  # steps between two fits of a profile of rows
@@ -73,6 +76,8 @@ class Times:
         self.overhead = 0.0
         self.draft_overhead = 0.0
         self.drafting = 0.0
+        self._pace = {False: 1.0, True: 1.0}
+        """Measured over predicted seconds of rounds, with drafts inside and beside."""
         self._links = links
         self._by_drafter: defaultdict[str, StepTimeCurve] = defaultdict(StepTimeCurve)
         self._catch_up: dict[str, float] = {}
@@ -93,6 +98,8 @@ class Times:
 
     def step_seconds(self, work: StepWork) -> float:
         """Return the seconds of a target step, the host's part included."""
+        if self._is_by_rows:
+            return max(1e-6, self.target(work.num_positions) + self.overhead)
         return max(1e-6, self.profile.seconds(work) + self.shift)
 
     def added(self, num_rows: int, rows: FloatArray | npt.NDArray[np.int64]) -> FloatArray:
@@ -100,12 +107,29 @@ class Times:
 
         By a profile that tells rows from attention, if it predicts steps no worse than the curve by
         rows does, which mixes long prompts with many requests, but cannot be wrong for long."""
-        is_own = self.profile is UNKNOWN or (self._follows_rows and not self.learns_profile)
-        if is_own or self._curve_error < self._profile_error:
+        if self._is_by_rows:
             return self.target.at(rows) - self.target(num_rows)
         added = self.profile.linear_at(rows) - self.profile.linear(num_rows)
         # What is learned is noisy, or hoped for: less could be more than all of a short step.
         return np.maximum(added, 0.0) if self.learns_profile else added
+
+    @property
+    def _is_by_rows(self) -> bool:
+        """Whether the curve by rows predicts steps better than the profile."""
+        is_own = self.profile is UNKNOWN or (self._follows_rows and not self.learns_profile)
+        return is_own or self._curve_error < self._profile_error
+
+    @property
+    def slower_beside(self) -> float:
+        """Factor by which rounds with drafts beside exceed their prediction more than others."""
+        return self._pace[True] / self._pace[False]
+
+    def note_round(self, pace: float, *, beside: bool) -> None:
+        """Take in the measured over the predicted seconds of a round."""
+        known = self._pace
+        known[beside] += _PACE_WEIGHT * (min(pace, _MOST_PACE) - known[beside])
+        if not beside:
+            known[True] += _FADING * (known[False] - known[True])
 
     def draft_seconds(self, drafter: str, batch: int, num_tokens: int) -> float:
         """Return the seconds of drafts for a batch, of this machine or a draft server."""
