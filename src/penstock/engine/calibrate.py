@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from penstock.core.learn import Estimators, seed_estimators
+from penstock.core.learn.curve import StepTimeCurve
 from penstock.core.learn.times import Times, drafter_profiles
 from penstock.core.loop import Clock
 from penstock.core.policies.pipeline.parts.planner import (
@@ -27,7 +28,7 @@ from penstock.engine.timing import (
     slowdowns,
     slowdowns_seconds,
 )
-from penstock.fluid.step_profile import StepProfile, StepTimeCurve
+from penstock.fluid.step_profile import StepProfile
 
 _ROWS = (1, 8, 32, 3, 128, 16, 64, 5, 2, 256, 24, 12, 48, 96, 160)
 _BATCHES = (1, 8, 2, 32, 4, 16, 64)

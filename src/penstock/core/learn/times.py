@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from penstock.core.learn.curve import StepTimeCurve
 from penstock.core.learn.links import LinkTimes
 from penstock.core.learn.profile import LearnedProfile
 from penstock.core.learn.saved import number, numbers
@@ -20,7 +21,6 @@ from penstock.fluid.step_profile import (
     UNKNOWN,
     DrafterProfile,
     StepProfile,
-    StepTimeCurve,
     StepWork,
 )
 
