@@ -100,7 +100,7 @@ def _measure_target(target: Model, estimators: Estimators, clock: Clock, budget_
         best = _best_seconds_by_size(clock, budget_s, _ROWS, partial(_verify, target))
         for size, taken in best.items():
             times.target.add_measurement(size, taken)
-    times.use_measured_profile(target.num_blocks * target.block_size)
+    times.target.use_rows(target.num_blocks * target.block_size)
 
 
 def _measure_drafter(

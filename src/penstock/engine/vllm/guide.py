@@ -110,7 +110,7 @@ class Guide:
             unmeasured = (_UNMEASURED_STEP_S,)
             capacity = pool.capacity_tokens
             self._learn.times.profile = StepProfile("unmeasured", capacity, (0,), unmeasured)
-            self._learn.times.learns_profile = True
+            self._learn.times.target.learns_profile = True
         else:
             seed_estimators(self._learn, read_profile(config.profile), drafters)
         allocation = config.allocation or PolicyConfig.from_name("fixed", k=limits.num_draft_tokens)

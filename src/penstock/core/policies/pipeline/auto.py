@@ -28,7 +28,6 @@ from penstock.core.types import StepResult
 _MIN_CHANGED_SHARE = 0.1
 """Share of the batch that must have come, gone or changed drafters for a new decision."""
 _LENGTH_WEIGHT = 0.1  # of a draft in the mean draft length
-_TOLERATED = 1.1  # lanes slower than predicted by less are not corrected
 _DECIDE_EVERY_STEPS = 64  # steps to the next decision if nothing changed
 
 
@@ -126,7 +125,7 @@ class Auto(Pipeline):
 
         def seconds(num: int) -> float:
             alone = cycle_seconds(work, num)
-            return alone * worse if num and worse > _TOLERATED else alone
+            return alone * worse if num else alone
 
         is_inside = self.num == 0
         best = best_num(seconds, most, MIN_GAIN if is_inside else 0.0)
