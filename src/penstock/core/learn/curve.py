@@ -19,11 +19,10 @@ _MOST_KNOWN = 4096
 _WEIGHT = 0.1
 """Weight of a measurement in its own cell."""
 _MATURE = 20
-"""Measurements after which a cell's deviation says more about the machine than about the size."""
+"""Measurements after which a cell's deviation says more about the machine than about the size, and
+after a `doubt` that may show the machine to be faster."""
 _MATURE_WEIGHT = 0.02
 """Weight of a measurement in its own mature cell."""
-_FEW = 20
-"""Measurements after a `doubt` that may show the machine to be faster."""
 _REDRAW = 0.04
 """Relative change of a cell that redraws the curve. All of these are chosen by hand."""
 
@@ -53,7 +52,7 @@ class StepTimeCurve:
     def __init__(self, cell_width: float = 0.08) -> None:
         self._cell_width = cell_width
         self._speed = RunningMean(1.0, _MATURE)
-        self._num_sure = _FEW
+        self._num_sure = _MATURE
         self._cells: dict[int, _Cell] = {}
         self._sizes: FloatArray = np.empty(0)
         self._seconds: FloatArray = np.empty(0)
@@ -93,11 +92,11 @@ class StepTimeCurve:
         cell.num += 1
         if cell.is_guess:
             cell.is_guess, self._stale = False, True
-        if self._num_sure < _FEW and cell.seconds:
+        if self._num_sure < _MATURE and cell.seconds:
             self._num_sure += 1
             if seconds < cell.seconds:
                 seconds = self._follow(seconds, cell)
-            if self._num_sure == _FEW:
+            if self._num_sure == _MATURE:
                 self._speed.restart(self._speed.value, _MATURE)
         elif cell.num > _MATURE and cell.seconds:
             weight = _MATURE_WEIGHT
