@@ -186,7 +186,7 @@ class PenstockServer(Server):
 
         self._loop.turn(())  # so that the workers are told of the last ends
         old, learn = self._engine.scheduler, Estimators(self._measured)
-        learn.times.learns_profile = True
+        learn.times.target.learns_profile = True
         scheduler = Scheduler(
             BlockPool(old.pool.num_blocks, old.pool.block_size, prefix_caching=False),
             [],

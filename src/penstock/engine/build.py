@@ -129,7 +129,7 @@ def load_engine(config: EngineConfig, *, calibrated: bool = True) -> Engine:
         together = [n for n, d in scheduler.table.drafters.items() if is_auto and d.has_lane]
         calibrate(executor, scheduler.learn, clock, profile, together=together)
     # The few small steps that are measured are not typical of vLLM's.
-    scheduler.learn.times.learns_profile = config.vllm is not None and profile is None
+    scheduler.learn.times.target.learns_profile = config.vllm is not None and profile is None
     target = models.target
     executor.tokenizer = LazyTokenizer(partial(load_tokenizer, config.target))
     executor.grammars = GrammarCompiler(

@@ -146,7 +146,6 @@ def round_of(
     drafters: Mapping[str, Drafter],
     learn: Estimators,
     lengths: Mapping[str, float],
-    host: float,
 ) -> Round:
     """Return the costs of one round, by draft `lengths` of each drafter."""
     batches: dict[str, int] = {}
@@ -164,7 +163,7 @@ def round_of(
         return learn.times.profile.seconds(work)
 
     lanes = [_lane(drafters[name], n, lengths[name], learn) for name, n in batches.items()]
-    return Round(tuple(lanes), verify, host)
+    return Round(tuple(lanes), verify, learn.times.overhead)
 
 
 def _lane(drafter: Drafter, batch: int, length: float, learn: Estimators) -> Lane:
