@@ -58,13 +58,11 @@ class Context:
 
     def is_beside(self, drafter: Drafter) -> bool:
         """Return True if the drafter works in a lane beside the target."""
-        return drafter.remote or (drafter.has_lane and self.pipeline.drafts_beside)
+        return drafter.is_remote or (drafter.has_lane and self.pipeline.drafts_beside)
 
     def divide(self) -> list[RequestState]:
         """Tell the pipeline which decoding requests draft in lanes, and return them."""
-        beside = {
-            n for n, d in self.table.drafters.items() if d.up and not d.silent and self.is_beside(d)
-        }
+        beside = {n for n, d in self.table.drafters.items() if d.is_up and self.is_beside(d)}
         running = self.table.running.values()
         states = [s for s in running if s.drafter in beside and s.is_decoding]
         self.pipeline.divide(states)

@@ -56,34 +56,65 @@ CHOSEN = DraftRound(DraftStage.CHOSEN)
 SKIPPED = DraftRound(DraftStage.SKIPPED)
 
 
+class DrafterKind(Enum):
+    """Where a drafter is, and what it can do."""
+
+    LOCAL = "drafts as many tokens as it is asked for"
+    ENDING = "the same, but ends a draft where the rest does not pay (`Grant.min_survival`)"
+    SERVER = "a draft server, known while it is connected"
+    COMPLETIONS = "a server that completes text, known while it is down, too"
+
+    @property
+    def is_remote(self) -> bool:
+        """True if it always drafts beside the target, and answers orders one by one."""
+        return self in (DrafterKind.SERVER, DrafterKind.COMPLETIONS)
+
+
+class DrafterStatus(Enum):
+    """Whether a drafter takes orders."""
+
+    UP = "it does"
+    SILENT = "it has missed a deadline, and has not answered since"
+    DOWN = "it is gone"
+
+
 @dataclass(slots=True)
 class Drafter:
     """A drafter as the scheduler sees it.
 
-    has_lane: it can draft beside the target, and does where the pipeline wants that. remote: a
-    draft server, which always does, and answers orders one by one (`DraftReady`). tenant: the only
-    one whose prompts it may see (None: every tenant's). silent: it has missed a deadline, and has
-    not answered since. model: its model, if not named like it: instances of one model share
-    acceptance rates. max_num_seqs: requests that it drafts for at once (Spin's B_j); None is no
-    limit. stops_early: it ends drafts at `min_survival`. max_len: tokens of a text that it can
-    read; vocab_size: token ids that it knows, from 0 on; None: as the target. stays: a remote one
-    that is known, and may be named, while it is down."""
+    has_lane: a local one can draft beside the target, and does where the pipeline wants that.
+    tenant: the only one whose prompts it may see (None: every tenant's). takes_assignments: False:
+    only of requests that name it. model: its model, if not named like it: instances of one model
+    share acceptance rates. max_num_seqs: requests that it drafts for at once (Spin's B_j); None is
+    no limit. max_len: tokens of a text that it can read; vocab_size: token ids that it knows, from
+    0 on; None: as the target."""
 
     name: str
     pool: BlockPool | None = None
     has_lane: bool = False
     max_draft_tokens: int = 16
-    up: bool = True
-    remote: bool = False
+    kind: DrafterKind = DrafterKind.LOCAL
+    status: DrafterStatus = DrafterStatus.UP
     tenant: str | None = None
     takes_assignments: bool = True
-    silent: bool = False
     model: str | None = None
     max_num_seqs: int | None = None
-    stops_early: bool = False
     max_len: int | None = None
     vocab_size: int | None = None
-    stays: bool = False
+
+    @property
+    def is_up(self) -> bool:
+        """True if it takes orders."""
+        return self.status is DrafterStatus.UP
+
+    @property
+    def is_remote(self) -> bool:
+        return self.kind.is_remote
+
+    def answered(self) -> None:
+        """Note that it lives."""
+        if self.status is DrafterStatus.SILENT:
+            self.status = DrafterStatus.UP
 
     @property
     def is_limited(self) -> bool:

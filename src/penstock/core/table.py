@@ -210,7 +210,7 @@ class Table:
     def drafter_of(self, state: RequestState) -> Drafter | None:
         """Return the request's drafter while it is up and answers."""
         drafter = self.drafters.get(state.drafter) if state.drafter else None
-        return drafter if drafter is not None and drafter.up and not drafter.silent else None
+        return drafter if drafter is not None and drafter.is_up else None
 
     def new_group(self, key: Hashable, state: RequestState) -> DecodeGroup:
         """Add an empty decode group for requests like this one."""

@@ -107,7 +107,7 @@ def _candidate(ctx: Context, state: RequestState, drafter: Drafter | None) -> Dr
     survival: list[float] = []
     if match is not None:
         survival = ctx.learn.acceptance.matches.survival(state.request.id, match)[:most]
-        if drafter.remote:
+        if drafter.is_remote:
             if _is_better(ctx, state, drafter, survival, longest, at_hand):
                 longest = at_hand = 0
             else:

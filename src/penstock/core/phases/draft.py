@@ -155,7 +155,7 @@ def of_lane(
     for state in chosen:
         given = _begin(ctx, state, drafter, grants.get(state.request.id, NO_DRAFT), now)
         if given is not None:
-            if not drafter.remote:
+            if not drafter.is_remote:
                 state.plans[plan_id] = (lane,)
             orders.append(given)
     return tuple(orders)
@@ -202,7 +202,7 @@ def _lane_order(
     now: float,
 ) -> DraftOrder | None:
     given = order(ctx, state, state.num_known_tokens, grant, front)
-    if given is None or not drafter.remote:
+    if given is None or not drafter.is_remote:
         return given
     if ctx.table.sent_ahead.get(state.request.id) == drafter.name:
         del ctx.table.sent_ahead[state.request.id]
@@ -236,9 +236,9 @@ def replays(
         drafter, state = drafters.get(proposal.drafter), proposal.state
         if drafter is None:
             continue
-        given = (_send_text if drafter.remote else _replay)(ctx, proposal, drafter)
+        given = (_send_text if drafter.is_remote else _replay)(ctx, proposal, drafter)
         if given is not None:
-            if not drafter.remote:
+            if not drafter.is_remote:
                 state.plans[plan_id] = (*state.plans.get(plan_id, ()), proposal.drafter)
             orders.append(given)
     return tuple(orders)

@@ -264,8 +264,8 @@ def draft_ready(ctx: Context, event: DraftReady, now: float, *, is_read: bool = 
     is_read: the drafter has read the text."""
     drafter = ctx.table.drafters.get(event.drafter)
     if drafter is not None:
-        drafter.silent = False
-        if drafter.remote:
+        drafter.answered()
+        if drafter.is_remote:
             ctx.learn.times.draft_ended(now)
     state = ctx.table.requests.get(event.request_id)
     if state is None or (event.epoch, event.round) != (state.epoch, state.round):
@@ -279,7 +279,7 @@ def draft_ready(ctx: Context, event: DraftReady, now: float, *, is_read: bool = 
     num_draft_tokens = max(0, min(event.num_draft_tokens, order.max_draft_tokens))
     took_s = max(0.0, now - ordered_at - event.waited_s)
     ctx.learn.links.add_transfer(event.drafter, num_draft_tokens, took_s)
-    if drafter is not None and drafter.remote and ctx.trials is not None:
+    if drafter is not None and drafter.is_remote and ctx.trials is not None:
         ctx.trials.measured(event.drafter)
     if is_read:
         _drafted(state, order, num_draft_tokens)
@@ -298,7 +298,7 @@ def draft_ahead(ctx: Context, event: DraftAhead) -> None:
     state = ctx.table.requests.get(event.request_id)
     if drafter is None or state is None or state.drafter not in (None, event.drafter):
         return
-    drafter.silent = False
+    drafter.answered()
     if state.ahead is None or state.ahead.drafter != event.drafter:
         state.ahead = LinesAhead(event.drafter)
     ctx.table.counters.ahead += state.ahead.add_pieces(event.pieces, state.text)
@@ -322,7 +322,7 @@ def _end_orders(ctx: Context, plan: StepPlan, result: StepResult) -> None:
     for order in plan.drafts:
         state = _of(ctx, order)
         drafter = ctx.table.drafters.get(order.drafter)
-        if state is None or (drafter is not None and drafter.remote):
+        if state is None or (drafter is not None and drafter.is_remote):
             continue
         if order.request_id in failed:
             # Nothing is known of its KV.

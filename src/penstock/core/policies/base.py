@@ -241,7 +241,7 @@ class SelectionPolicy(Policy, ABC):
 
 def usable(drafters: Mapping[str, Drafter]) -> dict[str, Drafter]:
     """Return the drafters that can take a request now."""
-    return {n: d for n, d in drafters.items() if d.up and not d.silent}
+    return {n: d for n, d in drafters.items() if d.is_up}
 
 
 class AllocationPolicy(Policy, ABC):

@@ -40,7 +40,7 @@ from penstock.core.policies.allocation.parts.values import TokenValues
 from penstock.core.policies.base import AllocationPolicy, DraftCandidate, Gauges, View
 from penstock.core.policies.declared import Gauge, LimitOptions
 from penstock.core.policies.options import MaxDraftTokens, NonNegativeFloat
-from penstock.core.state import NO_DRAFT, Grant, Outcome
+from penstock.core.state import NO_DRAFT, DrafterKind, Grant, Outcome
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -376,7 +376,7 @@ class _Offers:
         self._rate = rate
         names = {c.drafter for c in self._candidates if c.drafter is not None}
         self._token_s = {n: float(max(0.0, row + times.curve_of(n)(num) / num)) for n in names}
-        stopping = {n for n, d in self._view.drafters.items() if d.stops_early}
+        stopping = {n for n, d in self._view.drafters.items() if d.kind is DrafterKind.ENDING}
         grants = []
         for i, (candidate, worth) in enumerate(
             zip(self._candidates, self._worth.tolist(), strict=True)

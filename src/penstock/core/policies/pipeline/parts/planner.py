@@ -168,7 +168,7 @@ def round_of(
 
 def _lane(drafter: Drafter, batch: int, length: float, learn: Estimators) -> Lane:
     """Return a drafter's lane; without a profile it counts as sharing the target's core."""
-    if drafter.remote:
+    if drafter.is_remote:
         seconds = learn.links.seconds(drafter.name, round(length))
         return Lane(batch, lambda n: seconds, beside=True)
     profiles = learn.times.profile.drafters

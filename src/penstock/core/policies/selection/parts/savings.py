@@ -142,7 +142,7 @@ class Savings:
 
     def _is_inside(self, drafter: Drafter) -> bool:
         """Return True if all requests of a step wait for the drafter."""
-        return not (drafter.remote or self._view.is_beside(drafter))
+        return not (drafter.is_remote or self._view.is_beside(drafter))
 
     def _per_token(self, drafting: FloatArray, right: FloatArray, found: FloatArray) -> FloatArray:
         """Return the seconds per token [S, J] with the best draft length.
@@ -159,6 +159,6 @@ class Savings:
 
 def num_unread(state: RequestState, drafter: Drafter) -> int:
     """Return the tokens of a request's text that a drafter has to read."""
-    if drafter.pool is None and not drafter.remote:
+    if drafter.pool is None and not drafter.is_remote:
         return 0
     return max(0, state.num_unread(drafter.name))
