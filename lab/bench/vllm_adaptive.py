@@ -25,9 +25,11 @@ from typing import Any
 
 import numpy as np
 
-from lab.bench.never_behind import closed, decisions, log_normal, one_drafter
+from lab.bench.never_behind_scenes import one_drafter
+from lab.bench.never_behind_systems import decisions
 from lab.common.cells import Cells, Figures
 from lab.common.claims import ClaimVerdict, Measurement, check
+from lab.common.clients import log_normal, second_half
 from lab.common.families import closed_loop
 from lab.common.oracles import assigned
 from lab.common.results import DATA, Results, parser, table, tell
@@ -122,7 +124,7 @@ def measured(cell: Cell, system: str, seed: int) -> Figures:
     with assigned(best) if knows else nullcontext("") as selection:
         if selection:
             setup = replace(setup, selection=PolicyConfig.from_name(selection))
-        made = closed(setup, load, cell.batch, seconds, kind)
+        made = second_half(setup, load, cell.batch, seconds, kind)
     return {"value": sum(made.values()) / (seconds / 2)}
 
 

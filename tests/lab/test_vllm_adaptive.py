@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lab.bench.never_behind import closed, one_drafter
+from lab.bench.never_behind_scenes import one_drafter
 from lab.bench.vllm_adaptive import Cell, verdicts
+from lab.common.clients import second_half
 from lab.common.families import closed_loop
 from lab.common.vllm_adaptive import (
     LONGEST,
@@ -92,7 +93,7 @@ def test_a_rule_gains_over_whole_drafts_and_a_known_future_over_the_rule() -> No
     for cutter in (Cutter(), rule, Known(setup.profile, one)):
         kind = partial(CuttingExecutor, cutter=cutter, signal=Signal(1.35, 0))
         load = closed_loop(np.full(400, 60), 100)
-        made.append(closed(setup, load, 64, 3.0, kind)["default"])
+        made.append(second_half(setup, load, 64, 3.0, kind)["default"])
     assert made[0] < made[1] < made[2]
 
 
