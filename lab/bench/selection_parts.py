@@ -5,9 +5,10 @@
 Closed loops with several drafters (`lab.bench.several_drafters`) under `auto` as it is and without
 each of its parts: replays; draws from the distribution of a new request's acceptance (where there
 is nothing to replay); the words of prompts; the budget for what serves later requests only, with
-none of that, and without its limit; all of these. In place of replays: draws, or the first requests
-begin with every drafter in turn. Tokens per second of the second half and of the first quarter of
-the time, over `auto` with all parts, paired by seed."""
+none of that, and without its limit; all of these, or all but a request's replays for its own sake.
+In place of replays: draws, or the first requests begin with every drafter in turn. Tokens per
+second of the second half and of the first quarter of the time, over `auto` with all parts, paired
+by seed."""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ from penstock.sim.workloads import WorkloadError
 _SYSTEM = f"vllm_v1, priced, {AUTO}"
 _TURNS = 2
 """First requests of each drafter, where they begin with all in turn."""
-_GAIN = 1.005
-"""Of a part that is worth its lines, in the geometric mean over its cells."""
+
+_TITLE = "Second half: tokens/s over `auto` with all parts; bold: not 1 with 95% confidence"
 
 # --- parts ----------------------------------------------------------------------------------------
 
@@ -73,6 +74,11 @@ VARIANTS: Mapping[str, Sequence[tuple[Any, str, Any]]] = {
     AUTO: [],
     **{f"without {part}": patches for part, patches in _WITHOUT.items()},
     "without all": _ALL,
+    "replays of its own alone": [
+        *_WITHOUT["teaching"],
+        *_WITHOUT["words"],
+        (auto, "_can_replay", lambda *_: True),
+    ],
     "draws for replays": [(auto, "_can_replay", lambda *_: False)],
     "turns for replays": [*_WITHOUT["replays"], (auto.Auto, "select", _in_turn)],
     "turns for all": [*_ALL, (auto.Auto, "select", _in_turn)],
@@ -141,26 +147,22 @@ def compare(grid: Sequence[Cell], seeds: Sequence[int], done: Cells, workers: Wo
             rates = {s: done.values(f"{cell.name}/{s}", figure) for s in cell.systems}
             by_cell[cell.name] = {s: ratio(r, rates[AUTO]) for s, r in rates.items() if s != AUTO}
     names = [name for name in VARIANTS if name != AUTO]
-    titles = {"value": "Second half", "early": "First quarter"}
-    tables = []
-    for figure, by_cell in over.items():
-        rows = [
-            {"cell": name, **dict.fromkeys(names, ""), **{s: _told(x) for s, x in found.items()}}
-            for name, found in by_cell.items()
-        ]
-        means = {"cell": "geometric mean", **{n: f"{_mean(by_cell, n):.3f}" for n in names}}
-        columns = {"cell": "{cell}"} | {n: f"{{{n}}}" for n in names}
-        title = f"{titles[figure]}: tokens/s over `auto` with all parts"
-        tables.append(table(title, [*rows, means], columns))
+    rows = [
+        {"cell": cell, **dict.fromkeys(names, ""), **{s: _told(x) for s, x in found.items()}}
+        for cell, found in over["value"].items()
+    ]
+    means = {"cell": "geometric mean", **{n: f"{_mean(over['value'], n):.3f}" for n in names}}
+    columns = {"cell": "{cell}"} | {n: f"{{{n}}}" for n in names}
+    shown = table(_TITLE, [*rows, means], columns)
     runs = {
         f: {c: {s: x.mean for s, x in r.items()} for c, r in o.items()} for f, o in over.items()
     }
-    return Results(runs, [_verdict(name, over) for name in names], tables)
+    return Results(runs, [_verdict(name, over) for name in names], [shown])
 
 
 def _told(found: Interval) -> str:
-    """With half the width of its interval."""
-    return f"{found.mean:.3f} ± {found.half:.3f}"
+    """In bold where the interval has 1 outside."""
+    return f"{found.mean:.3f}" if found.low <= 1 <= found.high else f"**{found.mean:.3f}**"
 
 
 def _mean(by_cell: Mapping[str, Mapping[str, Interval]], name: str) -> float:
