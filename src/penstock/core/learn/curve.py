@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from penstock.core.learn.running import RunningMean
-
 FloatArray = npt.NDArray[np.float64]
 
 _STALL = 4.0
@@ -21,6 +19,9 @@ _WEIGHT = 0.1
 _MATURE = 20
 """Measurements after which a cell's deviation says more about the machine than about the size, and
 after a `doubt` that may show the machine to be faster."""
+_SCALE_WEIGHT = 0.05
+"""Weight of a measurement of a mature cell in the speed factor of all cells. A longer memory would
+follow the growth of contexts too slowly (0.4% of the default's speed on short outputs)."""
 _MATURE_WEIGHT = 0.02
 """Weight of a measurement in its own mature cell."""
 _REDRAW = 0.04
@@ -51,7 +52,7 @@ class StepTimeCurve:
 
     def __init__(self, cell_width: float = 0.08) -> None:
         self._cell_width = cell_width
-        self._speed = RunningMean(1.0, _MATURE)
+        self._scale = 1.0
         self._num_sure = _MATURE
         self._cells: dict[int, _Cell] = {}
         self._sizes: FloatArray = np.empty(0)
@@ -70,7 +71,6 @@ class StepTimeCurve:
         The machine may have been busy when they were taken. Other work only ever adds to a step, so
         a shorter one counts for much: as the machine's speed, and as the time of its own size."""
         self._num_sure = 0
-        self._speed.restart(self._speed.value, 1)
         for cell in self._cells.values():
             cell.num, cell.is_guess = 0, True
 
@@ -80,7 +80,7 @@ class StepTimeCurve:
             return
         index = self._cell_of(size)
         cell = self._cells.get(index)
-        seconds /= self._speed.value
+        seconds /= self._scale
         if cell is None:
             self._cells[index] = _Cell(size, self._between_neighbours(size, seconds))
             self._stale = True
@@ -95,25 +95,18 @@ class StepTimeCurve:
         if self._num_sure < _MATURE and cell.seconds:
             self._num_sure += 1
             if seconds < cell.seconds:
-                seconds = self._follow(seconds, cell)
-            if self._num_sure == _MATURE:
-                self._speed.restart(self._speed.value, _MATURE)
+                change = 1 - (1 - seconds / cell.seconds) / (self._num_sure + 1)
+                self._scale *= change
+                seconds /= change
         elif cell.num > _MATURE and cell.seconds:
             weight = _MATURE_WEIGHT
-            self._follow(seconds, cell)
+            self._scale *= 1 + _SCALE_WEIGHT * (seconds / cell.seconds - 1)
         if seconds < cell.seconds:
             weight = max(weight, 1 / cell.num)
         cell.size += weight * (size - cell.size)
         cell.seconds += weight * (seconds - cell.seconds)
         if cell.drawn is None or abs(cell.seconds - cell.drawn) > _REDRAW * cell.drawn:
             self._stale = True
-
-    def _follow(self, seconds: float, cell: _Cell) -> float:
-        """Take in a measurement as the machine's speed, and return it at the new speed."""
-        speed = self._speed
-        measured = seconds * speed.value
-        speed.add(measured / cell.seconds)
-        return measured / speed.value
 
     def __call__(self, size: float) -> float:
         """Return the predicted seconds; 0 while nothing has been measured."""
@@ -125,13 +118,13 @@ class StepTimeCurve:
             known = self._known[size] = float(self._shape(np.array([size], dtype=np.float64))[0])
             if len(self._known) > _MOST_KNOWN:
                 self._known = {}
-        return self._speed.value * known
+        return self._scale * known
 
     def at(self, sizes: FloatArray | npt.NDArray[np.int64]) -> FloatArray:
         """Return the predicted seconds of several sizes; 0 while nothing has been measured."""
         if self._stale:
             self._draw()
-        return self._speed.value * self._shape(sizes)
+        return self._scale * self._shape(sizes)
 
     def least(self, size: float) -> float:
         """Return the least seconds of this size, as measured at it or the next smaller one.
@@ -155,7 +148,7 @@ class StepTimeCurve:
         """Return the curve's corners (size, seconds)."""
         if self._stale:
             self._draw()
-        seconds = self._speed.value * self._seconds
+        seconds = self._scale * self._seconds
         return list(zip(self._sizes.tolist(), seconds.tolist(), strict=True))
 
     def _between_neighbours(self, size: float, seconds: float) -> float:

@@ -229,7 +229,7 @@ class Times:
                 self._observe_rows(result)
             work = result.work
             if work is not None and work.num_decodes:
-                added, linear = result.phases.draft, self.profile.linear
+                added, linear = result.phases.draft, self.target.profile.linear
                 if work.num_draft_tokens:
                     rows = work.num_positions
                     added += linear(rows) - linear(rows - work.num_draft_tokens)
@@ -284,14 +284,14 @@ class Times:
             # round drafts there is hardly another step without drafts.
             return
         pause = self._gap - self._waited + result.phases.other
-        has_drafts = any(t.steps for t in result.draft_times)
+        has_drafts = bool(result.draft_times) and any(t.steps for t in result.draft_times)
         if has_drafts:
             pause += result.phases.draft - sum(t.seconds for t in result.draft_times)
         if not 0 <= pause < _MOST_OVERHEAD_S:
             return
         plain, drafting = self._plain_pause, self._drafting_pause
         (drafting if has_drafts else plain).add(pause)
-        if not has_drafts:
+        if drafting.num and not has_drafts:
             # What is not measured any more must not prevent drafts for good.
             drafting.move((1 - _DRAFT_OVERHEAD_DECAY) * (plain.value - drafting.value))
         self.overhead = (plain if plain.num else drafting).value
