@@ -88,8 +88,7 @@ class Trials:
             readers = [s for s in states if s.is_decoding and s.num_remaining_tokens > _NUM_TOKENS]
             for name, drafter in open_to.items():
                 able = [s for s in readers if drafter.can_read(s)]
-                if able and name not in used and self._is_due(name):
-                    self._begin(min(able, key=lambda s: s.num_unread(name)), name)
+                if name not in used and self._begin_if_due(name, able):
                     break
         trial = self._trial
         if trial is not None and any(state is trial.state for state in states):
@@ -121,13 +120,24 @@ class Trials:
         used = {c.drafter for c, g in zip(candidates, grants, strict=True) if g.num_draft_tokens}
         for name in dict.fromkeys(c.drafter for c in candidates if c.drafter is not None):
             able = [c.state for c in candidates if c.drafter == name and c.limit >= _NUM_TOKENS]
-            if able and name not in used and self._is_due(name):
-                self._begin(min(able, key=lambda s: s.num_unread(name)), name)
+            if name not in used and self._begin_if_due(name, able):
                 return
 
     # --- when -----------------------------------------------------------------------------------
 
-    def _is_due(self, drafter: str) -> bool:
+    def _begin_if_due(self, drafter: str, able: Sequence[RequestState]) -> bool:
+        """Begin a trial with the request of which the drafter has least to read, if one is due."""
+        state = min(able, key=lambda s: s.num_unread(drafter), default=None)
+        if state is None:
+            return False
+        reading = state.num_unread(drafter) * self._times.catch_up_of(drafter)
+        if not self._is_due(drafter, reading):
+            return False
+        self._begin(state, drafter)
+        return True
+
+    def _is_due(self, drafter: str, reading: float) -> bool:
+        """Return whether the budget allows a trial, which begins with so many seconds of reading."""
         pace = self._times.target(1)
         if not pace:
             return False
@@ -138,7 +148,8 @@ class Trials:
         if not 1 / _OTHER_PACE <= pace / watch.pace <= _OTHER_PACE:
             watch.pace, watch.num_trials = pace, 0
         share = _DOUBTFUL_SHARE if watch.num_trials < _MOST_DOUBTFUL else _SHARE
-        return self._target_s - watch.since >= watch.cost * len(self._watches) / share
+        cost = max(watch.cost, reading)
+        return self._target_s - watch.since >= cost * len(self._watches) / share
 
     def _begin(self, state: RequestState, drafter: str) -> None:
         self._trial = _Trial(state, drafter, state.drafter)
