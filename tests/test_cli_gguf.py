@@ -87,9 +87,6 @@ def test_a_file_is_known_by_its_content(models, cli, tmp_path, name) -> None:
     assert drafter_checkpoint(str(path)) == (name.removesuffix(".GGUF"), path)
     engine = parse_config({"engine": {"target": path}}).engine
     assert engine.target_name == name.removesuffix(".GGUF")
-    code, _, err = cli("quantize", path, tmp_path / "out", "--weights", "int4")
-    assert (code, err.count("\n")) == (2, 1)
-    assert f"{path}: is a GGUF file; a folder of float weights" in err
 
 
 def test_a_file_that_is_no_model(cli: Cli, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tests.serving.program import LONG, START
 from tests.test_cli_gguf import CASE
 
 from penstock.cli import drafters, models
-from penstock.cli.models import checkpoint_folder, drafter_checkpoint, with_models
+from penstock.cli.models import drafter_checkpoint, with_models
 from penstock.config import ConfigError
 from penstock.engine.models import pairs
 from penstock.engine.models.pairs import small_models
@@ -141,11 +141,9 @@ def test_a_local_path_comes_first(
     hub.add("lab/tiny", model_path("draft-tiny"))
     monkeypatch.chdir(tmp_path)
     assert drafter_checkpoint("lab/tiny")[0] == "lab/tiny"
-    assert checkpoint_folder("lab/tiny") == drafter_checkpoint("lab/tiny")[1]
     (tmp_path / "lab").mkdir()
     (tmp_path / "lab" / "tiny").symlink_to(model_path("draft-tiny"))
     assert drafter_checkpoint("lab/tiny") == ("tiny", Path("lab/tiny"))
-    assert checkpoint_folder("lab/tiny") == Path("lab/tiny")
 
 
 def test_settings_are_shown_without_a_download(hub: Hub, cli: Cli, tmp_path: Path) -> None:

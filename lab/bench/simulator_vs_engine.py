@@ -157,7 +157,7 @@ def make_scheduler(
         allocation=make_policy("allocation", "priced"),
         max_model_len=max_model_len,
         learn=Estimators(belief),
-        counted=counted,
+        groups_decodes=counted,
     )
 
 

@@ -3,7 +3,7 @@
     python -m lab.bench.vllm_arrivals azure2023_conv.csv.gz --out arrivals.jsonl [--json]
 
 Needs a Python that has vLLM. Stock is vLLM as it is, or with limits tuned in hindsight; beside it
-`fluid_guided` as the plug-in and as the engine, all with random weights. Requests are stretches of
+the engine with `fluid_guided`, all with random weights. Requests are stretches of
 a recorded trace, lengths `--scale` times shorter, gaps for a share of the rate at which stock
 serves the stretch at once. KV memory is a quarter of what stock's most requests would hold.
 Intervals are over the stretches. Every stretch is written down; the same command goes on.
@@ -41,10 +41,8 @@ TUNED = [
     {"max_num_batched_tokens": tokens, "max_num_seqs": seqs}
     for tokens, seqs in itertools.product((128, 256, 512, 2048), (16, 32, 128))
 ]
-FLUID = {"admission": {"name": "fluid_guided"}}
 ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "default": ("vllm", {}),
-    "plug-in": ("vllm", {"plugin": FLUID}),
     "engine": ("penstock", {}),
 }
 _FIRST_REQUESTS = 120

@@ -89,7 +89,7 @@ class Server(ABC):
 
 
 class VllmServer(Server):
-    """vLLM's own engine, with its scheduler or with the plug-in."""
+    """vLLM's own engine."""
 
     def __init__(self, target: Path, kv_tokens: int, block_size: int) -> None:
         import vllm
@@ -111,17 +111,14 @@ class VllmServer(Server):
         self.vocab_size = self._engine.model_config.get_vocab_size()
 
     def prepare(self, settings: dict[str, Any]) -> None:
-        """settings: `plugin`, or vLLM's limits."""
+        """settings: vLLM's limits, if not its defaults."""
         from vllm.v1.core.sched.scheduler import Scheduler
-
-        from penstock.engine.vllm import make_scheduler
 
         core, old = self._core, self._core.scheduler
         config = core.vllm_config
         for name, default in _DEFAULT.items():
             setattr(config.scheduler_config, name, settings.get(name, default))
-        config.additional_config = {"penstock": settings.get("plugin", {})}
-        core.scheduler = (make_scheduler if "plugin" in settings else Scheduler)(
+        core.scheduler = Scheduler(
             vllm_config=config,
             kv_cache_config=old.kv_cache_config,
             structured_output_manager=core.structured_output_manager,
@@ -189,7 +186,7 @@ class PenstockServer(Server):
 
         self._loop.turn(())  # so that the workers are told of the last ends
         old, learn = self._engine.scheduler, Estimators(self._measured)
-        learn.times.learns_profile = True
+        learn.times.target.learns_profile = True
         scheduler = Scheduler(
             BlockPool(old.pool.num_blocks, old.pool.block_size, prefix_caching=False),
             [],
@@ -198,7 +195,7 @@ class PenstockServer(Server):
             allocation=make_policy("allocation", "fixed"),
             max_model_len=self._engine.max_model_len,
             learn=learn,
-            groups_texts=True,
+            groups_decodes=True,
         )
         recorder = StepRecorder(self._engine.clock)
         self.noted = recorder.steps

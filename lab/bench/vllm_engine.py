@@ -40,7 +40,6 @@ from penstock.engine.tokenizer import load_tokenizer
 OVERHEAD_BAR, SPECULATION_BAR = 0.99, 1.2
 STOCK = "vllm"
 PROMPT_TOKENS, WARM_TOKENS = 128, 8
-PLUGIN = {"scheduler_cls": "penstock.engine.vllm.make_scheduler"}
 CODE = ("completion", "docstring", "translation")
 """Kinds of real prompts whose answers are new code."""
 MIN_SHARE = 1.85
@@ -284,11 +283,7 @@ def _tell(case: Case, turn: Turn, number: int) -> None:
 
 
 def target_only(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
-    arms = {
-        STOCK: Arm(STOCK, "vllm"),
-        "plug-in": Arm("plug-in", "vllm", PLUGIN),
-        "engine": Arm("engine", "penstock"),
-    }
+    arms = {STOCK: Arm(STOCK, "vllm"), "engine": Arm("engine", "penstock")}
     rows = []
     for target in args.targets or [write_model(args.folder)]:
         rng = np.random.default_rng(1)
@@ -367,19 +362,17 @@ def _add_ratios(rows: Sequence[dict[str, Any]], stock: Sequence[str]) -> None:
         }
 
 
-def verdicts(
-    rows: Sequence[Mapping[str, Any]], bar: float, ours: Sequence[str]
-) -> list[ClaimVerdict]:
-    """Of every cell and each of our arms; of several drafters the best one counts."""
+def verdicts(rows: Sequence[Mapping[str, Any]], bar: float) -> list[ClaimVerdict]:
+    """Of every cell; of several drafters the best one counts."""
     cells = dict.fromkeys((r["model"], r["prompts"], r["batch"]) for r in rows)
     found = []
     for cell in cells:
         mine = [r for r in rows if (r["model"], r["prompts"], r["batch"]) == cell]
-        for name in ours:
-            row = max((r for r in mine if r["arm"].startswith(name)), key=lambda r: r["rate"])
-            claim = f"{cell[0]}, {cell[1]}, batch {cell[2]}: {row['arm']} ≥ {bar} × {row['best']}"
-            measured = f"{row['ratio']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
-            found.append(ClaimVerdict(claim, measured, "met" if row["ratio"] >= bar else "missed"))
+        ours = (r for r in mine if r["arm"].startswith("engine"))
+        row = max(ours, key=lambda r: r["rate"])
+        claim = f"{cell[0]}, {cell[1]}, batch {cell[2]}: {row['arm']} ≥ {bar} × {row['best']}"
+        measured = f"{row['ratio']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
+        found.append(ClaimVerdict(claim, measured, "met" if row["ratio"] >= bar else "missed"))
     return found
 
 
@@ -431,11 +424,7 @@ def main() -> int:
         raise SystemExit("out of time; the same command goes on") from None
     finally:
         bench.close()
-    found = (
-        verdicts(rows, SPECULATION_BAR, ["engine"])
-        if speculates
-        else verdicts(rows, OVERHEAD_BAR, ["plug-in", "engine"])
-    )
+    found = verdicts(rows, SPECULATION_BAR if speculates else OVERHEAD_BAR)
     return tell(args, Results(rows, found, [table("", rows, COLUMNS)]))
 
 

@@ -1,4 +1,4 @@
-"""What does a step cost the host: in vLLM's own scheduler, the plug-in, the engine?
+"""What does a step cost the host: in vLLM's own scheduler, and in the engine?
 
     python -m lab.bench.vllm_host [--batches 1,32,256]
 
@@ -42,7 +42,6 @@ from penstock.core.types import Arrive, Request, SamplingParams
 from penstock.engine.build import MonotonicClock
 from penstock.engine.verifier import Decided
 from penstock.engine.vllm.executor import VllmExecutor
-from penstock.engine.vllm.plugin import GuidedScheduler
 from penstock.engine.vllm.target import VllmTarget
 
 PROMPT, WARM, STEPS = 64, 24, 160
@@ -52,14 +51,14 @@ Step = Callable[[], tuple[float, float]]
 """Takes a step; returns the seconds of planning it and of taking it in."""
 
 
-def above_vllm(kind: type[Any], folder: Path, batch: int) -> Step:
+def vllm_alone(folder: Path, batch: int) -> Step:
     args = {"max_num_seqs": 256, "max_num_batched_tokens": 16_384, "async_scheduling": False}
     config = EngineArgs(
         model=str(write_model(folder)), max_model_len=LONGEST, skip_tokenizer_init=True, **args
     ).create_engine_config()
     num_blocks = config.cache_config.num_gpu_blocks = 256 * LONGEST // 16
     layer = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=32, dtype=torch.float32)
-    scheduler = kind(
+    scheduler = VllmScheduler(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], layer)]),
         structured_output_manager=StructuredOutputManager(config),
@@ -116,7 +115,7 @@ def engine(batch: int) -> Step:
         selection=config.selection.make("selection"),
         allocation=config.allocation.make("allocation"),
         max_model_len=LONGEST,
-        groups_texts=True,
+        groups_decodes=True,
     )
     loop = Loop(scheduler, VllmExecutor(target, [], clock, LONGEST), clock)
     sampling, stops = SamplingParams(temperature=0.0), frozenset([2])
@@ -162,8 +161,7 @@ def main() -> int:
     rows = []
     with tempfile.TemporaryDirectory() as name:
         ways: dict[str, Callable[[int], Step]] = {
-            "vLLM alone": lambda batch: above_vllm(VllmScheduler, Path(name), batch),
-            "plug-in": lambda batch: above_vllm(GuidedScheduler, Path(name), batch),
+            "vLLM alone": lambda batch: vllm_alone(Path(name), batch),
             "engine": engine,
         }
         for batch in map(int, args.batches.split(",")):

@@ -62,7 +62,7 @@ def simulated(arm: str, rows: Rows, profile: StepProfile) -> Figures:
         allocation=make_policy("allocation", "fixed"),
         max_model_len=2048,
         learn=Estimators(profile),
-        counted=True,
+        groups_decodes=True,
     )
     clock = VirtualClock()
     executor = SimulatedExecutor(clock, ProfiledStepTimes(profile))

@@ -159,6 +159,15 @@ def spin_acceptances(texts: Sequence[str]) -> AcceptanceFit:
     return AcceptanceFit(drafters=tuple(SPIN_DRAFTERS), domains=fits)
 
 
+# --- the bundled family ---------------------------------------------------------------------------
+
+FAMILY = {
+    "draft-tiny": 0.068,
+    **dict.fromkeys(("draft-code", "draft-data", "draft-lang"), 0.265),
+    "draft-base": 0.616,
+}
+"""Billions of parameters that its drafters stand for in the grown copies."""
+
 # --- four specialists -----------------------------------------------------------------------------
 
 SPECIALISTS = ("north", "east", "south", "west")

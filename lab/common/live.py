@@ -115,7 +115,7 @@ def make_loop(
                 n,
                 new_pool() if n in pools else None,
                 has_lane=pipeline != "off",
-                stops_early=d.stops_early,
+                kind=d.kind,
             )
             for n, d in engine.scheduler.table.drafters.items()
         ],

@@ -52,7 +52,7 @@ class SteadyBatch:
                 states.append(state)
         lengths = dict.fromkeys(self.requests, float(self.length))
         drafters = {name: Drafter(name) for name in self.requests}
-        return round_of(states, drafters, Estimators(self.profile), lengths, host=0.0)
+        return round_of(states, drafters, Estimators(self.profile), lengths)
 
 
 def play(

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from lab.common.claims import ClaimVerdict
 from lab.common.experiment import Experiment, Trial
-from lab.common.families import SPIN, SPIN_DRAFTERS, prompt_lengths
+from lab.common.families import FAMILY, SPIN, SPIN_DRAFTERS, prompt_lengths
 from lab.common.hindsight import best_subset
 from lab.common.oracles import assigned
 from lab.common.recorded import RECORDED
@@ -46,7 +46,7 @@ from lab.papers.spin_fig10 import (
     draw_systems,
     verdicts,
 )
-from lab.papers.spin_fig11 import EASY, FAMILY, HARD, acceptance, seeded
+from lab.papers.spin_fig11 import EASY, HARD, acceptance, seeded
 from lab.papers.spin_fig13 import drafter
 from lab.rivals import policy_named
 from penstock.config import PolicyConfig

@@ -29,6 +29,7 @@ import numpy as np
 from lab.common.claims import ClaimVerdict, Measurement, check, not_measured
 from lab.common.experiment import Experiment, Trial
 from lab.common.families import (
+    FAMILY,
     SPIN,
     always_live,
     closed_loop,
@@ -57,11 +58,6 @@ TARGETS = ("7B", "30B")
 RECORDS = {name: f"accept_{name}.jsonl.gz" for name in ("gsm8k", "sharegpt")}
 _RECORDED = {"ngram": 0.0, "eagle": 0.75}
 """Billions of parameters: none, and one layer of 32 with its output layer."""
-FAMILY = {
-    "draft-tiny": 0.068,
-    **dict.fromkeys(("draft-code", "draft-data", "draft-lang"), 0.265),
-    "draft-base": 0.616,
-}
 HARD, EASY = "hard", "easy"
 _LIVE, _DRAFT_TOKENS = 8, 4
 POLICIES = {

@@ -172,12 +172,14 @@ def measure(batches: Sequence[list[int]], turns: int, config: DecoderConfig) -> 
 
     from lab.common.padded_attention import BY_LAYOUT
     from lab.common.rehearsal import Rehearsal, blocks_needed
-    from penstock.engine.attention.decomposed import DecomposedAttention, as_many_rows
+    from penstock.engine.attention.decomposed import DecomposedAttention
+    from penstock.fluid.packing import decompose
 
     shape = KVShape(config.num_layers, config.num_kv_heads, config.head_dim, dtype_bytes=4)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    spin = partial(DecomposedAttention, plan=as_many_rows)
+    # As many rows as requests: Spin's setting (section V-A).
+    spin = partial(DecomposedAttention, plan=lambda lengths, _: decompose(lengths, len(lengths)))
     shown: dict[str, AttentionFactory] = {**BY_LAYOUT, _SPIN_ROWS: spin}
     rehearsal = Rehearsal(config, max(map(blocks_needed, batches)), shown)
     decomposed = DecomposedAttention(rehearsal.cache, config.num_heads)

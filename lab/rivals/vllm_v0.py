@@ -15,7 +15,6 @@ class VllmV0(TokenBudget):
     newest running request is preempted."""
 
     name: ClassVar[str] = "vllm_v0"
-    cuts_prompts = False
 
     def compose(self, step: Step) -> None:
         self._admit_whole(step)

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from lab.common.shards import SHARD_BYTES, new_folder, save_sharded
 from lab.zoo.manifest import write_manifest
 from penstock.config import ConfigError
 from penstock.engine.models.checkpoint import SINGLE_FILE
 from penstock.engine.models.config import DecoderConfig
-from penstock.engine.models.shards import SHARD_BYTES, new_folder, save_sharded
 from penstock.engine.models.weights import weight_specs
 from penstock.zoo.registry import DEFAULT_TARGET, ModelCard, bundled_models
 

@@ -28,7 +28,6 @@ class Page:
 
     def __init__(self, driver: Any) -> None:
         self.driver = driver
-        self._width = 0
 
     def run(self, script: str, *arguments: object) -> Any:
         """What a function's body returns in the page."""
@@ -56,7 +55,6 @@ class Page:
 
     def size(self, width: int, height: int) -> None:
         """The window's, of a telephone where it is narrow."""
-        self._width = width
         mobile = width < 600
         sizes = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": mobile}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", sizes)
@@ -65,10 +63,6 @@ class Page:
         """`light` or `dark`, as the user prefers."""
         feature = {"name": "prefers-color-scheme", "value": name}
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
-
-    def is_wider_than_its_window(self) -> bool:
-        # A telephone's `innerWidth` grows with what is too wide.
-        return int(self.run("return document.documentElement.scrollWidth")) > self._width
 
     def complaints(self) -> list[str]:
         """What the console has said since it was last asked, but for keys that were refused."""

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.core.allocate import limit
 from penstock.core.learn import Estimators
 from penstock.core.policies.base import DraftCandidate, Room, View
 from penstock.core.policies.registry import PolicyError, make_policy
@@ -131,6 +130,6 @@ def test_no_draft_is_shorter_than_none(made: int, most: int) -> None:
     """Where steps overlap all tokens that are left, and more, may be on their way."""
     state = RequestState(Request("r", 4, 10, 0.0), 0)
     state.num_output_tokens = made
-    assert limit(state, Drafter("d")) == most
+    assert Drafter("d").longest_draft(state) == most
     state.num_output_tokens = 12
-    assert limit(state, Drafter("d", max_len=4)) == 0
+    assert Drafter("d", max_len=4).longest_draft(state) == 0

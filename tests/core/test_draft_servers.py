@@ -13,7 +13,7 @@ from penstock.core.policies.base import (
 )
 from penstock.core.policies.registry import make_pipeline, make_policy
 from penstock.core.scheduler import Scheduler
-from penstock.core.state import DraftStage, Grant, Outcome, RequestState
+from penstock.core.state import DrafterStatus, DraftStage, Grant, Outcome, RequestState
 from penstock.core.types import (
     TARGET,
     Arrive,
@@ -382,7 +382,7 @@ def test_lines_of_unknown_requests_change_nothing() -> None:
 
 def test_lines_show_that_a_silent_server_lives() -> None:
     desk = prefilled("async")
-    desk.scheduler.table.drafters["s1"].silent = True
+    desk.scheduler.table.drafters["s1"].status = DrafterStatus.SILENT
     assert desk.send("s1").is_empty
     ahead(desk, 5)
     desk.scheduler.table.counters.version += 1

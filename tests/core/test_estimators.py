@@ -167,7 +167,7 @@ def test_a_profile_is_drawn_anew_from_the_steps_where_it_is_to_be_learned() -> N
     rows = [1, 4, 16, 60, 200, 600] * 50
     for learns in (True, False):
         times = Estimators(before).times
-        times.learns_profile = learns
+        times.target.learns_profile = learns
         steps_of(times, rows, lambda num: 0.003 + 1e-4 * num)
         known = [times.profile.linear(num) for num in (1, 60, 600)]
         assert (known == pytest.approx([0.0031, 0.009, 0.063], rel=0.02)) is learns
@@ -178,7 +178,7 @@ def test_a_profile_is_drawn_anew_from_the_steps_where_it_is_to_be_learned() -> N
 def test_steps_larger_than_any_that_was_seen_are_worth_a_try() -> None:
     """Up to 30 rows a step gets longer and longer; larger ones are in truth more efficient."""
     times = Estimators(StepProfile("before", 4096, (0,), (0.01,))).times
-    times.learns_profile = True
+    times.target.learns_profile = True
     steps_of(times, list(range(1, 31)) * 20, lambda num: 0.004 if num < 25 else 0.008)
     profile = times.profile
     best = min(profile.linear(num) / num for num in range(1, 31))
@@ -204,12 +204,32 @@ def test_more_rows_take_what_the_profile_says_while_it_is_right(is_right: bool) 
     assert by_rows[2] > 0.01  # with attention, which drafts do not add
 
 
+@pytest.mark.parametrize("is_right", [True, False])
+def test_a_step_takes_what_predicts_steps_better(is_right: bool) -> None:
+    """A profile from a file, or the rows; without a measured row the profile alone, put right."""
+    true = StepProfile("true", 10**6, (1, 1001), (0.01, 0.06), per_decode=1e-3)
+    given = true if is_right else replace(true, token_seconds=(0.5, 0.5))
+    work = StepWork(num_decodes=32, num_draft_tokens=32)
+    for has_rows in (True, False):
+        times = Estimators(given).times
+        for num in [4, 8, 16, 32, 64] * 60:
+            done = StepWork(num_decodes=num, num_draft_tokens=num)
+            seconds = true.seconds(done)
+            step = result(TARGET, 2 * num, seconds - 0.001)
+            step = step._replace(work=done, work_seconds=seconds)
+            times.on_result(step, may_wait=False)
+            if has_rows:
+                times.observe_drafting(step)
+        within = 0.02 if is_right or has_rows else 0.5
+        assert times.step_seconds(work) == pytest.approx(true.seconds(work), rel=within)
+
+
 def test_more_rows_never_take_less_time_by_what_is_learned() -> None:
     """Beside a long prompt it could be more than all that the step's other requests take."""
     faster = StepProfile("faster", 10**6, (1, 100, 128, 500), (0.01, 0.1, 0.05, 0.2))
     times = Estimators(faster).times
     assert times.added(100, np.array([100, 128])) == pytest.approx([0.0, -0.05])
-    times.learns_profile = True
+    times.target.learns_profile = True
     assert times.added(100, np.array([100, 128])).tolist() == [0.0, 0.0]
 
 
@@ -218,7 +238,7 @@ def test_a_measured_profile_follows_the_steps_without_drafters_too() -> None:
     times = Estimators().times
     for rows in (1, 8, 64):
         times.target.add_measurement(rows, 0.003 * (9 + rows))
-    times.use_measured_profile(4096)
+    times.target.use_rows(4096)
     times.doubt_all()
     assert times.profile.kv_tokens == 4096
     before = times.profile.linear(8)

@@ -10,9 +10,9 @@ from tests.core.fakes import VOCAB, Corruption, ToyDrafter, ToyExecutor, target_
 from tests.core.world import Chaos, World, make_request, make_scheduler
 from tests.products import covering
 
-from penstock.core import admit, observe
 from penstock.core.context import Context
 from penstock.core.kv import BlockPool, hash_blocks
+from penstock.core.phases import admit, observe
 from penstock.core.policies.base import SelectionPolicy, View
 from penstock.core.policies.registry import make_policy
 from penstock.core.scheduler import Scheduler
@@ -21,6 +21,7 @@ from penstock.core.table import KVMemory
 from penstock.core.types import (
     DraftReady,
     FinishReason,
+    Match,
     Output,
     Request,
     StepPlan,
@@ -47,6 +48,22 @@ class Restless(SelectionPolicy):
     def select(self, states: Sequence[RequestState], view: View) -> dict[str, str | None]:
         names = [*view.drafters, None]
         return {s.request.id: names[(self._seed + s.order + s.round) % len(names)] for s in states}
+
+
+class Erring:
+    """Look-up that mostly finds what comes, now and then with a wrong token in it, or nothing."""
+
+    name = "look-up"
+
+    def match(self, state: RequestState, num_tokens: int) -> Match | None:
+        rng = random.Random(f"{state.request.id} {state.num_known_tokens}")
+        begin = state.num_output_tokens
+        found = target_only(state.request)[begin : begin + rng.randrange(12)]
+        tokens = [rng.randrange(VOCAB) if rng.random() < 0.1 else t for t in found]
+        return Match(tuple(tokens[:num_tokens]), rng.randrange(40), "own") if tokens else None
+
+    def release_request(self, state: RequestState) -> None:
+        """Keep nothing."""
 
 
 def make_requests(rng: random.Random, num: int) -> list[Request]:
@@ -94,6 +111,7 @@ def make_world(
         drafter_blocks=drafter_blocks,
         selection=Restless(seed) if restless else None,
         allocation=make_policy("allocation", "priced") if seed % 2 else None,
+        look_up=Erring() if seed else None,
     )
     executor = executor_type(4, {d.name: d for d in DRAFTERS}, depth)
     return World(scheduler, executor, chaos=chaos, seed=seed), requests

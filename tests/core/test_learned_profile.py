@@ -74,6 +74,20 @@ def test_a_size_that_was_never_tried_is_worth_a_try_and_then_known() -> None:
     assert known.linear(362) / 362 < known.linear(2000) / 2000
 
 
+def test_a_machine_that_is_slower_from_now_on_is_followed_by_the_shorter_memory() -> None:
+    """After 3,000 steps: with a memory of 1,000 steps 192 more would leave 0.8 of the error."""
+    rng = np.random.default_rng(0)
+    found = LearnedProfile()
+    profile = BEFORE
+    for i in range(3000 + 192):
+        work = StepWork(int(rng.integers(4, 400)))
+        slower = 1.0 if i < 3000 else 2.0
+        found.add_step(work, slower * LINE.seconds(work) * float(np.exp(rng.normal(0, 0.1))))
+        if i % 64 == 63:
+            profile = found.drawn(profile)
+    assert profile.linear(200) > 1.6 * LINE.linear(200)
+
+
 def test_one_stall_changes_little() -> None:
     found = LearnedProfile()
     for _ in range(50):

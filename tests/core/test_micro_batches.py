@@ -26,7 +26,6 @@ from penstock.core.types import (
     DraftOrder,
     DraftSource,
     Request,
-    StepPlan,
     StepResult,
     Verdict,
 )
@@ -67,10 +66,6 @@ def in_flight(world: World, lane: str) -> set[str]:
     """Requests of a lane's plan."""
     plans = [job.plan for job in world.executor.lanes.get(lane, ())]
     return {i.request_id for p in plans for i in (*p.items, *p.drafts)}
-
-
-def items_of(plan: StepPlan) -> list[str]:
-    return [i.request_id for i in plan.items]
 
 
 def test_the_target_verifies_one_group_while_the_other_is_drafted_for() -> None:

@@ -95,7 +95,7 @@ def test_a_policy_is_told_the_limits_that_it_has() -> None:
 
 
 NAMING_NONE = (
-    *("api/collectors.py", "engine/vllm/guide.py", "sim/planner.py", "cli/plan.py"),
+    *("api/collectors.py", "sim/planner.py", "cli/plan.py"),
     "core/scheduler.py",
 )
 

@@ -4,7 +4,7 @@ from tests.core.world import World, make_request, make_scheduler
 from penstock.core.learn import Estimators
 from penstock.core.policies.base import SelectionPolicy, View
 from penstock.core.policies.registry import make_policy
-from penstock.core.state import Drafter, RequestState
+from penstock.core.state import Drafter, DrafterStatus, RequestState
 from penstock.core.types import DrafterDown, DraftSource, Request
 
 STATES = [RequestState(Request(name, 4, 4), i) for i, name in enumerate("rs")]
@@ -21,7 +21,7 @@ def test_single_takes_the_one_that_is_named_while_it_is_up() -> None:
     policy = make_policy("selection", "single", {"drafter": "b"})
     drafters = {"a": Drafter("a"), "b": Drafter("b")}
     assert policy.select(STATES, View(drafters, Estimators())) == {"r": "b", "s": "b"}
-    drafters["b"].up = False
+    drafters["b"].status = DrafterStatus.DOWN
     assert policy.select(STATES, View(drafters, Estimators())) == {"r": None, "s": None}
 
 

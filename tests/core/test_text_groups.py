@@ -9,8 +9,10 @@ from tests.core.fakes import ToyDrafter, ToyExecutor
 from tests.core.test_properties import quietly
 from tests.core.world import Chaos, World, make_request, make_scheduler
 
+from penstock.core.groups import DecodeGroup
+from penstock.core.kv import BlockPool
 from penstock.core.learn import Estimators
-from penstock.core.text_groups import TextGroup
+from penstock.core.state import RequestState
 from penstock.core.types import (
     TARGET,
     Cancel,
@@ -31,7 +33,7 @@ def make_world(
     admission = scheduler.setdefault("admission", BUDGET)
     block_size = scheduler.setdefault("block_size", 4)
     depth = scheduler.pop("depth", 1)
-    made = make_scheduler(groups_texts=groups, pipeline="off", **scheduler)
+    made = make_scheduler(groups_decodes=groups, pipeline="off", **scheduler)
     executor = ToyExecutor(block_size, {"a": ToyDrafter("a", has_kv=False)}, depth)
     return World(made, executor, chaos=chaos, seed=seed, admission=admission)
 
@@ -121,6 +123,20 @@ def test_a_step_of_the_same_requests_is_told_as_nothing() -> None:
     assert not any(plan.items for plan in world.plans[plans:])
 
 
+@pytest.mark.parametrize("prompt", [None, (1, 2, 3, 4)])
+def test_lengths_are_counted_and_texts_are_known(prompt: tuple[int, ...] | None) -> None:
+    state = RequestState(Request("a", 4, 20, prompt_token_ids=prompt), 0, may_group=True)
+    state.append([7])
+    state.kv_of(TARGET).grow(pool := BlockPool(8, 4), 1)
+    state.kv_of(TARGET).num_computed_tokens = 4
+    group = DecodeGroup(None, 4, is_counted=state.is_counted)
+    group.join(state)
+    group.grow(pool)
+    assert (group.take_change() is None) is state.is_counted is (prompt is None)
+    group.leave(state)
+    assert state.kv[TARGET].blocks == ([] if state.is_counted else [0, 1])
+
+
 def test_a_run_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     world = make_world()
     composed: list[None] = []
@@ -155,7 +171,7 @@ def test_a_drafter_that_comes_ends_the_group() -> None:
     for _ in range(3):
         world.step()
     (group,) = world.scheduler.table.groups.values()
-    assert isinstance(group, TextGroup)
+    assert not group.is_counted
     assert len(group) == 1
     world.turn(DrafterUp("a"))
     world.step()

@@ -10,6 +10,7 @@ from tests.core.fakes import ToyDrafter, ToyExecutor, target_only
 from lab.rivals import policy_named
 from penstock.core.kv import BlockPool
 from penstock.core.learn import Estimators
+from penstock.core.lookup import LookUp
 from penstock.core.loop import Loop
 from penstock.core.policies.base import Pipeline, ReplayProposal, SelectionPolicy, View
 from penstock.core.policies.registry import make_pipeline, make_policy, policy_names
@@ -54,8 +55,9 @@ def make_scheduler(
     max_model_len: int = 256,
     tenants: Sequence[Tenant] = (),
     learn: Estimators | None = None,
-    groups_texts: bool = False,
+    groups_decodes: bool = False,
     fairness: bool = False,
+    look_up: LookUp | None = None,
 ) -> Scheduler:
     def pool() -> BlockPool:
         return BlockPool(drafter_blocks or num_blocks, block_size)
@@ -79,8 +81,9 @@ def make_scheduler(
         max_model_len=max_model_len,
         tenants=tenants,
         learn=learn,
-        groups_texts=groups_texts,
+        groups_decodes=groups_decodes,
         fairness=fairness,
+        look_up=look_up,
     )
 
 

@@ -86,11 +86,11 @@ def make_loop(
     max_num_batched_tokens: int = 2048,
     learn: Estimators | None = None,
     allocation: AllocationPolicy | None = None,
-    groups_texts: bool = False,
+    groups_decodes: bool = False,
     look_up: LookUp | bool = True,
 ) -> Loop:
     """A fresh scheduler with the engine's own drafters over its executor. They have lanes where
-    the pipeline uses them, unless `own_lane` says otherwise. groups_texts: there are none, and no
+    the pipeline uses them, unless `own_lane` says otherwise. groups_decodes: there are none, and no
     look-up. look_up: True is a fresh one if the engine has one."""
     own_lane = pipeline != "off" if own_lane is None else own_lane
     size = engine.executor.target.block_size
@@ -98,10 +98,10 @@ def make_loop(
     drafters = [
         dataclasses.replace(d, pool=d.pool and BlockPool(blocks, size), has_lane=own_lane)
         for d in engine.scheduler.table.drafters.values()
-        if not groups_texts
+        if not groups_decodes
     ]
     if isinstance(look_up, bool):
-        known = engine.scheduler.look_up if look_up and not groups_texts else None
+        known = engine.scheduler.look_up if look_up and not groups_decodes else None
         look_up = known and TextLookUp(known.name)
     admission = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": 32}
     scheduler = Scheduler(
@@ -113,7 +113,7 @@ def make_loop(
         pipeline=make_pipeline(pipeline),
         max_model_len=512,
         learn=learn,
-        groups_texts=groups_texts,
+        groups_decodes=groups_decodes,
         look_up=look_up,
     )
     return Loop(scheduler, engine.executor, engine.clock)

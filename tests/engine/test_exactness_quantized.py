@@ -24,8 +24,8 @@ from tests.engine.test_exactness import (
 from tests.products import covering, first_fast
 from transformers import LlamaForCausalLM
 
+from lab.common.quantize import quantize_folder
 from penstock.engine.build import Engine
-from penstock.engine.models.integers import quantize_folder
 from penstock.engine.verifier import Verifier
 
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8}

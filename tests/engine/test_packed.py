@@ -11,13 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.engine.small_gguf import WIDE
 from tests.engine.small_models import CASES, Case, write_checkpoint
+from tests.engine.test_gguf import eager, logits
 from tests.engine.test_loading import refusal
 from tests.products import covering
 
+from lab.common.quantize import quantize_folder
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.quantized import QuantizedMatrix
 from penstock.engine.models.weights import load_weights, stored_weights
 from penstock.engine.native.packing import BLOCK_FORMATS
+from penstock.engine.native.runner import NativeRunner
 
 GROUP = 16
 Tensors = dict[str, torch.Tensor]
@@ -242,6 +245,31 @@ def test_what_has_no_kernel_is_widened_and_said(name, group, why, tmp_path, capl
     (record,) = caplog.records
     assert str(tmp_path) in record.getMessage()
     assert why in record.getMessage()
+
+
+def test_experts_that_share_no_format_are_widened_and_said(tmp_path: Path, caplog) -> None:
+    """Of one use alone: the kernels read the gates of all experts as one matrix."""
+    case = CASES["qwen3-moe"]
+    changes = case.changes | WIDE | {"moe_intermediate_size": 64}
+    write_checkpoint(tmp_path / "floats", replace(case, changes=changes))
+    quantize_folder(tmp_path / "floats", tmp_path / "out", "int4")
+    tensors = load_file(tmp_path / "out/model.safetensors")
+    gate = "model.layers.1.mlp.experts.0.gate_proj.weight"
+    for part in ("packed", "scale", "shape"):
+        del tensors[f"{gate}_{part}"]
+    tensors[gate] = load_file(tmp_path / "floats/model.safetensors")[gate]
+    save_file(tensors, tmp_path / "out/model.safetensors", {"format": "pt"})
+    config = DecoderConfig.from_pretrained(tmp_path / "out")
+    with stored_weights(tmp_path / "out", config, torch.float32, BLOCK_FORMATS) as weights:
+        gates, ups = weights["layers.1.gate_up"][::2], weights["layers.1.gate_up"][1::2]
+        assert {type(part) for part in gates} == {torch.Tensor}
+        assert {part.kind for part in (*ups, *weights["layers.1.down"])} == {"INT4_32"}
+        assert {part.kind for part in weights["layers.0.gate_up"]} == {"INT4_32"}
+    (said,) = caplog.messages
+    assert "INT4_32 with float matrices are widened to float32" in said
+    runner = NativeRunner.load(tmp_path / "out", torch.float32, 16, 16, 1)
+    expected = logits(eager(tmp_path / "out"))
+    assert (logits(runner) - expected).abs().mean() < 0.05 * expected.std()
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def engine(served: CompletionsServer) -> Iterator[Engine]:
 def wait_for(engine: Engine, up: bool = True, seconds: float = 30) -> None:
     end = time.monotonic() + seconds
     edge = engine.scheduler.table.drafters["edge"]
-    while (edge.up and not edge.silent) is not up:
+    while edge.is_up is not up:
         assert time.monotonic() < end
         engine.loop.turn([])
         time.sleep(0.01)
@@ -300,7 +300,7 @@ def test_redirects_are_not_followed() -> None:
             while len(redirecting.asked) < 2 and time.monotonic() < end:
                 time.sleep(0.01)
             assert engine.loop.turn([]).outputs == ()
-            assert not engine.scheduler.table.drafters["edge"].up
+            assert not engine.scheduler.table.drafters["edge"].is_up
             engine.executor.close()
         assert other.asked == []
 

@@ -123,13 +123,3 @@ async def until(world: World, name: str, value: float) -> None:
             return
         await asyncio.sleep(0.01)
     raise AssertionError(f"{name} never came to {value}")
-
-
-async def phases_of(world: World) -> dict[str, float]:
-    async with httpx.AsyncClient(base_url=world.server.url, timeout=60) as http:
-        text = (await http.get("/metrics")).text
-    return {
-        line.partition('phase="')[2].partition('"')[0]: float(line.rpartition(" ")[2])
-        for line in text.splitlines()
-        if line.startswith("penstock:target_step_seconds_total")
-    }

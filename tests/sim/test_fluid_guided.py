@@ -215,7 +215,7 @@ def test_learned_step_times_make_up_for_a_profile_that_is_wrong() -> None:
 
     def mean_latency(known: StepProfile, *, learns: bool) -> float:
         learn = Estimators(known)
-        learn.times.learns_profile = learns
+        learn.times.target.learns_profile = learns
         scheduler = Scheduler(
             BlockPool(A100.kv_tokens, 1),
             [],
@@ -224,7 +224,7 @@ def test_learned_step_times_make_up_for_a_profile_that_is_wrong() -> None:
             allocation=make_policy("allocation", "fixed"),
             max_model_len=A100.kv_tokens,
             learn=learn,
-            counted=True,
+            groups_decodes=True,
         )
         clock = VirtualClock()
         executor = SimulatedExecutor(clock, ProfiledStepTimes(A100))

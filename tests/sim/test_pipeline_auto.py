@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lab.bench.never_behind import servers
+from lab.bench.never_behind_scenes import servers
 from lab.common.families import SPIN_DRAFTERS
 from lab.common.steady_batch import SteadyBatch, play
 from lab.papers.spin_fig13 import _ACCEPTANCE, _ROWS, _WORKLOADS, drafter

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 import pytest
 from tests.products import first_fast
@@ -178,28 +177,7 @@ class Orders:
     def on_output(self, output: object) -> None: ...
 
 
-class LookUpOnly(SimulatedExecutor):
-    """A chain that asks its model only where an order has no times by which it does not pay."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.asked: set[int] = set()
-
-    def submit(self, plan: StepPlan) -> None:
-        orders = [i.draft for i in plan.items if i.draft is not None]
-        if any(order.costs is None for order in orders):
-            self.asked.add(plan.id)
-        super().submit(plan)
-
-    def collect(self) -> list[StepResult]:
-        return [
-            r if r.plan_id in self.asked else r._replace(draft_times=()) for r in super().collect()
-        ]
-
-
-def crowd(
-    *, is_chained: bool = False, budget: int = 64, wrong: StepProfile | None = None
-) -> Orders:
+def crowd(*, budget: int = 64, wrong: StepProfile | None = None) -> Orders:
     """Eight requests at once, which arrive together and begin to draft together."""
     setup = Setup(
         wrong or busy(rows=10.0, drafter=6.0),
@@ -210,10 +188,8 @@ def crowd(
     )
     clock, drafters = VirtualClock(), setup.make_drafters()
     scheduler = make_scheduler(setup)
-    for drafter in scheduler.table.drafters.values():
-        drafter.is_chained = is_chained
-    kind = LookUpOnly if is_chained else SimulatedExecutor
-    executor = kind(clock, Machine(clock, lambda _: QUIET), setup.acceptance, drafters=drafters)
+    machine = Machine(clock, lambda _: QUIET)
+    executor = SimulatedExecutor(clock, machine, setup.acceptance, drafters=drafters)
     requests = [Request(str(i), 30, TOKENS, 0.0, drafter=AUTO_DRAFTER) for i in range(8)]
     orders = Orders()
     result = simulate(scheduler, executor, clock, requests, instruments=[orders])
@@ -233,11 +209,3 @@ def test_a_trial_keeps_to_the_token_budget(budget: int) -> None:
     orders = crowd(budget=budget)
     assert orders.orders
     assert orders.most_rows <= budget
-
-
-def test_the_model_of_a_chain_is_asked_in_a_trial() -> None:
-    """Its other orders come with times, by which the chain decides whether to ask the model."""
-    orders = crowd(is_chained=True).orders
-    untimed = [o for o in orders if o.costs is None]
-    assert 2 <= len(untimed) < 0.1 * len(orders)
-    assert untimed[0].request_id == untimed[1].request_id

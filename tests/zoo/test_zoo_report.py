@@ -3,7 +3,6 @@
 import io
 import json
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -13,19 +12,10 @@ from rich.console import Console  # noqa: E402
 
 from lab.zoo.evidence import (  # noqa: E402
     NGRAM,
-    AcceptanceTrace,
-    run_lengths,
 )
 from lab.zoo.report import DecodeTimes, report  # noqa: E402
 
 pytestmark = pytest.mark.slow
-
-
-def _trace(domain, **agreement):
-    runs = {n: run_lengths(np.array([c == "1" for c in bits])) for n, bits in agreement.items()}
-    length = len(next(iter(agreement.values())))
-    share = {n: bits.count("1") / length for n, bits in agreement.items()}
-    return AcceptanceTrace(domain, length, runs, dict(share), dict(share))
 
 
 def test_report_on_the_bundled_family():

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 
 from penstock.api.collectors import EngineCollector, PositionCollector
 from penstock.api.unknown_fields import UNNAMED
-from penstock.core.types import NO_TARGET, PREDICTION, FinishReason, Output, Request
+from penstock.core.types import LOOK_UP, NO_TARGET, PREDICTION, FinishReason, Output, Request
 from penstock.serving.messages import EngineStats
 
 if TYPE_CHECKING:
@@ -228,12 +228,12 @@ class RequestMeter:
         if output.token_ids:
             self._time_tokens(time.perf_counter(), output)
         self._num_preemptions += output.num_preemptions
-        if output.drafter is not None and output.num_proposed:
-            self._metrics.count_draft(output.drafter, output.num_proposed, output.num_accepted)
-            if output.drafter not in (self._drafter, PREDICTION):
+        for drafter, num_proposed, num_accepted in output.drafts:
+            self._metrics.count_draft(drafter, num_proposed, num_accepted)
+            if drafter not in (self._drafter, PREDICTION, LOOK_UP):
                 name = "drafter_requests" if self._drafter is None else "drafter_switches"
-                self._metrics.drafter(output.drafter)[name].inc()
-                self._drafter = output.drafter
+                self._metrics.drafter(drafter)[name].inc()
+                self._drafter = drafter
 
     def finish(self, reason: FinishReason) -> None:
         """Record the end, once."""
@@ -328,11 +328,11 @@ class RequestRecord:
 
     def on_output(self, output: Output) -> None:
         self._num_tokens += len(output.token_ids)
-        if output.drafter is not None and output.num_proposed:
-            counts = self._drafts.setdefault(output.drafter, [0, 0, 0])
+        for drafter, num_proposed, num_accepted in output.drafts:
+            counts = self._drafts.setdefault(drafter, [0, 0, 0])
             counts[0] += 1
-            counts[1] += output.num_proposed
-            counts[2] += output.num_accepted
+            counts[1] += num_proposed
+            counts[2] += num_accepted
 
     def end(self, reason: FinishReason) -> None:
         self._recent.ended(self._request.id, self.describe(reason))

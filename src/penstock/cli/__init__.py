@@ -17,7 +17,6 @@ from penstock.cli.draft import draft
 from penstock.cli.generate import generate
 from penstock.cli.plan import plan
 from penstock.cli.pull import list_models, pull
-from penstock.cli.quantize import quantize
 from penstock.cli.serve import serve
 from penstock.cli.simulate import simulate
 from penstock.cli.terminal import what_to_install
@@ -36,7 +35,6 @@ app.command("models")(list_models)
 app.command()(simulate)
 app.command()(capacity)
 app.command()(plan)
-app.command()(quantize)
 app.command()(doctor)
 app.add_typer(bench.app, name="bench")
 app.add_typer(config.app, name="config")

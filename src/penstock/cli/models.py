@@ -39,7 +39,7 @@ def with_models(engine: dict[str, Any], *, download: bool = True) -> dict[str, A
     say = note if download else lambda line: None
     target = str(engine.get("target") or DEFAULT_TARGET)
     where = ("engine", "target")
-    path = _model_path(target, f"target {target!r}", ("target",), where, download=download)
+    path = _model_path(target, f"target {target!r}", "target", where, download=download)
     is_added = engine.get("vllm") is None and not _drafters_of(target)
     look_up = engine.get("look_up", SUFFIX if is_added else "none")
     if "drafters" in engine:
@@ -63,26 +63,17 @@ def with_models(engine: dict[str, Any], *, download: bool = True) -> dict[str, A
     return {**engine, "target": path, "drafters": drafters, "look_up": look_up}
 
 
-def checkpoint_folder(model: str) -> Path:
-    """Return the path of a checkpoint, of a bundled model or of one on the hub.
-
-    Raises: ConfigError."""
-    return _model_path(model, f"model {model!r}", ("target", "drafter"))
-
-
-def _model_path(
-    text: str, what: str, roles: Sequence[str], where: Where = (), *, download: bool = True
-) -> Path:
+def _model_path(text: str, what: str, role: str, where: Where, *, download: bool = True) -> Path:
     """Return the path of a model. what, where: of errors. Raises: ConfigError."""
     if _is_checkpoint(text):
         return Path(text)
-    cards = {name: card for role in roles for name, card in _cards(role).items()}
+    cards = _cards(role)
     found = cards[text].path if text in cards else _hub_path(text, download)
     if found is None:
-        others = LOOK_UPS if roles == ("drafter",) else ()
+        others = LOOK_UPS if role == "drafter" else ()
         raise ConfigError(
             f"{what} is neither a checkpoint folder, a GGUF file nor a bundled "
-            f"{' or '.join(roles)}; bundled are {', '.join([*cards, *others])}; {_HUB_FORMS}",
+            f"{role}; bundled are {', '.join([*cards, *others])}; {_HUB_FORMS}",
             where,
         )
     return found
@@ -155,4 +146,4 @@ def _drafter_path(name: str, path: str, download: bool = True) -> str:
     if model is None or _is_checkpoint(model):
         return path
     told, where = f"drafter {name!r}: {model!r}", ("engine", "drafters", name)
-    return parts.with_model(str(_model_path(model, told, ("drafter",), where, download=download)))
+    return parts.with_model(str(_model_path(model, told, "drafter", where, download=download)))

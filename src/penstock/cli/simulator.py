@@ -204,16 +204,18 @@ class Scenario(Load):
     drafter: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME=RATE|NAME=FILE|NAME",
+            metavar="NAME=RATE|NAME=FILE|NAME|suffix",
             help="A drafter by acceptance rate, curve G1,G2,... or record (JSON lines); a bare "
-            "name is one of --acceptance. May be repeated.",
+            "name is one of --acceptance. `suffix`, alone or before a drafter as in "
+            "`suffix+NAME=RATE`, adds look-up as in recorded texts. May be repeated.",
         ),
     ] = None
     acceptance: Annotated[
         str | None,
         typer.Option(
-            metavar="zoo|zoo-greedy|FILE",
-            help="Measured acceptance of the bundled drafters, or a file of `penstock zoo fit`.",
+            metavar="zoo|zoo-greedy|texts|FILE",
+            help="Measured acceptance of the bundled drafters, a file of `penstock zoo fit`, or "
+            "recorded texts of a model of 1.5 B with its drafters and look-up.",
         ),
     ] = None
     drafter_seconds: Annotated[
@@ -235,9 +237,9 @@ class Scenario(Load):
         """
         from penstock.core.policies.bundles import bundle
         from penstock.core.policies.registry import make_pipeline, policy_class
-        from penstock.sim.acceptance import AcceptanceByDrafter, parse_drafters
-        from penstock.sim.domains import load_acceptance
+        from penstock.sim.acceptance import AcceptanceByDrafter
         from penstock.sim.drafters import parse_capacities
+        from penstock.sim.lookup import parse_proposers
         from penstock.sim.planner import PlanError
         from penstock.sim.run import Setup
         from penstock.sim.servers import read_servers
@@ -253,8 +255,7 @@ class Scenario(Load):
             pipeline = chosen.pipeline if draft_servers else "off"
         make_pipeline(pipeline)
         limits = policy_class("admission", policies["admission"].name).limits
-        fit = None if self.acceptance is None else load_acceptance(self.acceptance)
-        local = parse_drafters(self.drafter or (), self.seed, fit).models
+        look_up, local = parse_proposers(self.drafter or (), self.seed, self.acceptance)
         servers, remote = read_servers(draft_servers, self.seed) if draft_servers else ((), None)
         return Setup(
             profile,
@@ -268,6 +269,7 @@ class Scenario(Load):
             capacities=parse_capacities(self.drafter_capacity or (), tuple(local)),
             draft_servers=servers,
             pipeline=pipeline,
+            look_up=look_up,
             fairness=self.fairness,
             tenant_weights=_weights(self.tenant_weight or ()),
             seed=self.seed,

@@ -16,10 +16,8 @@ from penstock.config.engine import (
     DrafterWeights,
     EngineConfig,
     ModelsConfig,
-    PluginConfig,
     PolicyConfig,
     PolicyKind,
-    RequestOptions,
     VllmConfig,
     model_name,
 )
@@ -32,7 +30,6 @@ from penstock.config.state import default_state_folder
 from penstock.config.tenants import (
     DEFAULT_TENANT,
     TenantConfig,
-    TenantShare,
     as_tenants,
     hash_of_key,
 )
@@ -51,15 +48,12 @@ __all__ = [
     "DraftersConfig",
     "EngineConfig",
     "ModelsConfig",
-    "PluginConfig",
     "PolicyConfig",
     "PolicyKind",
     "ProfilePath",
-    "RequestOptions",
     "ServeConfig",
     "Settings",
     "TenantConfig",
-    "TenantShare",
     "TlsConfig",
     "VllmConfig",
     "Where",
@@ -75,8 +69,6 @@ __all__ = [
     "mistakes_in",
     "model_name",
     "parse_config",
-    "parse_plugin_config",
-    "parse_request_options",
     "read_profile",
     "read_settings",
     "read_yaml",
@@ -88,13 +80,3 @@ __all__ = [
 def parse_config(data: dict[str, Any]) -> ServeConfig:
     """Validate a server's configuration. Raises ConfigError with one line for the first mistake."""
     return parsed(ServeConfig, data)
-
-
-def parse_plugin_config(data: Any) -> PluginConfig:
-    """Validate the configuration of vLLM's plug-in. Raises ConfigError."""
-    return parsed(PluginConfig, data)
-
-
-def parse_request_options(data: Any) -> RequestOptions:
-    """Validate a request's options for vLLM's plug-in. Raises ConfigError."""
-    return parsed(RequestOptions, data)

@@ -22,7 +22,7 @@ from penstock.config.devices import DeviceName
 from penstock.config.model import ConfigError, Model, address_in
 from penstock.config.profiles import ProfilePath
 from penstock.config.state import StateFolder
-from penstock.config.tenants import DEFAULT_TENANT, TenantConfig, TenantShare
+from penstock.config.tenants import TenantConfig
 from penstock.core.policies.bundles import AUTO, BUNDLES, bundle
 from penstock.core.policies.registry import make_pipeline, make_policy
 from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, PREDICTION, TARGET
@@ -346,33 +346,3 @@ class EngineConfig(ModelsConfig):
             known = ", ".join(self.drafters) or "none is configured"
             raise ValueError(f"selection names an unknown drafter {selected!r}; drafters: {known}")
         return self
-
-
-class PluginConfig(Model):
-    """Penstock's policies inside vLLM's own server; names as in `EngineConfig`.
-
-    allocation: None verifies drafts of the length that vLLM's proposer makes. profile: step times;
-    None learns them while serving."""
-
-    admission: PolicyConfig = PolicyConfig.from_bundle("admission")
-    allocation: PolicyConfig | None = None
-    fairness: bool = True
-    tenants: dict[str, TenantShare] = Field(default_factory=dict)
-    profile: ProfilePath | None = None
-
-    @model_validator(mode="after")
-    def _policies(self) -> Self:
-        self.admission.make("admission")
-        if self.allocation is not None:
-            self.allocation.make("allocation")
-        return self
-
-
-class RequestOptions(Model):
-    """Options of one request to vLLM's server for Penstock's policies."""
-
-    tenant: str = DEFAULT_TENANT
-    max_draft_tokens: int | None = Field(default=None, ge=0)
-    expected_output_tokens: int | None = Field(default=None, ge=1)
-    tpot_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    deadline_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)

@@ -18,15 +18,6 @@ DEFAULT_TENANT = "default"
 """Tenant of requests without an API key of another."""
 
 
-class TenantShare(Model):
-    """Weight of a tenant in every fair share.
-
-    max_running_requests: limit on its running requests; further ones wait."""
-
-    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    max_running_requests: int | None = Field(default=None, ge=1)
-
-
 def hash_of_key(key: str) -> str:
     """Return the form of an API key in configuration files."""
     return _HASH + hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
@@ -45,9 +36,11 @@ def _is_hash(text: str) -> str:
 KeyHash = Annotated[str, AfterValidator(_is_hash)]
 
 
-class TenantConfig(TenantShare):
+class TenantConfig(Model):
     """Tenant of Penstock's server: its share, limits and API keys. A limit of None is none.
 
+    weight: in every fair share
+    max_running_requests: further ones wait
     api_keys: hashes, as `hash_of_key` makes them
     share_prompts: draft servers of other tenants, and drafters on servers of other machines, may
         draft for its requests, and so see them
@@ -58,6 +51,8 @@ class TenantConfig(TenantShare):
     allowed_drafters: names of drafters that may draft for its requests
     save_outputs: the `suffix` drafter's memory of its outputs may be written to the state folder"""
 
+    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    max_running_requests: int | None = Field(default=None, ge=1)
     api_keys: tuple[KeyHash, ...] = ()
     share_prompts: bool = False
     max_waiting_requests: int | None = Field(default=None, ge=1)

@@ -28,8 +28,7 @@ class Context:
     """The table, the policies and the estimators.
 
     trials: draft rounds with unused drafters; None where no policy weighs time. fairness: between
-    tenants; None where it is off. counted: requests of which only lengths are known, and that use
-    no drafter, decode in groups; groups_texts: so do plain texts, while there is no drafter.
+    tenants; None where it is off. groups_decodes: requests decode in groups, if they may.
     max_num_seqs, max_draft_tokens: requests, and tokens of one draft, that the executor has room
     for. look_up: in texts; None where there is none."""
 
@@ -42,8 +41,7 @@ class Context:
     trials: Trials | None
     fairness: Fairness | None
     max_model_len: int
-    counted: bool
-    groups_texts: bool
+    groups_decodes: bool
     max_num_seqs: float
     max_draft_tokens: int
     look_up: LookUp | None
@@ -60,7 +58,15 @@ class Context:
 
     def is_beside(self, drafter: Drafter) -> bool:
         """Return True if the drafter works in a lane beside the target."""
-        return drafter.remote or (drafter.has_lane and self.pipeline.drafts_beside)
+        return drafter.is_remote or (drafter.has_lane and self.pipeline.drafts_beside)
+
+    def divide(self) -> list[RequestState]:
+        """Tell the pipeline which decoding requests draft in lanes, and return them."""
+        beside = {n for n, d in self.table.drafters.items() if d.is_up and self.is_beside(d)}
+        running = self.table.running.values()
+        states = [s for s in running if s.drafter in beside and s.is_decoding]
+        self.pipeline.divide(states)
+        return states
 
     def is_ready(self, state: RequestState) -> bool:
         """Return True if the target may take a request now: no draft of it is due or on its way."""

@@ -209,8 +209,5 @@ class Fairness:
         lengths, traffic = self._learn.lengths, self._learn.traffic
         context = traffic.mean_prompt_len + 0.5 * lengths.mean
         num = math.ceil(min(num_requests, max(1.0, step.pool.capacity_tokens / context)))
-        measured = self._learn.times.target
-        if measured.points():
-            return measured(num)
         work = StepWork(num_decodes=num, num_kv_tokens=round(num * context))
-        return self._learn.times.profile.seconds(work)
+        return self._learn.times.step_seconds(work)

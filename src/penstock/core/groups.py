@@ -1,132 +1,27 @@
 """Decoding requests advanced together.
 
-A group counts steps for all members at once, at constant cost where only lengths are known;
-`core.text_groups` has those with texts. Decisions equal those for single requests, which tests
-compare."""
+A group counts steps for all members at once, at constant cost where only lengths are known. Of
+texts, blocks and tokens are known one by one: an executor keeps rows of the members, in their
+order, and is told of changes only. Decisions equal those for single requests: tests compare."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.core.kv import BlockPool, SequenceKV
+from penstock.core.kv import BlockPool
 from penstock.core.state import RequestState
-from penstock.core.types import TARGET, DecodeRun, GroupChange, Request
+from penstock.core.types import TARGET, DecodeRun, GroupChange, GroupTokens, Output
 
-
-class CountedKV(SequenceKV):
-    """KV with only its number of blocks known."""
-
-    __slots__ = ("_num_blocks",)
-
-    def __init__(self, num_computed_tokens: int = 0, num_blocks: int = 0) -> None:
-        self.num_computed_tokens = num_computed_tokens
-        self.blocks = []
-        self.num_committed_blocks = 0
-        self.num_cached_tokens = 0
-        self._num_blocks = num_blocks
-
-    @property
-    def num_blocks(self) -> int:
-        return self._num_blocks
-
-    def grow(self, pool: BlockPool, num_blocks: int) -> list[int]:
-        pool.count(num_blocks)
-        self._num_blocks += num_blocks
-        return []
-
-    def give_back(self, pool: BlockPool) -> None:
-        pool.count(-self._num_blocks)
-
-    def start_from(self, pool: BlockPool, cached: Sequence[int]) -> None:
-        pool.share(cached)
-        self._num_blocks = len(cached)
-        self.num_computed_tokens = len(cached) * pool.block_size
-
-
-class GroupedState(RequestState):
-    """A request that may join a group, whose counters then replace its own."""
-
-    __slots__ = ("_joined_at", "_num_output", "decode_group", "leaves_at", "until")
-
-    def __init__(self, request: Request, order: int, epoch: int = 0) -> None:
-        self.decode_group: DecodeGroup | None = None
-        self._joined_at = 0
-        self._num_output = 0
-        super().__init__(request, order, epoch)
-        self.leaves_at = 0
-        self.until: int | None = None
-        """Output tokens at which it leaves the group."""
-
-    @property
-    def num_output_tokens(self) -> int:
-        group = self.decode_group
-        if group is None:
-            return self._num_output
-        return self._num_output + group.ticks - self._joined_at
-
-    @num_output_tokens.setter
-    def num_output_tokens(self, value: int) -> None:
-        self._num_output = value
-
-    @property
-    def num_computed_tokens(self) -> int:
-        if self.decode_group is not None:
-            return self.request.prompt_len + self.num_output_tokens - 1
-        kv = self.kv.get(TARGET)
-        return kv.num_computed_tokens if kv else 0
-
-    @property
-    def is_decoding(self) -> bool:
-        if self.decode_group is not None:
-            return True
-        num_output = self._num_output
-        return num_output > 0 and self.num_computed_tokens + 1 == (
-            self.request.prompt_len + num_output
-        )
-
-    def enter(self, group: DecodeGroup) -> None:
-        self.decode_group = group
-        self._joined_at = group.ticks
-
-    def exit(self, num_output_tokens: int, num_blocks: int) -> None:
-        """Take the counters back from the group. num_blocks: that it holds."""
-        self.decode_group = None
-        self._num_output = num_output_tokens
-        self.kv[TARGET].num_computed_tokens = self.num_known_tokens - 1
-
-
-class CountedState(GroupedState):
-    """A request of which only lengths are known."""
-
-    __slots__ = ("num_announced",)
-
-    def __init__(self, request: Request, order: int, epoch: int = 0) -> None:
-        super().__init__(request, order, epoch)
-        self.num_announced = 0
-        """Output tokens announced so far."""
-
-    def append_counted(self, num_tokens: int) -> int:
-        """Add verified tokens by number; return how many of all tokens were not announced."""
-        self._num_output += num_tokens
-        num_new = self._num_output - self.num_announced
-        self.num_announced += num_new
-        return num_new
-
-    def kv_of(self, pool: str) -> SequenceKV:
-        kv = self.kv.get(pool)
-        if kv is None:
-            kv = self.kv[pool] = CountedKV()
-        return kv
-
-    def exit(self, num_output_tokens: int, num_blocks: int) -> None:
-        self.kv[TARGET] = CountedKV(0, num_blocks)
-        super().exit(num_output_tokens, num_blocks)
+_NO_CHANGE = GroupChange()
+_new_tuple = tuple.__new__
+"""Without the frame of a named tuple's own constructor, for hundreds in every step."""
+_REST = [repeat(value) for value in Output("", (), 1)[2:]]
 
 
 @dataclass(slots=True)
@@ -151,23 +46,35 @@ class _Decoded:
 
 
 class DecodeGroup:
-    """Requests that decode one token each in every step of the group."""
+    """Requests that decode one token each in every step of the group.
 
-    def __init__(self, key: Hashable, block_size: int, *, keeps_accounts: bool = False) -> None:
+    is_counted: only their lengths are known."""
+
+    def __init__(
+        self, key: Hashable, block_size: int, *, is_counted: bool, keeps_accounts: bool = False
+    ) -> None:
         self.key = key
+        self.is_counted = is_counted
         self._keeps_accounts = keeps_accounts
         self.ticks = 0
         self.num_kv_tokens = 0
         """Positions whose KV the target holds for the members."""
-        self.members: dict[str, GroupedState] = {}
+        self.members: dict[str, RequestState] = {}
         self.plan_id: int | None = None
         # Known and output tokens of each member, extrapolated to tick 0.
         self._origins: dict[str, tuple[int, int]] = {}
         self._block_size = block_size
         # Members by the tick phase at which they begin a block.
-        self._phases: list[dict[str, GroupedState]] = [{} for _ in range(block_size)]
-        self._leaving: list[tuple[int, int, GroupedState]] = []
+        self._phases: list[dict[str, RequestState]] = [{} for _ in range(block_size)]
+        self._leaving: list[tuple[int, int, RequestState]] = []
         self._by_tenant: dict[str, _Decoded] = {}
+        # What the executor was not told of members with texts.
+        self._left: list[str] = []
+        self._joined: dict[str, None] = {}
+        self._new_blocks: dict[str, int] = {}
+        # Their ids and texts; None after a change.
+        self._rows: tuple[tuple[str, ...], list[list[int]]] | None = None
+        self._planned: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.members)
@@ -177,34 +84,35 @@ class DecodeGroup:
         """Prompt and output tokens of all members."""
         return self.num_kv_tokens + len(self.members)
 
-    def join(self, state: GroupedState) -> None:
+    def join(self, state: RequestState) -> None:
         """Add a decoding request that is in no plan."""
-        computed = state.kv[TARGET].num_computed_tokens
+        request_id, computed = state.request.id, state.num_computed_tokens
         self.num_kv_tokens += computed
-        self._phase(computed)[state.request.id] = state
-        num_output = state.num_output_tokens
+        self._phase(computed)[request_id] = state
+        num_output, until = state.num_output_tokens, state.until
         left = state.request.max_tokens - num_output
-        if state.until is not None and num_output < state.until:
-            left = min(left, state.until - num_output)
-        ticks, request_id = self.ticks, state.request.id
-        self._origins[request_id] = (computed + 1 - ticks, num_output - ticks)
-        state.leaves_at = ticks + left
+        if until is not None and num_output < until:
+            left = min(left, until - num_output)
+        self._origins[request_id] = (computed + 1 - self.ticks, num_output - self.ticks)
+        state.leaves_at = self.ticks + left
         state.enter(self)
         self.members[request_id] = state
         if self._keeps_accounts:
             self._count(state.request.tenant, 1, computed)
         heapq.heappush(self._leaving, (state.leaves_at, state.order, state))
+        if not self.is_counted:
+            self._joined[request_id] = None
+            self._rows = None
 
-    def _phase(self, num_computed_tokens: int) -> dict[str, GroupedState]:
+    def _phase(self, num_computed_tokens: int) -> dict[str, RequestState]:
         """Return the members that begin a block together with one of so many computed tokens."""
         return self._phases[(num_computed_tokens - self.ticks) % self._block_size]
 
-    def leave(self, state: GroupedState) -> None:
+    def leave(self, state: RequestState) -> None:
         """Return a member's counters and blocks, one more if a token is in flight."""
         request_id = state.request.id
         del self.members[request_id]
-        known, num_output = self._origins.pop(request_id)
-        computed, num_output = known + self.ticks - 1, num_output + self.ticks
+        computed = self._origins.pop(request_id)[0] + self.ticks - 1
         if self._keeps_accounts:
             self._count(state.request.tenant, -1, -computed)
         self.num_kv_tokens -= computed
@@ -213,7 +121,13 @@ class DecodeGroup:
         if self.plan_id is not None:
             held += 1
             state.plans[self.plan_id] = (TARGET,)
-        state.exit(num_output, -(-held // self._block_size))
+        state.exit(computed, -(-held // self._block_size))
+        if not self.is_counted:
+            if request_id in self._joined:
+                del self._joined[request_id]
+            else:
+                self._left.append(request_id)
+            self._rows = None
 
     def _count(self, tenant: str, num: int, kv_tokens: int) -> None:
         """Add members of a tenant, and tokens of their context."""
@@ -265,11 +179,11 @@ class DecodeGroup:
 
     def grow(self, pool: BlockPool) -> None:
         """Take the blocks that the next token of every member needs."""
-        pool.count(self.num_new_blocks())
-
-    def take_change(self) -> GroupChange | None:
-        """Return what an executor must know of the members; None where only lengths are known."""
-        return None
+        if self.is_counted:
+            pool.count(self.num_new_blocks())
+            return
+        for request_id, state in self._phase(0).items():
+            (self._new_blocks[request_id],) = state.kv[TARGET].grow(pool, 1)
 
     @property
     def ticks_left(self) -> int:
@@ -281,11 +195,11 @@ class DecodeGroup:
             heapq.heappop(leaving)
         return 0
 
-    def advance(self, ticks: int) -> list[GroupedState]:
+    def advance(self, ticks: int) -> list[RequestState]:
         """Give members at most `ticks_left` tokens; return those that leave, by arrival."""
         self.ticks += ticks
         self.num_kv_tokens += ticks * len(self.members)
-        left: list[GroupedState] = []
+        left: list[RequestState] = []
         leaving = self._leaving
         while leaving and leaving[0][0] <= self.ticks:
             leaves_at, _, state = heapq.heappop(leaving)
@@ -293,6 +207,42 @@ class DecodeGroup:
                 self.leave(state)
                 left.append(state)
         return left
+
+    # --- texts ----------------------------------------------------------------------------------
+
+    def take_change(self) -> GroupChange | None:
+        """Return what an executor must know of the members; None where only lengths are known."""
+        if self.is_counted:
+            return None
+        self._planned, _ = self._rows or self._drawn()
+        if not (self._left or self._joined or self._new_blocks):
+            return _NO_CHANGE
+        change = GroupChange(self._left, tuple(self._joined), self._new_blocks)
+        self._left, self._joined, self._new_blocks = [], {}, {}
+        return change
+
+    def _drawn(self) -> tuple[tuple[str, ...], list[list[int]]]:
+        texts = [state.output_token_ids for state in self.members.values()]
+        self._rows = (tuple(self.members), texts)
+        return self._rows
+
+    def append(self, tokens: GroupTokens) -> list[Output]:
+        """Append the planned step's tokens to the members' texts, before `advance`."""
+        token_ids = tokens.token_ids
+        if self._rows is None:
+            # Some have left meanwhile; none has joined.
+            by_id = dict(zip(self._planned, token_ids, strict=True))
+            token_ids = [by_id[i] for i in self.members]
+        ids, texts = self._rows or self._drawn()
+        any(map(list.append, texts, token_ids))
+        rows = zip(ids, zip(token_ids), *_REST, strict=False)
+        return list(map(_new_tuple, repeat(Output), rows))
+
+    def filled(self) -> Iterator[RequestState]:
+        """Yield the members that fill a block with the planned step, their KV counted up to it."""
+        for state in self._phase(-1).values():
+            state.kv[TARGET].num_computed_tokens = state.num_known_tokens
+            yield state
 
 
 def decode_run(

@@ -200,3 +200,23 @@ class SequenceKV:
         self.blocks = list(cached)
         self.num_committed_blocks = len(cached)
         self.num_computed_tokens = len(cached) * pool.block_size
+
+
+@dataclass(slots=True)
+class CountedKV(SequenceKV):
+    """KV with only its number of blocks known."""
+
+    num_blocks: int = 0
+
+    def grow(self, pool: BlockPool, num_blocks: int) -> list[int]:
+        pool.count(num_blocks)
+        self.num_blocks += num_blocks
+        return []
+
+    def give_back(self, pool: BlockPool) -> None:
+        pool.count(-self.num_blocks)
+
+    def start_from(self, pool: BlockPool, cached: Sequence[int]) -> None:
+        pool.share(cached)
+        self.num_blocks = len(cached)
+        self.num_computed_tokens = len(cached) * pool.block_size

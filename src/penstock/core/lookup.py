@@ -42,7 +42,10 @@ MOST_TENANTS = 32
 class LookUp(Protocol):
     """Proposes what may follow a request's text."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """Name that a request may give for look-up alone."""
+        ...
 
     def match(self, state: RequestState, num_tokens: int) -> Match | None:
         """Return up to `num_tokens` tokens behind the request's known text, or None."""
@@ -234,8 +237,9 @@ class TextLookUp:
         tokens, length = own.continued(num_tokens)
         if corpus:
             elsewhere, longer = corpus.find(_end_of(state))
-            if longer > length:
-                return Match(tuple(corpus.after(elsewhere, num_tokens)), longer, "tenant")
+            found = corpus.after(elsewhere, num_tokens) if longer > length else []
+            if found:
+                return Match(tuple(found), longer, "tenant")
         return Match(tuple(tokens), length, "own") if tokens else None
 
     def release_request(self, state: RequestState) -> None:

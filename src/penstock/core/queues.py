@@ -165,7 +165,7 @@ def make_queue(order: OrderName, estimators: Estimators) -> ArrivalQueue:
         if request.latency.deadline is None:
             return math.inf
         tokens = request.expected_output_tokens or estimators.lengths.mean_ended
-        seconds = estimators.times.profile.seconds
+        seconds = estimators.times.step_seconds
         prefill = seconds(StepWork(request.prompt_len, 0.5 * request.prompt_len**2))
         decode = seconds(StepWork(num_decodes=1, num_kv_tokens=request.prompt_len))
         return request.arrival_time + request.latency.deadline - prefill - tokens * decode

@@ -1,8 +1,7 @@
 """The scheduler: synchronous, deterministic methods over one table.
 
 `apply` takes in events, `schedule` composes a lane's next step (`admit`, `select`, `allocate`,
-`draft`, `verify`), `update` takes in its result (`observe`). `sync` is for
-hosts that keep requests by themselves."""
+`draft`, `verify`), `update` takes in its result (`observe`)."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ import math
 from collections.abc import Hashable, Iterable
 from typing import Any
 
-from penstock.core import admit, draft, observe, verify
+from penstock.core import drafters
 from penstock.core.accounts import Accounts
 from penstock.core.context import Context
 from penstock.core.fairness import Fairness
@@ -18,6 +17,7 @@ from penstock.core.groups import DecodeGroup, repeated_run
 from penstock.core.kv import BlockPool
 from penstock.core.learn import Estimators
 from penstock.core.lookup import LookUp
+from penstock.core.phases import admit, allocate, draft, observe, select, verify
 from penstock.core.policies.base import (
     MOST_DRAFT_TOKENS,
     AdmissionPolicy,
@@ -29,7 +29,7 @@ from penstock.core.policies.declared import Gauge
 from penstock.core.policies.registry import make_pipeline
 from penstock.core.queues import WaitingRequests
 from penstock.core.state import Drafter
-from penstock.core.sync import HostRequest, sync
+from penstock.core.step import Step
 from penstock.core.table import KVMemory, Table
 from penstock.core.trials import Trials
 from penstock.core.types import (
@@ -59,10 +59,9 @@ class Scheduler:
     """Composes admission, selection and allocation over paged KV memory.
 
     pool: the target's KV; `drafters` have pools of their own, with the same block size. pipeline:
-    None is `off`. counted: requests of which only lengths are known advance together;
-    groups_texts: so do texts without drafters, if the executor can; neither changes a decision.
-    max_num_seqs, max_draft_tokens: the executor's room for requests (None is no limit), and for the
-    tokens of one draft. look_up: in texts, for all requests."""
+    None is `off`. groups_decodes: requests without a draft advance together, which changes no
+    decision; the executor can do that. max_num_seqs, max_draft_tokens: its room for requests (None
+    is no limit), and for the tokens of one draft. look_up: in texts, for all requests."""
 
     def __init__(
         self,
@@ -76,8 +75,7 @@ class Scheduler:
         max_model_len: int,
         tenants: Iterable[Tenant] = (),
         learn: Estimators | None = None,
-        counted: bool = False,
-        groups_texts: bool = False,
+        groups_decodes: bool = False,
         fairness: bool = False,
         max_num_seqs: int | None = None,
         max_draft_tokens: int = MOST_DRAFT_TOKENS,
@@ -112,8 +110,7 @@ class Scheduler:
             Trials(learn.times) if weighs_time else None,
             Fairness(accounts, learn) if is_fair else None,
             max_model_len,
-            counted,
-            groups_texts,
+            groups_decodes,
             math.inf if max_num_seqs is None else max_num_seqs,
             max_draft_tokens,
             look_up,
@@ -180,9 +177,9 @@ class Scheduler:
             case DraftReady():
                 observe.draft_ready(ctx, event, now)
             case DrafterUp():
-                draft.up(ctx, event)
+                drafters.up(ctx, event)
             case DrafterDown(name):
-                draft.down(ctx, name)
+                drafters.down(ctx, name)
             case Reconfigure(tenants):
                 table.reconfigure(tenants)
         return []
@@ -199,19 +196,17 @@ class Scheduler:
         orders: tuple[DraftOrder, ...] = ()
         decodes, wake_at, stalled = None, None, None
         if lane == TARGET:
-            step = admit.compose(ctx, now)
-            if step.scheduled:
-                items = verify.items(ctx, step, plan_id)
-                if table.drafters:
-                    orders = draft.replays(ctx, lane, step.scheduled_states, plan_id, now)
+            step = self._compose(now)
+            grants = allocate.of_step(ctx, step)
+            items = verify.items(ctx, step, grants, draft.of_step(ctx, step, grants), plan_id)
+            if items and table.drafters:
+                orders = draft.replays(ctx, lane, step.scheduled_states, plan_id, now)
             if step.decoding:
                 decodes = verify.decodes(ctx, step, plan_id)
                 self._note_run(decodes)
             wake_at, stalled = step.wake_at, step.stalled
         else:
-            orders = draft.orders_of_lane(ctx, lane, plan_id, now)
-            if not orders:
-                orders = draft.replays(ctx, lane, table.running.values(), plan_id, now)
+            orders = self._orders_beside(lane, plan_id, now)
         if items or orders or decodes:
             table.in_flight.add(plan_id)
         new_requests, forgotten = table.updates.pop()
@@ -228,6 +223,30 @@ class Scheduler:
             wake_at=wake_at,
             stalled=stalled,
         )
+
+    def _compose(self, now: float) -> Step:
+        """Choose the requests of the target's step, and a drafter for each."""
+        ctx, table = self._ctx, self.table
+        if not table.drafters:
+            return admit.compose(ctx, now)
+        # Whether a request waits for a draft depends on its drafter.
+        select.select(ctx, table.solo.values(), now)
+        drafters.expire(ctx, now)
+        step = admit.compose(ctx, now)
+        select.select(ctx, step.scheduled_states, now)
+        return step
+
+    def _orders_beside(self, lane: str, plan_id: int, now: float) -> tuple[DraftOrder, ...]:
+        """Return the orders of a drafter's lane: drafts that are due, or else replays."""
+        ctx, table = self._ctx, self.table
+        if table.due.version != table.counters.version:
+            select.select(ctx, table.running.values(), now)
+            draft.sort_due(ctx)
+        if table.due.by_lane.get(lane):
+            orders = draft.of_lane(ctx, lane, allocate.of_lanes(ctx, now), plan_id, now)
+            if orders:
+                return orders
+        return draft.replays(ctx, lane, table.running.values(), plan_id, now)
 
     def _next_of_run(self, now: float, plan_id: int) -> DecodeRun | None:
         """Return the last step's run once more if it may repeat and nothing has happened since."""
@@ -262,11 +281,3 @@ class Scheduler:
         if run is not None and run.num_requests > len(table.groups[run.groups[0]]):
             self._repeatable = None
         return outputs
-
-    def sync(self, running: Iterable[HostRequest], preempted: Iterable[str] = ()) -> None:
-        """Take over the state of requests from a host.
-
-        running: in no plan any more; preempted: ids that have lost their memory. Others stay as
-        they are, and unknown ids are skipped. The pool tells how many blocks are free."""
-        self.table.counters.version += 1
-        sync(self.table, running, preempted)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.core.ahead import LinesAhead, Text
-from penstock.core.kv import BlockPool, SequenceKV
+from penstock.core.kv import BlockPool, CountedKV, SequenceKV
 from penstock.core.predicted import Prediction
 from penstock.core.types import (
     NO_DRAFTER,
@@ -20,6 +20,9 @@ from penstock.core.types import (
     Tenant,
     Verdict,
 )
+
+if TYPE_CHECKING:
+    from penstock.core.groups import DecodeGroup
 
 
 class DraftStage(Enum):
@@ -53,34 +56,65 @@ CHOSEN = DraftRound(DraftStage.CHOSEN)
 SKIPPED = DraftRound(DraftStage.SKIPPED)
 
 
+class DrafterKind(Enum):
+    """Where a drafter is, and what it can do."""
+
+    LOCAL = "drafts as many tokens as it is asked for"
+    ENDING = "the same, but ends a draft where the rest does not pay (`Grant.min_survival`)"
+    SERVER = "a draft server, known while it is connected"
+    COMPLETIONS = "a server that completes text, known while it is down, too"
+
+    @property
+    def is_remote(self) -> bool:
+        """True if it always drafts beside the target, and answers orders one by one."""
+        return self in (DrafterKind.SERVER, DrafterKind.COMPLETIONS)
+
+
+class DrafterStatus(Enum):
+    """Whether a drafter takes orders."""
+
+    UP = "it does"
+    SILENT = "it has missed a deadline, and has not answered since"
+    DOWN = "it is gone"
+
+
 @dataclass(slots=True)
 class Drafter:
     """A drafter as the scheduler sees it.
 
-    has_lane: it can draft beside the target, and does where the pipeline wants that. remote: a
-    draft server, which always does, and answers orders one by one (`DraftReady`). tenant: the only
-    one whose prompts it may see (None: every tenant's). silent: it has missed a deadline, and has
-    not answered since. model: its model, if not named like it: instances of one model share
-    acceptance rates. max_num_seqs: requests that it drafts for at once (Spin's B_j); None is no
-    limit. stops_early: it ends drafts at `min_survival`. max_len: tokens of a text that it can
-    read; vocab_size: token ids that it knows, from 0 on; None: as the target. stays: a remote one
-    that is known, and may be named, while it is down."""
+    has_lane: a local one can draft beside the target, and does where the pipeline wants that.
+    tenant: the only one whose prompts it may see (None: every tenant's). takes_assignments: False:
+    only of requests that name it. model: its model, if not named like it: instances of one model
+    share acceptance rates. max_num_seqs: requests that it drafts for at once (Spin's B_j); None is
+    no limit. max_len: tokens of a text that it can read; vocab_size: token ids that it knows, from
+    0 on; None: as the target."""
 
     name: str
     pool: BlockPool | None = None
     has_lane: bool = False
     max_draft_tokens: int = 16
-    up: bool = True
-    remote: bool = False
+    kind: DrafterKind = DrafterKind.LOCAL
+    status: DrafterStatus = DrafterStatus.UP
     tenant: str | None = None
     takes_assignments: bool = True
-    silent: bool = False
     model: str | None = None
     max_num_seqs: int | None = None
-    stops_early: bool = False
     max_len: int | None = None
     vocab_size: int | None = None
-    stays: bool = False
+
+    @property
+    def is_up(self) -> bool:
+        """True if it takes orders."""
+        return self.status is DrafterStatus.UP
+
+    @property
+    def is_remote(self) -> bool:
+        return self.kind.is_remote
+
+    def answered(self) -> None:
+        """Note that it lives."""
+        if self.status is DrafterStatus.SILENT:
+            self.status = DrafterStatus.UP
 
     @property
     def is_limited(self) -> bool:
@@ -94,6 +128,15 @@ class Drafter:
         if self.max_len is not None and state.num_known_tokens > self.max_len:
             return False
         return self.vocab_size is None or state.highest_token_id() < self.vocab_size
+
+    def longest_draft(self, state: RequestState) -> int:
+        """Return the longest draft of its own that could still be of use.
+
+        It reads all of its draft but the last token."""
+        most = min(state.most_draft_tokens, self.max_draft_tokens)
+        if self.max_len is not None:
+            most = min(most, self.max_len - state.num_known_tokens + 1)
+        return max(0, most)
 
     def may_serve(self, tenant: Tenant) -> bool:
         """Return True if the tenant may use the drafter and its prompts may go there.
@@ -141,21 +184,29 @@ class Outcome(NamedTuple):
 
 
 class RequestState:
-    """Mutable state of a request."""
+    """Mutable state of a request.
+
+    may_group: its next tokens need nothing but the last one, so that it may decode in a group,
+    which counts its tokens then. is_counted: of such a request only lengths are known."""
 
     __slots__ = (
+        "_num_output",
         "admitted_at",
         "ahead",
         "block_hashes",
+        "decode_group",
         "draft",
         "drafter",
         "epoch",
         "first_token_at",
         "in_flight",
+        "is_counted",
         "kv",
+        "leaves_at",
         "match",
         "matched_at",
-        "num_output_tokens",
+        "may_group",
+        "num_announced",
         "num_preemptions",
         "order",
         "output_token_ids",
@@ -165,16 +216,29 @@ class RequestState:
         "round",
         "seen_token_ids",
         "status",
+        "until",
     )
 
-    def __init__(self, request: Request, order: int, epoch: int = 0) -> None:
+    def __init__(
+        self, request: Request, order: int, epoch: int = 0, *, may_group: bool = False
+    ) -> None:
         self.request = request
         self.order = order
+        self.may_group = may_group
+        self.is_counted = may_group and request.prompt_token_ids is None
+        self.decode_group: DecodeGroup | None = None
+        self.leaves_at = 0
+        """Tick of the group at which it leaves."""
+        self.until: int | None = None
+        """Output tokens at which it leaves the group."""
         self.status = Status.WAITING
         self.epoch = epoch
         self.round = 0
         self.output_token_ids: list[int] = []
-        self.num_output_tokens = 0
+        # Of a member less than those of its group's ticks.
+        self._num_output = 0
+        self.num_announced = 0
+        """Output tokens of which outputs have told, where only lengths are known."""
         self.num_preemptions = 0
         self.admitted_at = 0.0
         self.first_token_at = 0.0
@@ -196,13 +260,25 @@ class RequestState:
         """Output tokens examined by `highest_token_id`, and its result."""
 
     @property
+    def num_output_tokens(self) -> int:
+        group = self.decode_group
+        return self._num_output if group is None else self._num_output + group.ticks
+
+    @num_output_tokens.setter
+    def num_output_tokens(self, value: int) -> None:
+        self._num_output = value
+
+    @property
     def num_known_tokens(self) -> int:
         """Prompt and output tokens so far."""
-        return self.request.prompt_len + self.num_output_tokens
+        group, num = self.decode_group, self.request.prompt_len + self._num_output
+        return num if group is None else num + group.ticks
 
     @property
     def num_computed_tokens(self) -> int:
         """Positions whose KV the target holds."""
+        if self.decode_group is not None:
+            return self.num_known_tokens - 1
         kv = self.kv.get(TARGET)
         return kv.num_computed_tokens if kv else 0
 
@@ -213,12 +289,31 @@ class RequestState:
 
     @property
     def is_decoding(self) -> bool:
-        num_output = self.num_output_tokens
+        if self.decode_group is not None:
+            return True
+        num_output = self._num_output
         if not num_output:
             return False
         kv = self.kv.get(TARGET)
         computed = kv.num_computed_tokens if kv else 0
         return computed + 1 == self.request.prompt_len + num_output
+
+    def enter(self, group: DecodeGroup) -> None:
+        """Let a group count its tokens."""
+        self.decode_group = group
+        self._num_output -= group.ticks
+        # Also between two steps of the group: nobody drafts for it.
+        self.in_flight = not self.is_counted
+
+    def exit(self, num_computed_tokens: int, num_blocks: int) -> None:
+        """Take the counters back from the group. num_blocks: that it holds."""
+        self.decode_group = None
+        self.in_flight = False
+        self._num_output = num_computed_tokens + 1 - self.request.prompt_len
+        if self.is_counted:
+            self.kv[TARGET] = CountedKV(num_computed_tokens, num_blocks=num_blocks)
+        else:
+            self.kv[TARGET].num_computed_tokens = num_computed_tokens
 
     @property
     def text(self) -> Text:
@@ -282,15 +377,23 @@ class RequestState:
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Add verified output."""
+        self._num_output += len(token_ids)
+        if self.is_counted:
+            return
         self.output_token_ids += token_ids
-        self.num_output_tokens += len(token_ids)
         if self.ahead is not None:
             self.ahead.follow(self.text)
         if self.prediction is not None:
             self.prediction.follow(self.output_token_ids, len(token_ids))
 
+    def announce(self) -> int:
+        """Return how many output tokens no output has told of; this one does."""
+        num_new = self.num_output_tokens - self.num_announced
+        self.num_announced += num_new
+        return num_new
+
     def kv_of(self, pool: str) -> SequenceKV:
         kv = self.kv.get(pool)
         if kv is None:
-            kv = self.kv[pool] = SequenceKV()
+            kv = self.kv[pool] = CountedKV() if self.is_counted else SequenceKV()
         return kv

@@ -13,11 +13,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from penstock.core.groups import DecodeGroup, GroupedState
+from penstock.core.groups import DecodeGroup
 from penstock.core.learn import Estimators
 from penstock.core.state import RequestState
 from penstock.core.table import Table
-from penstock.core.text_groups import TextGroup, TextState
 from penstock.core.types import TARGET, Status
 
 
@@ -134,8 +133,7 @@ class Step:
     def assign(self, state: RequestState, key: Hashable, until: int | None = None) -> None:
         """Let a request decode in the group of this key only, up to `until` output tokens."""
         self._table.key_of[state.request.id] = key
-        if isinstance(state, GroupedState):
-            state.until = until
+        state.until = until
 
     def key_of(self, state: RequestState) -> Hashable:
         """Return the key of the group to which a request was assigned, if any."""
@@ -180,7 +178,7 @@ class Step:
             solo = self._solo_decodes(key)
         alone = []
         for state in solo:
-            if joins and isinstance(state, GroupedState):
+            if joins and state.may_group:
                 if group is None:
                     group = self._table.new_group(key, state)
                 group.join(state)
@@ -202,7 +200,11 @@ class Step:
 
         Nobody joins a group that is in a plan."""
         group = self._table.groups.get(key)
-        if not (isinstance(group, TextGroup) or any(isinstance(s, TextState) for s in solo)):
+        if group is None:
+            is_counted = not any(s.may_group and not s.is_counted for s in solo)
+        else:
+            is_counted = group.is_counted
+        if is_counted:
             return True
         if key is not None or self._table.drafters:
             return False
@@ -377,8 +379,8 @@ class Step:
 
     def can_preempt(self, state: RequestState) -> bool:
         """Return False for a request inside an unfinished target step, which keeps its blocks."""
-        if isinstance(state, GroupedState) and state.decode_group is not None:
-            group = state.decode_group
+        group = state.decode_group
+        if group is not None:
             return group.plan_id is None and group not in self.decoding
         return not state.in_flight and state.request.id not in self.scheduled
 

@@ -8,11 +8,10 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.core.accounts import Accounts
-from penstock.core.groups import DecodeGroup, GroupedState
+from penstock.core.groups import DecodeGroup
 from penstock.core.kv import BlockPool, SequenceKV, hash_blocks
 from penstock.core.queues import WaitingRequests
 from penstock.core.state import OPEN, Drafter, Grant, RequestState
-from penstock.core.text_groups import TextGroup, TextState
 from penstock.core.types import TARGET, DraftOrder, Request, Status, Tenant
 
 
@@ -211,14 +210,17 @@ class Table:
     def drafter_of(self, state: RequestState) -> Drafter | None:
         """Return the request's drafter while it is up and answers."""
         drafter = self.drafters.get(state.drafter) if state.drafter else None
-        return drafter if drafter is not None and drafter.up and not drafter.silent else None
+        return drafter if drafter is not None and drafter.is_up else None
 
     def new_group(self, key: Hashable, state: RequestState) -> DecodeGroup:
         """Add an empty decode group for requests like this one."""
         block_size = self.memory.pools[TARGET].block_size
-        kind = TextGroup if isinstance(state, TextState) else DecodeGroup
-        group = kind(key, block_size, keeps_accounts=self.accounts.are_kept)
-        self.groups[key] = group
+        group = self.groups[key] = DecodeGroup(
+            key,
+            block_size,
+            is_counted=state.is_counted,
+            keeps_accounts=self.accounts.are_kept,
+        )
         return group
 
     # --- requests -------------------------------------------------------------------------------
@@ -259,7 +261,7 @@ class Table:
 
     def leave_group(self, state: RequestState) -> None:
         """Take a running request out of its decode group."""
-        if isinstance(state, GroupedState) and state.decode_group is not None:
+        if state.decode_group is not None:
             state.decode_group.leave(state)
             self.solo[state.request.id] = state
 

@@ -509,7 +509,8 @@ class Output(NamedTuple):
 
     num_tokens: new tokens, also where only lengths are known. queued_s: from arrival to admission,
     with the first output. num_preemptions: with the last one. num_stop_chars: characters from the
-    start of a stop string."""
+    start of a stop string. drafter: the last proposer; num_looked_up: of the proposed tokens, the
+    first ones, from `look_up` (`LOOK_UP` or `PREDICTION`)."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()
@@ -526,6 +527,19 @@ class Output(NamedTuple):
     num_preemptions: int = 0
     num_stop_chars: int = 0
     num_looked_up: int = 0
+    look_up: str | None = None
+
+    @property
+    def drafts(self) -> list[tuple[str, int, int]]:
+        """Proposed and accepted tokens by proposer: look-up, then the drafter."""
+        front = self.num_looked_up
+        parts = []
+        if self.look_up is not None and front:
+            parts.append((self.look_up, front, min(self.num_accepted, front)))
+        if self.drafter is not None and self.num_proposed > front:
+            accepted = max(0, self.num_accepted - front)
+            parts.append((self.drafter, self.num_proposed - front, accepted))
+        return parts
 
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)

@@ -28,7 +28,7 @@ from penstock.core.loop import Loop
 from penstock.core.policies.base import MOST_DRAFT_TOKENS
 from penstock.core.policies.registry import make_pipeline
 from penstock.core.scheduler import Scheduler
-from penstock.core.state import Drafter
+from penstock.core.state import Drafter, DrafterKind, DrafterStatus
 from penstock.core.types import TARGET
 from penstock.engine.audit import Auditor
 from penstock.engine.backends import (
@@ -129,7 +129,7 @@ def load_engine(config: EngineConfig, *, calibrated: bool = True) -> Engine:
         together = [n for n, d in scheduler.table.drafters.items() if is_auto and d.has_lane]
         calibrate(executor, scheduler.learn, clock, profile, together=together)
     # The few small steps that are measured are not typical of vLLM's.
-    scheduler.learn.times.learns_profile = config.vllm is not None and profile is None
+    scheduler.learn.times.target.learns_profile = config.vllm is not None and profile is None
     target = models.target
     executor.tokenizer = LazyTokenizer(partial(load_tokenizer, config.target))
     executor.grammars = GrammarCompiler(
@@ -219,7 +219,12 @@ def _scheduler(
     """Raises: PolicyError."""
     drafters = [_drafter(config, models, name) for name in config.drafter_models]
     drafters += [
-        Drafter(n, up=False, remote=True, stays=True, max_num_seqs=config.drafters[n].max_num_seqs)
+        Drafter(
+            n,
+            kind=DrafterKind.COMPLETIONS,
+            status=DrafterStatus.DOWN,
+            max_num_seqs=config.drafters[n].max_num_seqs,
+        )
         for n in config.servers
     ]
     # Of a pipeline only the last stage knows the tokens of the step before.
@@ -234,7 +239,7 @@ def _scheduler(
         max_model_len=models.max_model_len,
         tenants=as_tenants(config.tenants),
         learn=learn,
-        groups_texts=groups,
+        groups_decodes=groups,
         fairness=config.fairness,
         max_num_seqs=models.vllm.max_num_seqs if groups and models.vllm else None,
         max_draft_tokens=models.vllm.max_draft_tokens if models.vllm else MOST_DRAFT_TOKENS,
@@ -250,7 +255,7 @@ def _drafter(config: EngineConfig, models: Models, name: str) -> Drafter:
         name,
         has_lane=_has_lane(config, models, name),
         max_num_seqs=config.drafters[name].max_num_seqs,
-        stops_early=not (shape is None or drafts_text),
+        kind=DrafterKind.LOCAL if drafts_text else DrafterKind.ENDING,
     )
     if shape is not None:
         # For another tokenizer it has its own blocks, and these are an estimate.

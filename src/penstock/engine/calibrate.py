@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from penstock.core.learn import Estimators, seed_estimators
+from penstock.core.learn.curve import StepTimeCurve
 from penstock.core.learn.times import Times, drafter_profiles
 from penstock.core.loop import Clock
 from penstock.core.policies.pipeline.parts.planner import (
@@ -29,7 +30,7 @@ from penstock.engine.timing import (
     slowdowns,
     slowdowns_seconds,
 )
-from penstock.fluid.step_profile import StepProfile, StepTimeCurve
+from penstock.fluid.step_profile import StepProfile
 
 _ROWS = (1, 8, 32, 3, 128, 16, 64, 5, 2, 256, 24, 12, 48, 96, 160)
 _BATCHES = (1, 8, 2, 32, 4, 16, 64)
@@ -99,7 +100,7 @@ def _measure_target(target: Model, estimators: Estimators, clock: Clock, budget_
         best = _best_seconds_by_size(clock, budget_s, _ROWS, partial(_verify, target))
         for size, taken in best.items():
             times.target.add_measurement(size, taken)
-    times.use_measured_profile(target.num_blocks * target.block_size)
+    times.target.use_rows(target.num_blocks * target.block_size)
 
 
 def _measure_drafter(

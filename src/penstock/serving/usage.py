@@ -31,13 +31,16 @@ class Usage:
         self.num_tokens += len(output.token_ids)
         self.num_cached_tokens += output.num_cached_tokens
         self.num_rounds += bool(output.token_ids)
-        if output.drafter is not None and output.num_proposed:
-            self.drafts[output.drafter] += 1
-            self.num_draft_tokens += output.num_proposed
-            self.num_accepted_tokens += output.num_accepted
-            if output.drafter == PREDICTION:
-                self.num_predicted_tokens += output.num_proposed
-                self.num_right_tokens += output.num_accepted
+        parts = output.drafts
+        if parts:
+            # A round is one draft, of the last proposer.
+            self.drafts[parts[-1][0]] += 1
+        for proposer, num_proposed, num_accepted in parts:
+            self.num_draft_tokens += num_proposed
+            self.num_accepted_tokens += num_accepted
+            if proposer == PREDICTION:
+                self.num_predicted_tokens += num_proposed
+                self.num_right_tokens += num_accepted
 
     def add(self, other: Usage) -> None:
         self.num_tokens += other.num_tokens

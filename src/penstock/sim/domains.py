@@ -8,7 +8,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from penstock.sim.traces import WorkloadError
 
-_ZOO = Path(__file__).with_name("acceptance_data") / "zoo.json"
+FOLDER = Path(__file__).with_name("acceptance_data")
+
+_ZOO = FOLDER / "zoo.json"
 """Measured acceptance of the bundled family's drafters, by domain (`penstock zoo fit`)."""
 _BUNDLED = {"zoo": (_ZOO, "sampled"), "zoo-greedy": (_ZOO, "greedy")}
 

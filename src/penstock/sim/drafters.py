@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.config import each_once
-from penstock.core.types import Output, StepPlan, StepResult
+from penstock.core.types import LOOK_UP, Output, StepPlan, StepResult
 from penstock.fluid.step_profile import DrafterProfile
 from penstock.sim.traces import WorkloadError
 
@@ -51,12 +51,11 @@ class DrafterCounts:
             self.seconds[timed.drafter] += timed.seconds
 
     def on_output(self, output: Output) -> None:
-        name = output.drafter
-        if name is not None:
+        for name, _, num_accepted in output.drafts:
             self.rounds[name] += 1
-            self.accepted[name] += output.num_accepted
+            self.accepted[name] += num_accepted
             before = self._last.get(output.request_id)
-            if name != before:
+            if name not in (before, LOOK_UP):
                 self.taken_up[name] += 1
                 self.num_switches += before is not None
                 self._last[output.request_id] = name

@@ -14,12 +14,20 @@ from typing import Any
 
 from penstock.core.state import RequestState
 from penstock.core.types import Match
-from penstock.sim.acceptance import RecordedAcceptance, digest
+from penstock.sim.acceptance import (
+    AcceptanceModel,
+    RecordedAcceptance,
+    digest,
+    parse_drafters,
+)
+from penstock.sim.domains import load_acceptance
 from penstock.sim.traces import WorkloadError
 
 RECORDED = Path(__file__).with_name("acceptance_data") / "texts-qwen2.5-coder-1.5b.json.gz"
 """Texts of a model of 1.5 B parameters: code, edits, chat, JSON and summaries."""
 
+_SUFFIX = "suffix"
+_TEXTS = "texts"
 _SOURCES = ("", "own", "tenant")
 _WRONG = -1
 """Token that is never right: simulated tokens are their positions."""
@@ -46,7 +54,7 @@ class RecordedLookUp:
 
     texts: Sequence[RecordedText]
     seed: int = 0
-    name: str = "suffix"
+    name: str = _SUFFIX
 
     def match(self, state: RequestState, num_tokens: int) -> Match | None:
         found = self.texts[row_of(self.seed, state.request.id, len(self.texts))].found
@@ -65,6 +73,39 @@ class RecordedLookUp:
         """Return the recorded acceptance of drafters, with the same texts."""
         rows = {name: [[1 + n for n in t.right[name]] for t in self.texts] for name in drafters}
         return RecordedAcceptance(rows, self.seed)
+
+
+def parse_proposers(
+    texts: Sequence[str], seed: int, acceptance: str | None
+) -> tuple[RecordedLookUp | None, dict[str, AcceptanceModel]]:
+    """Parse `--drafter` and `--acceptance`: look-up, and models by drafter. Raises: WorkloadError.
+
+    `suffix` and `suffix+DRAFTER` add look-up, and so do recorded texts, of which a bare NAME is a
+    drafter; none at all means all of these. The rest is as in `parse_drafters`."""
+    parts = [text.partition("+") if text.startswith(f"{_SUFFIX}+") else None for text in texts]
+    drafters = [
+        text if part is None else part[2]
+        for text, part in zip(texts, parts, strict=True)
+        if text != _SUFFIX
+    ]
+    is_recorded = acceptance == _TEXTS
+    has_look_up = is_recorded or _SUFFIX in texts or any(parts)
+    look_up = RecordedLookUp(read_texts(), seed) if has_look_up else None
+    if not is_recorded:
+        fit = None if acceptance is None else load_acceptance(acceptance)
+        return look_up, dict(parse_drafters(drafters, seed, fit).models)
+    assert look_up is not None
+    known = list(look_up.texts[0].right)
+    bare = [text for text in drafters if "=" not in text]
+    for name in bare:
+        if name not in known:
+            raise WorkloadError(
+                f"no texts were recorded with {name!r}; there are {', '.join(known)}"
+            )
+    others = parse_drafters([text for text in drafters if "=" in text], seed).models
+    chosen = bare if texts else known
+    recorded = look_up.acceptance(chosen)
+    return look_up, {**dict.fromkeys(chosen, recorded), **others}
 
 
 def row_of(seed: int, request_id: str, num: int) -> int:

@@ -326,7 +326,7 @@ def make_scheduler(setup: Setup) -> Scheduler:
         pipeline=make_pipeline(setup.pipeline),
         max_model_len=setup.num_blocks * setup.block_size,
         learn=estimators,
-        counted=setup.counted,
+        groups_decodes=setup.counted,
         tenants=[Tenant(name, weight) for name, weight in setup.tenant_weights.items()],
         fairness=setup.fairness,
         look_up=setup.look_up,

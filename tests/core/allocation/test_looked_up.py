@@ -10,7 +10,7 @@ from tests.core.test_allocation import STEEP, candidates, learned
 from penstock.core.learn import Estimators
 from penstock.core.policies.base import DraftCandidate, Room, View
 from penstock.core.policies.registry import make_policy
-from penstock.core.state import Drafter, Grant
+from penstock.core.state import Drafter, DrafterKind, Grant
 
 DRAFTERS = {"d": Drafter("d", max_draft_tokens=3)}
 
@@ -98,7 +98,7 @@ def test_a_drafter_goes_on_behind_look_up_if_it_is_surer() -> None:
 
 def test_the_drafters_price_counts_what_comes_before() -> None:
     """Its own tokens survive only where those in front do."""
-    ending = {"d": Drafter("d", stops_early=True)}
+    ending = {"d": Drafter("d", kind=DrafterKind.ENDING)}
     learn = learned([0.7, 0.7], verify={2: 0.04, 40: 0.08}, draft=1e-4)
     behind, first = candidates(8, 8)
     asked = [behind._replace(survival=[0.9, 0.1]), first]

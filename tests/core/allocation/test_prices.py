@@ -10,10 +10,10 @@ from tests.core.test_allocation import FLAT, candidates, learned, lengths_of, of
 from penstock.core.learn import Estimators
 from penstock.core.policies.base import DraftCandidate, Room, View
 from penstock.core.policies.registry import make_policy
-from penstock.core.state import Drafter, Grant
+from penstock.core.state import Drafter, DrafterKind, Grant
 from penstock.core.types import Tenant, Verdict
 
-ENDING = Drafter("d", stops_early=True)
+ENDING = Drafter("d", kind=DrafterKind.ENDING)
 
 
 def rows_of(seconds: float) -> dict[int, float]:

@@ -158,8 +158,7 @@ class Rounds:
             if name is None:
                 continue
             drafter = self.drafters[name]
-            assert drafter.up, f"{name} is down"
-            assert not drafter.silent, f"{name} is silent"
+            assert drafter.is_up, f"{name} is {drafter.status}"
             assert load <= (drafter.max_num_seqs or load), f"{name} has {load} requests"
 
     def _read(self, state: RequestState, name: str) -> int:
@@ -176,7 +175,7 @@ class Rounds:
             (w.state, w.drafter, w.evaluate) for w in self.policy.replays(decoding, self.work())
         ):
             drafter = self.drafters[name]
-            if name == state.drafter or not drafter.up:
+            if name == state.drafter or not drafter.is_up:
                 continue
             self.num_replayed += 1
             unread = self._read(state, name)

@@ -5,7 +5,7 @@ from tests.core.selection.rounds import Machine
 
 from penstock.core.policies.base import View
 from penstock.core.policies.selection.parts.goodput import ObservedGoodput, RoundTimes
-from penstock.core.state import Drafter, Outcome, RequestState
+from penstock.core.state import Drafter, DrafterKind, DrafterStatus, Outcome, RequestState
 from penstock.core.types import TARGET, Request, Status, Verdict
 
 MACHINE = Machine({"small": 1e-3, "large": 3e-3}, verify=10e-3, per_row=0.1e-3)
@@ -49,7 +49,7 @@ def test_a_draft_servers_time_is_that_of_its_link() -> None:
     estimators = MACHINE.estimators()
     for tokens in (1, 4, 8):
         estimators.links.add_transfer("edge", tokens, 0.05 + 0.01 * tokens)
-    remote = Drafter("edge", remote=True)
+    remote = Drafter("edge", kind=DrafterKind.SERVER)
     found = RoundTimes(View({}, estimators), 1).draft(remote, 1, 4)
     assert found == pytest.approx(estimators.links.seconds("edge", 4))
     assert found > 0.05
@@ -98,10 +98,10 @@ def test_observed_goodput_is_tokens_per_second_of_the_round_that_was_caused() ->
     assert observed.estimate("r", "small") == pytest.approx(mean, rel=1e-3)
 
 
-@pytest.mark.parametrize("change", [{"up": False}, {"silent": True}])
-def test_a_round_without_its_drafter_says_nothing_of_it(change: dict[str, bool]) -> None:
+@pytest.mark.parametrize("change", [DrafterStatus.DOWN, DrafterStatus.SILENT])
+def test_a_round_without_its_drafter_says_nothing_of_it(change: DrafterStatus) -> None:
     observed = ObservedGoodput()
-    observed.on_step([outcome(make_state("r", "small"), 0, 0)], make_work(**change))
+    observed.on_step([outcome(make_state("r", "small"), 0, 0)], make_work(status=change))
     assert not observed.by_model
 
 

@@ -8,6 +8,7 @@ import pytest
 from tests.core.selection.rounds import Machine, Rounds, mixed_rates
 
 from penstock.core.policies.registry import make_policy
+from penstock.core.state import DrafterStatus
 
 NAMES = tuple(f"d{i}" for i in range(8))
 
@@ -70,7 +71,7 @@ def test_a_drafter_lost_in_mid_chunk_is_replaced_for_the_rest_of_it() -> None:
     course = world.policy._courses["0"]  # type: ignore[attr-defined]
     until, lost = course.until, world.played[-1]["0"]
     assert lost is not None
-    world.drafters[lost].up = False
+    world.drafters[lost].status = DrafterStatus.DOWN
     world.run(1)
     assert world.played[-1]["0"] not in (lost, None)
     assert course.until == until

@@ -13,7 +13,7 @@ from penstock.core.learn import Estimators
 from penstock.core.policies.base import SelectionPolicy, View
 from penstock.core.policies.registry import PolicyError
 from penstock.core.policies.selection.parts.goodput import RoundTimes
-from penstock.core.state import RequestState
+from penstock.core.state import DrafterStatus, RequestState
 from penstock.core.types import Request
 
 NAMES = ("d0", "d1", "d2", "d3", "d4")
@@ -72,13 +72,11 @@ def test_drafters_that_come_and_go_are_left_and_used_again(policy: str) -> None:
     rng = random.Random(3)
     for _ in range(200):
         for drafter in world.drafters.values():
-            if rng.random() < 0.1:
-                drafter.up = not drafter.up
-            if rng.random() < 0.05:
-                drafter.silent = not drafter.silent
+            if rng.random() < 0.15:
+                drafter.status = rng.choice([*DrafterStatus])
         world.round()
     for drafter in world.drafters.values():
-        drafter.up, drafter.silent = True, False
+        drafter.status = DrafterStatus.UP
     world.run(60)
     used = {n for chosen in world.played[-20:] for n in chosen.values()}
     assert used - {None}
@@ -102,7 +100,7 @@ def test_without_a_usable_drafter_nothing_is_drafted(policy: str) -> None:
     assert chosen.select(states, View({}, Estimators())) == {"r": None, "s": None}
     drafters = make_machine().make_drafters()
     for drafter in drafters.values():
-        drafter.up = False
+        drafter.status = DrafterStatus.DOWN
     assert set(chosen.select(states, View(drafters, Estimators())).values()) == {None}
     assert chosen.select([], View(drafters, Estimators())) == {}
 

@@ -10,7 +10,7 @@ from tests.core.fakes import Corruption, ToyDrafter, ToyExecutor
 from tests.core.world import Chaos, World, make_request, make_scheduler
 from tests.products import first_fast
 
-from penstock.core import draft, observe
+from penstock.core.phases import draft, observe
 from penstock.core.policies.base import ReplayProposal, SelectionPolicy, View
 from penstock.core.state import RequestState
 from penstock.core.types import TARGET, Cancel, DrafterDown, DraftOrder, Replayed

@@ -155,7 +155,7 @@ def main(family: Path, num: int, vllm: dict[str, Any]) -> None:
     scenes.play("lanes", "greedy", **beside)
     scenes.share_prefixes()
     scenes.cancel_some("cancels", rotating=True)
-    grouped = {"groups_texts": vllm.get("pipeline_parallel", 1) == 1}
+    grouped = {"groups_decodes": vllm.get("pipeline_parallel", 1) == 1}
     scenes.play("group", "greedy", "none", **grouped)
     scenes.play("group, chunks", "greedy", "none", max_num_batched_tokens=32, **grouped)
     scenes.play("group, preemption", "greedy", "none", kv_tokens=TIGHT, **grouped)

@@ -7,12 +7,13 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from penstock.core.learn.running import CLEARLY, ERROR_WEIGHT
 from penstock.fluid.step_profile import StepProfile, StepWork
 
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
-_MEMORY = 1000.0  # steps after which a measurement counts for a third
+_MEMORIES = (1000.0, 125.0)  # steps after which a measurement counts for a third
 _STALL = 4.0  # most that a measurement counts, over its size's earlier mean
 _RIDGE = 1e-9  # ridge towards no cost: divides what steps cannot distinguish
 _CELL = 1.08  # sizes in a cell differ by less than this factor
@@ -30,14 +31,18 @@ _SECONDS, _COUNT = _NUM_TERMS, _NUM_TERMS + 1
 class LearnedProfile:
     """Profile by non-negative least squares of relative errors over terms of `StepWork`.
 
-    Old steps fade. A table has sizes clearly off the line: noisy stairs would cut prompts."""
+    Old steps fade, as fast as predicts steps best. A table has sizes clearly off the line: noisy
+    stairs would cut prompts."""
 
     def __init__(self) -> None:
-        # By cell of sizes: sums of products of the terms, the seconds and 1, each divided by the
-        # expected seconds.
-        self._sums = np.zeros((_NUM_CELLS, _COUNT + 1, _COUNT + 1))
-        self._weight, self._largest = 1.0, 1
-        self._costs = np.zeros(_NUM_TERMS)
+        # By memory and cell of sizes: sums of products of the terms, the seconds and 1, each
+        # divided by the expected seconds.
+        num = len(_MEMORIES)
+        self._all_sums = np.zeros((num, _NUM_CELLS, _COUNT + 1, _COUNT + 1))
+        self._weights, self._all_costs = np.ones(num), np.zeros((num, _NUM_TERMS))
+        self._errors = np.zeros(num)
+        """Mean squared relative errors of the latest steps' predictions."""
+        self._best, self._largest = 0, 1
         self._new: list[tuple[float, ...]] = []
         """Steps since the last fit: adding each at once would take as long as planning it."""
 
@@ -53,22 +58,31 @@ class LearnedProfile:
         steps, self._new = np.array(self._new), []
         terms, seconds = steps[:, :_NUM_TERMS], steps[:, _SECONDS]
         cells = np.minimum(_NUM_CELLS - 1, [cell_of(n) for n in terms[:, 1]])
-        known = self._sums[cells, 0, _COUNT]
-        before = self._sums[cells, _SECONDS, _COUNT] / np.where(known > 0, known, 1.0)
+        sums, costs = self._all_sums[self._best], self._all_costs[self._best]
+        known = sums[cells, 0, _COUNT]
+        before = sums[cells, _SECONDS, _COUNT] / np.where(known > 0, known, 1.0)
         seconds = np.where(known > 0, np.minimum(seconds, _STALL * before), seconds)
-        expected = np.maximum((terms * self._costs).sum(axis=1), seconds / _STALL)
+        expected = np.maximum((terms * costs).sum(axis=1), seconds / _STALL)
         rows = np.column_stack([terms, seconds, expected]) / expected[:, None]
-        weights = self._weight * (1 + 1 / _MEMORY) ** np.arange(1, len(rows) + 1)
-        np.add.at(self._sums, cells, weights[:, None, None] * rows[:, :, None] * rows[:, None])
-        self._weight = float(weights[-1])
-        if self._weight > 1e9:
-            self._sums /= self._weight
-            self._weight = 1.0
+        errors = np.square(terms @ self._all_costs.T / seconds[:, None] - 1).mean(axis=0)
+        kept = (1 - ERROR_WEIGHT) ** len(rows)
+        self._errors += (1 - kept) * (errors - self._errors)
+        products, ages = rows[:, :, None] * rows[:, None], np.arange(1, len(rows) + 1)
+        for i, memory in enumerate(_MEMORIES):
+            weights = self._weights[i] * (1 + 1 / memory) ** ages
+            np.add.at(self._all_sums[i], cells, weights[:, None, None] * products)
+            self._weights[i] = weights[-1]
+            if weights[-1] > 1e9:
+                self._all_sums[i] /= weights[-1]
+                self._weights[i] = 1.0
 
     def drawn(self, before: StepProfile) -> StepProfile:
         """Return the profile, with memory and drafters of the one before."""
         self._add_new()
-        self._costs = self._fitted()
+        self._all_costs = np.array([_fitted(sums.sum(axis=0)) for sums in self._all_sums])
+        long, short = self._errors
+        self._best = int(short < CLEARLY * long)
+        self._costs, self._sums = self._all_costs[self._best], self._all_sums[self._best]
         per_decode, per_kv_token, per_context = self._costs[2:5].tolist()
         counts, deviations = self._stairs()
         line = self._line(counts) * (1 + deviations)
@@ -115,21 +129,6 @@ class LearnedProfile:
             seconds = seconds + cost * np.maximum(0, counts - kink)
         return np.asarray(seconds)
 
-    def _fitted(self) -> FloatArray:
-        """Return the seconds of each term, [_NUM_TERMS]."""
-        # Importing SciPy takes 0.3 s, and most engines know their profile.
-        from scipy.optimize import nnls
-
-        sums = self._sums.sum(axis=0)
-        terms, right = sums[:_NUM_TERMS, :_NUM_TERMS], sums[:_NUM_TERMS, _SECONDS]
-        squares = np.diagonal(terms)
-        sizes = np.sqrt(np.where(squares > 0, squares, 1.0))
-        scaled = terms / np.outer(sizes, sizes) + _RIDGE * np.eye(_NUM_TERMS)
-        root = np.linalg.cholesky(scaled)
-        found, _ = nnls(root.T, np.linalg.solve(root, right / sizes))
-        costs: FloatArray = found / sizes
-        return costs
-
     def _stairs(self) -> tuple[FloatArray, FloatArray]:
         """Return the sizes that are clearly off the line, with neighbours, and by which share."""
         sums = self._sums[self._sums[:, _COUNT, _COUNT] > 0]
@@ -137,7 +136,7 @@ class LearnedProfile:
         weights = sums[:, _COUNT, _COUNT]
         means = sums[:, :_COUNT, _COUNT] @ off / weights
         squares = np.einsum("i,cij,j->c", off, sums[:, :_COUNT, :_COUNT], off) / weights
-        is_stair = clear_stairs(means, squares, weights / self._weight)
+        is_stair = clear_stairs(means, squares, weights / self._weights[self._best])
         # Share of the table's part of the seconds.
         counts = sums[:, 1, _COUNT] / sums[:, 0, _COUNT]
         line = self._line(counts)
@@ -145,6 +144,21 @@ class LearnedProfile:
         deviations = np.where(is_stair, means * expected / np.maximum(line, 1e-12), 0.0)
         beside = with_neighbours(is_stair)
         return counts[beside], np.maximum(deviations[beside], -0.9)
+
+
+def _fitted(sums: FloatArray) -> FloatArray:
+    """Return the seconds of each term, [_NUM_TERMS]."""
+    # Importing SciPy takes 0.3 s, and most engines know their profile.
+    from scipy.optimize import nnls
+
+    terms, right = sums[:_NUM_TERMS, :_NUM_TERMS], sums[:_NUM_TERMS, _SECONDS]
+    squares = np.diagonal(terms)
+    sizes = np.sqrt(np.where(squares > 0, squares, 1.0))
+    scaled = terms / np.outer(sizes, sizes) + _RIDGE * np.eye(_NUM_TERMS)
+    root = np.linalg.cholesky(scaled)
+    found, _ = nnls(root.T, np.linalg.solve(root, right / sizes))
+    costs: FloatArray = found / sizes
+    return costs
 
 
 def _terms(work: StepWork) -> tuple[float, ...]:

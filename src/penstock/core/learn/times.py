@@ -5,77 +5,57 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from penstock.core.learn.curve import StepTimeCurve
 from penstock.core.learn.links import LinkTimes
-from penstock.core.learn.profile import LearnedProfile
+from penstock.core.learn.running import RunningMean
 from penstock.core.learn.saved import number, numbers
+from penstock.core.learn.step_time import StepTime
 from penstock.core.state import Drafter
 from penstock.core.types import TARGET, DraftTime, StepPlan, StepResult, Verdict
-from penstock.fluid.step_profile import (
-    UNKNOWN,
-    DrafterProfile,
-    StepProfile,
-    StepTimeCurve,
-    StepWork,
-)
+from penstock.fluid.step_profile import DrafterProfile, StepProfile, StepWork
 
 FloatArray = npt.NDArray[np.float64]
 Seconds = TypeVar("Seconds", float, npt.NDArray[np.float64])
 
-_CATCH_UP_WEIGHT = 0.1  # weight of a measured catch-up; weights are chosen by hand
+_START_WEIGHT = 0.1  # weight of a draft in its start
 _MIN_CATCH_UP_TOKENS = 16  # tokens a request from which on a catch-up measures reading
-_STEPS_WEIGHT = 0.02  # weight of a step in errors of predictions
 _MOST_READING = 0.3  # share of a drafter's time up to which its reading is subtracted
 _USUALLY_UNREAD = 2  # tokens a request after a round
 _MOST_OVERHEAD_S = 2e-3  # longer gaps are a lack of work
 _DRAFT_ENDS = 8  # of the latest drafts made beside the target; a step waits for few of them
-_OVERHEAD_WEIGHT = 0.02  # least weight of a pause
-_SHIFT_WEIGHT = 0.05  # weight of a step in the profile's shift, and in the seconds of drafting
-_LONGEST_REDRAW = 64
-"""Longest interval of steps between two fits of a learned profile: 1, 2, 4, ... at first."""
-_FOLLOWED = 64  # steps between two fits of a profile of rows
+_TRUSTED_ROUNDS = 16  # rounds that their prediction counts for
+_MOST_PACE = 4.0  # most that a round may count over its prediction
+_SURE = 2.0  # standard errors beyond which a difference is no chance
+_FADING = 2e-4  # share a round by which bad experience with drafts beside fades
 _DRAFT_OVERHEAD_DECAY = 0.999
 """Decay of the drafts' part of the host's time per step without one: half is left after 700."""
-
-
-@dataclass(slots=True)
-class _Mean:
-    """Mean of all measurements while they are few, then of the latest ones."""
-
-    seconds: float = 0.0
-    num: int = 0
-
-    def add_seconds(self, seconds: float) -> None:
-        self.num += 1
-        self.seconds += max(_OVERHEAD_WEIGHT, 1 / self.num) * (seconds - self.seconds)
 
 
 class Times:
     """Model of time: the target's step, drafters' steps and reading, draft servers, and the host.
 
-    profile: of the target's step by its work, with a measured `shift`; learns_profile: it is fitted
-    to steps. target: the step's seconds by its rows, as measured. overhead: host's seconds between
-    two consecutive steps; draft_overhead: more if drafts are made inside the step. drafting: mean
-    seconds that drafts add to a decoding step."""
+    target: its step. overhead: host's seconds between two consecutive steps; draft_overhead: more
+    if drafts are made inside the step. drafting: mean seconds that drafts add to a decoding step.
+    Every mean chooses its own memory."""
 
     def __init__(self, profile: StepProfile, links: LinkTimes) -> None:
-        self.profile = profile
-        self.learns_profile = False
-        self._follows_rows = False
-        self.shift = 0.0
-        self.target = StepTimeCurve()
-        self._curve_error = self._profile_error = 0.0  # mean relative ones, of steps predicted
+        self.target = StepTime(profile)
         self.overhead = 0.0
         self.draft_overhead = 0.0
-        self.drafting = 0.0
+        self._drafting = RunningMean()
+        self._pace = {
+            beside: RunningMean(1.0, _TRUSTED_ROUNDS)  # measured over predicted seconds of rounds
+            for beside in (False, True)
+        }
         self._links = links
         self._by_drafter: defaultdict[str, StepTimeCurve] = defaultdict(StepTimeCurve)
-        self._catch_up: dict[str, float] = {}
+        self._starts: dict[str, float] = {}
+        self._catch_up: defaultdict[str, RunningMean] = defaultdict(RunningMean)
         self._doubtful: set[str] = set()
         self._last_end = math.inf
         self._gap = -math.inf
@@ -83,48 +63,74 @@ class Times:
         self._may_wait = False
         self._draft_ends: deque[float] = deque(maxlen=_DRAFT_ENDS)
         self._waited = 0.0
-        self._last_work: tuple[int, int, int] = (0, 0, 0)
-        self._learned = LearnedProfile()
-        self._num_steps, self._redraw_at = 0, 1
-        self._plain_pause = _Mean()
-        self._drafting_pause = _Mean()
+        self._plain_pause, self._drafting_pause = RunningMean(), RunningMean()
 
     # --- what policies ask ----------------------------------------------------------------------
 
+    @property
+    def profile(self) -> StepProfile:
+        """Profile of the target's step by its work; steps exceed it by `shift`."""
+        return self.target.profile
+
+    @profile.setter
+    def profile(self, profile: StepProfile) -> None:
+        self.target.profile = profile
+
+    @property
+    def shift(self) -> float:
+        return self.target.shift
+
+    @property
+    def drafting(self) -> float:
+        return self._drafting.value
+
     def step_seconds(self, work: StepWork) -> float:
         """Return the seconds of a target step, the host's part included."""
-        return max(1e-6, self.profile.seconds(work) + self.shift)
+        return self.target.seconds(work, self.overhead)
 
     def added(self, num_rows: int, rows: FloatArray | npt.NDArray[np.int64]) -> FloatArray:
-        """Return the seconds by which steps of so many `rows` exceed one of `num_rows`.
+        """Return the seconds by which steps of so many `rows` exceed one of `num_rows`."""
+        return self.target.added(num_rows, rows)
 
-        By a profile that tells rows from attention, if it predicts steps no worse than the curve by
-        rows does, which mixes long prompts with many requests, but cannot be wrong for long."""
-        is_own = self.profile is UNKNOWN or (self._follows_rows and not self.learns_profile)
-        if is_own or self._curve_error < self._profile_error:
-            return self.target.at(rows) - self.target(num_rows)
-        added = self.profile.linear_at(rows) - self.profile.linear(num_rows)
-        # What is learned is noisy, or hoped for: less could be more than all of a short step.
-        return np.maximum(added, 0.0) if self.learns_profile else added
+    @property
+    def slower_beside(self) -> float:
+        """Factor by which rounds with drafts beside exceed their prediction more than others do.
+
+        1 where it may be chance."""
+        inside, beside = self._pace[False], self._pace[True]
+        slower = beside.value / inside.value
+        error = math.hypot(inside.standard_error, beside.standard_error)
+        return slower if slower > 1 + _SURE * error else 1.0
+
+    def note_round(self, pace: float, *, beside: bool) -> None:
+        """Take in the measured over the predicted seconds of a round."""
+        known = self._pace
+        known[beside].add(min(pace, _MOST_PACE))
+        if not beside:
+            known[True].move(_FADING * (known[False].value - known[True].value))
 
     def draft_seconds(self, drafter: str, batch: int, num_tokens: int) -> float:
         """Return the seconds of drafts for a batch, of this machine or a draft server."""
         curve = self._by_drafter.get(drafter)
         if curve is not None and not curve.is_empty:
-            return num_tokens * curve(batch)
+            return num_tokens * curve(batch) + self.start_of(drafter) * (num_tokens > 0)
         return self._links.seconds(drafter, num_tokens)
 
     def curve_of(self, drafter: str) -> StepTimeCurve:
         """Return seconds of one drafting step by its batch; empty while not measured."""
         return self._by_drafter[drafter]
 
+    def start_of(self, drafter: str) -> float:
+        """Return the seconds of a draft beyond its steps, as for finding the text's own tokens."""
+        return max(0.0, self._starts.get(drafter, 0.0))
+
     def catch_up_of(self, drafter: str) -> float:
         """Return the seconds per token of verified text that it reads; 0 while not measured."""
-        return self._catch_up.get(drafter, 0.0)
+        known = self._catch_up.get(drafter)
+        return 0.0 if known is None else known.value
 
     def note_catch_up(self, drafter: str, seconds_per_token: float) -> None:
-        known = self._catch_up.setdefault(drafter, seconds_per_token)
-        self._catch_up[drafter] = known + _CATCH_UP_WEIGHT * (seconds_per_token - known)
+        self._catch_up[drafter].add(seconds_per_token)
 
     def doubt(self, drafter: str) -> None:
         """Mark a drafter's times as guesses, which shorter times replace."""
@@ -142,30 +148,18 @@ class Times:
         """Seconds between the last two target steps; not finite before the second."""
         return self._gap
 
-    def use_measured_profile(self, kv_tokens: int) -> None:
-        """Use a profile of the target's measured steps by rows, and refit it later."""
-        self._follows_rows = True
-        drafters = self.profile.drafters
-        self.profile = StepProfile("measured", kv_tokens, (0,), (0.0,), drafters=drafters)
-        self._draw_rows()
-
     def add_together(self, drafter: str, slowdown: float, target_slowdown: float) -> None:
         """Add a measured drafter to the profile, with slowdowns as in `DrafterProfile`."""
         steps = {round(batch): seconds for batch, seconds in self.curve_of(drafter).points()}
-        added = DrafterProfile(
-            drafter,
-            tuple(steps),
-            tuple(steps.values()),
-            self.catch_up_of(drafter),
-            slowdown,
-            target_slowdown,
-        )
-        self.profile = replace(self.profile, drafters=(*self.profile.drafters, added))
-
-    def _draw_rows(self) -> None:
-        by_rows = {round(rows): seconds for rows, seconds in self.target.points()}
-        self.profile = replace(
-            self.profile, token_counts=tuple(by_rows), token_seconds=tuple(by_rows.values())
+        self.target.add_drafter(
+            DrafterProfile(
+                drafter,
+                tuple(steps),
+                tuple(steps.values()),
+                self.catch_up_of(drafter),
+                slowdown,
+                target_slowdown,
+            )
         )
 
     # --- between two runs -----------------------------------------------------------------------
@@ -176,7 +170,7 @@ class Times:
         return {
             "target": self.target.points(),
             "drafters": {name: curve.points() for name, curve in drafters},
-            "catch_up": {**self._catch_up},
+            "catch_up": {name: mean.value for name, mean in self._catch_up.items()},
             "together": {d.name: [d.slowdown, d.target_slowdown] for d in self.profile.drafters},
             "drafting": self.drafting,
         }
@@ -187,10 +181,11 @@ class Times:
         for curve, points in ((self.target, state["target"]), *drafters):
             for point in points:
                 curve.add_measurement(*numbers(point))
-        self._catch_up |= {name: number(seconds) for name, seconds in state["catch_up"].items()}
+        for name, seconds in state["catch_up"].items():
+            self.note_catch_up(name, number(seconds))
         for name, slowdowns in state["together"].items():
             self.add_together(name, *numbers(slowdowns))
-        self.drafting = number(state["drafting"])
+        self._drafting.add(number(state["drafting"]))
         self.doubt_all()
 
     # --- learning -------------------------------------------------------------------------------
@@ -212,45 +207,13 @@ class Times:
             work = result.work
             if work is None:
                 return
-            seconds = result.work_seconds + (0.0 if may_wait else self._last_gap)
-            self._compare(work, result.work_seconds)
-            if self.learns_profile:
-                self._learn_profile(work, seconds)
-            elif self._follows_rows:
-                self._follow_rows(result, work)
-            # Equal steps teach nothing new: a run may be reported one by one or at once.
-            composition = (work.num_prefill_tokens, work.num_decodes, work.num_draft_tokens)
-            if composition != self._last_work:
-                self._last_work = composition
-                self.shift += _SHIFT_WEIGHT * (seconds - self.profile.seconds(work) - self.shift)
-
-    def _compare(self, work: StepWork, seconds: float) -> None:
-        """Note how well the curve and the profile, unshifted, predicted a step."""
-        if seconds > 0:
-            curve = abs(self.target(work.num_positions) / seconds - 1)
-            profile = abs(self.profile.seconds(work) / seconds - 1)
-            self._curve_error += _STEPS_WEIGHT * (curve - self._curve_error)
-            self._profile_error += _STEPS_WEIGHT * (profile - self._profile_error)
+            self.target.add_step(work, result.work_seconds, 0.0 if may_wait else self._last_gap)
+            if self.target.follows_rows:
+                self._observe_rows(result)
 
     def draft_ended(self, now: float) -> None:
         """Note that a draft made beside the target has come: until then a step may have waited."""
         self._draft_ends.append(now)
-
-    def _learn_profile(self, work: StepWork, seconds: float) -> None:
-        self._learned.add_step(work, seconds)
-        self._num_steps += 1
-        if self._num_steps >= self._redraw_at:
-            self._redraw_at += min(self._redraw_at, _LONGEST_REDRAW)
-            self.profile = self._learned.drawn(self.profile)
-            self.shift = 0.0
-
-    def _follow_rows(self, result: StepResult, work: StepWork) -> None:
-        self._observe_rows(result)
-        self._num_steps += 1
-        if self._num_steps % _FOLLOWED == 0:
-            before = self.profile.seconds(work)
-            self._draw_rows()
-            self.shift += before - self.profile.seconds(work)
 
     def _observe_rows(self, result: StepResult) -> None:
         if result.num_rows:
@@ -262,13 +225,15 @@ class Times:
         if result.lane == TARGET:
             if self._gap - self._waited < _MOST_OVERHEAD_S:
                 self._observe_overhead(result)
-            if not self._follows_rows:
+            if not self.target.follows_rows:
                 self._observe_rows(result)
             work = result.work
             if work is not None and work.num_decodes:
-                beyond = self.profile.seconds(work)
-                beyond -= self.profile.seconds(work._replace(num_draft_tokens=0))
-                self.drafting += _SHIFT_WEIGHT * (result.phases.draft + beyond - self.drafting)
+                added, linear = result.phases.draft, self.target.profile.linear
+                if work.num_draft_tokens:
+                    rows = work.num_positions
+                    added += linear(rows) - linear(rows - work.num_draft_tokens)
+                self._drafting.add(added)
         for timed in result.draft_times:
             # A long catch-up is prefill and says nothing about the price of a draft token.
             if timed.num_catch_up_tokens > _MIN_CATCH_UP_TOKENS * timed.batch:
@@ -279,8 +244,21 @@ class Times:
                 beyond = max(0, timed.num_catch_up_tokens - _USUALLY_UNREAD * timed.batch)
                 reading = beyond * self.catch_up_of(timed.drafter)
                 if reading <= _MOST_READING * timed.seconds:
-                    drafting = (timed.seconds - reading) / timed.steps
-                    self.curve_of(timed.drafter).add_measurement(timed.batch, drafting)
+                    self._observe_steps(timed, timed.seconds - reading)
+
+    def _observe_steps(self, timed: DraftTime, seconds: float) -> None:
+        """Take in a draft: one step says what the start takes, and several what each does."""
+        name, curve = timed.drafter, self.curve_of(timed.drafter)
+        start, step = self._starts.get(name, 0.0), curve(timed.batch)
+        if timed.steps == 1 and not curve.is_empty:
+            self._starts[name] = start + _START_WEIGHT * (seconds - step - start)
+            return
+        expected = max(0.0, start) + timed.steps * step
+        if start > 0 and seconds < expected:
+            # Which of the two takes less is unknown: both change in proportion.
+            weight = 1.0 if name in self._doubtful else _START_WEIGHT
+            start = self._starts[name] = start * (1 - weight * (1 - seconds / expected))
+        curve.add_measurement(timed.batch, max(0.0, seconds - max(0.0, start)) / timed.steps)
 
     def _observe_reading(self, timed: DraftTime) -> None:
         """Take in a drafter's step that was mostly reading."""
@@ -291,7 +269,7 @@ class Times:
         if name in self._doubtful and timed.seconds < expected:
             # Which of the two takes less is unknown: both change in proportion.
             share = timed.seconds / expected
-            self._catch_up[name] = share * known
+            self._catch_up[name].restart(share * known, 1)
             if timed.steps:
                 curve.add_measurement(timed.batch, share * step)
         else:
@@ -306,18 +284,18 @@ class Times:
             # round drafts there is hardly another step without drafts.
             return
         pause = self._gap - self._waited + result.phases.other
-        has_drafts = any(t.steps for t in result.draft_times)
+        has_drafts = bool(result.draft_times) and any(t.steps for t in result.draft_times)
         if has_drafts:
             pause += result.phases.draft - sum(t.seconds for t in result.draft_times)
         if not 0 <= pause < _MOST_OVERHEAD_S:
             return
         plain, drafting = self._plain_pause, self._drafting_pause
-        (drafting if has_drafts else plain).add_seconds(pause)
-        if not has_drafts:
+        (drafting if has_drafts else plain).add(pause)
+        if drafting.num and not has_drafts:
             # What is not measured any more must not prevent drafts for good.
-            drafting.seconds -= (1 - _DRAFT_OVERHEAD_DECAY) * (drafting.seconds - plain.seconds)
-        self.overhead = (plain if plain.num else drafting).seconds
-        self.draft_overhead = max(0.0, drafting.seconds - self.overhead) if drafting.num else 0.0
+            drafting.move((1 - _DRAFT_OVERHEAD_DECAY) * (plain.value - drafting.value))
+        self.overhead = (plain if plain.num else drafting).value
+        self.draft_overhead = max(0.0, drafting.value - self.overhead) if drafting.num else 0.0
 
 
 def step_work(plan: StepPlan, verdicts: Sequence[Verdict] | None = None) -> StepWork:

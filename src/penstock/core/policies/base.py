@@ -158,8 +158,6 @@ class AdmissionPolicy(Policy, ABC):
     """Composes the target's step: schedules, admits and preempts. Only `compose` is required."""
 
     name: ClassVar[str]
-    cuts_prompts: bool = True
-    """False if a step must have room for all of a prompt."""
     may_idle: bool = False
     """True if it may leave requests waiting forever, as a paper's exact rule may.
 
@@ -243,7 +241,7 @@ class SelectionPolicy(Policy, ABC):
 
 def usable(drafters: Mapping[str, Drafter]) -> dict[str, Drafter]:
     """Return the drafters that can take a request now."""
-    return {n: d for n, d in drafters.items() if d.up and not d.silent}
+    return {n: d for n, d in drafters.items() if d.is_up}
 
 
 class AllocationPolicy(Policy, ABC):

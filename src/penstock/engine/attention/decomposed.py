@@ -16,7 +16,7 @@ import torch
 from penstock.engine.gather import Gathered, IntArray, KVGather, by_kind, seen
 from penstock.engine.kv_cache import PagedKVCache
 from penstock.engine.runner import RaggedBatch
-from penstock.fluid.packing import AttentionCost, Decomposition, best_decomposition, decompose
+from penstock.fluid.packing import AttentionCost, Decomposition, best_decomposition
 
 Planner = Callable[[list[int], int], Decomposition]
 
@@ -144,11 +144,6 @@ class DecomposedAttention:
         slot[at] = plan.slot[piece]
         cache_slots[at] = self.gather.slots(batch, seqs[plan.request[piece]], position[at])
         return cache_slots, position, slot
-
-
-def as_many_rows(lengths: list[int], window: int) -> Decomposition:
-    """Plan as many rows B as requests: Spin's setting (section V-A)."""
-    return decompose(lengths, len(lengths))
 
 
 def merge(partials: Partials, targets: torch.Tensor, num_rows: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from penstock.engine.models.checkpoint import Tensors
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.families import FAMILIES
 from penstock.engine.models.formats import open_checkpoint
-from penstock.engine.models.quantized import Stored, Weight
+from penstock.engine.models.quantized import QuantizedMatrix, Stored, Weight
 
 _log = logging.getLogger(__name__)
 
@@ -102,7 +102,8 @@ def stored_weights(
 
     They stay in the mapped file, except for reordered rows; the pages read are released at the end.
     A tensor stacked from several of which one is quantised is a tuple. Other formats are widened,
-    with a warning. Raises as `load_weights`."""
+    with a warning, and so are experts' matrices that do not share one. Raises as
+    `load_weights`."""
     widened: set[str] = set()
     with open_checkpoint(path).tensors() as tensors:
         specs = specs_in(tensors, config)
@@ -225,23 +226,39 @@ def _stored(
     kinds: Collection[str],
     widened: set[str],
 ) -> Weight:
-    """widened: receives the block formats that are not among `kinds`."""
+    """widened: receives the formats that the kernels do not read."""
     # Rows of several sources are reordered once they are concatenated.
     is_ordered = len(spec.sources) == 1 or config.rope.partial_rotary_factor == 1
     plain = len(spec.shape) > 1 and is_ordered and not spec.stays_float32
-    parts = [tensors.quantized(*source) for source in spec.sources] if plain else []
-    widened.update(part.kind for part in parts if part is not None and part.kind not in kinds)
-    if not any(part is not None and part.kind in kinds for part in parts):
+    found = [tensors.quantized(*source) for source in spec.sources] if plain else []
+    widened.update(part.kind for part in found if part is not None and part.kind not in kinds)
+    parts = [part if part is not None and part.kind in kinds else None for part in found]
+    if len(spec.shape) > 2:
+        _widen_mixed(parts, len(parts) // spec.shape[0], widened)
+    if not any(parts):
         return _arranged(config, spec, _assemble(tensors, spec, dtype))
     stored: list[Stored] = []
     for (name, shape), part in zip(spec.sources, parts, strict=True):
-        if part is None or part.kind not in kinds:
+        if part is None:
             values = torch.empty(shape, dtype=dtype)
             tensors.read(name, values)
             stored.append(values)
         else:
             stored.append(replace(part, data=_arranged(config, spec, part.data)))
     return tuple(stored) if len(stored) > 1 else stored[0]
+
+
+def _widen_mixed(
+    parts: list[QuantizedMatrix | None], num_per_expert: int, widened: set[str]
+) -> None:
+    """Set to None the matrices of the same use whose format is not the same in all experts.
+
+    The kernels read one matrix of all experts, in one format."""
+    for use in range(num_per_expert):
+        kinds = {"float" if part is None else part.kind for part in parts[use::num_per_expert]}
+        if len(kinds) > 1:
+            widened.add(" with ".join(sorted(kinds)))
+            parts[use::num_per_expert] = [None] * (len(parts) // num_per_expert)
 
 
 def _arranged(config: DecoderConfig, spec: WeightSpec, tensor: torch.Tensor) -> torch.Tensor:

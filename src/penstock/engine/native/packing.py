@@ -173,29 +173,20 @@ class PackedMatrix:
 def stacked_rows(weight: Weight, sizes: Sequence[int]) -> list[Rows]:
     """Cut `weight` (matrices stacked along rows) into pieces of `sizes` rows, per expert.
 
-    Returns the first pieces of all experts as one, then the second ones, and so on. Those of
-    several kinds are converted to float32."""
+    Returns the first pieces of all experts as one, then the second ones, and so on; each has one
+    kind."""
     parts = weight if isinstance(weight, tuple) else (weight,)
     stored = [Rows.from_stored(part) for part in parts]
+    addresses = np.concatenate([rows.addresses for rows in stored])
     part_of = np.repeat(np.arange(len(stored)), [rows.addresses.size for rows in stored])
     piece_of = np.resize(np.repeat(np.arange(len(sizes)), sizes), part_of.size)
     pieces = []
     for piece in range(len(sizes)):
         is_own = piece_of == piece
-        found, of_all = [stored[part] for part in np.unique(part_of[is_own])], stored
-        if len({rows.kind for rows in found}) > 1:
-            found = of_all = [Rows.from_stored(_widened(weight))]
-        addresses = np.concatenate([rows.addresses for rows in of_all])[is_own]
+        found = [stored[part] for part in np.unique(part_of[is_own])]
         owners = tuple(owner for rows in found for owner in rows.owners)
-        pieces.append(replace(found[0], addresses=addresses, owners=owners))
+        pieces.append(replace(found[0], addresses=addresses[is_own], owners=owners))
     return pieces
-
-
-def _widened(weight: Weight) -> torch.Tensor:
-    """Return a matrix in float32, also of parts."""
-    if isinstance(weight, tuple):
-        return torch.cat([_widened(part) for part in weight])
-    return weight.dequantize() if isinstance(weight, QuantizedMatrix) else weight.float()
 
 
 class Packer:

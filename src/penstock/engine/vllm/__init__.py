@@ -1,22 +1,13 @@
-"""vLLM as the target's engine, and Penstock's policies in vLLM's own server."""
+"""vLLM as the target's engine."""
 
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 from penstock.config import ConfigError
 
 VERSIONS = ("0.32", "0.33")
 """Versions of the extra `vllm`: the interface below vLLM's server is not public and changes."""
-
-
-def make_scheduler(**settings: Any) -> Any:
-    """Scheduler for `vllm serve --scheduler-cls`. Raises: ConfigError."""
-    check_installed()
-    from penstock.engine.vllm.plugin import make_guided_scheduler
-
-    return make_guided_scheduler(**settings)
 
 
 def check_installed() -> None:

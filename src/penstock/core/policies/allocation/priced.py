@@ -40,7 +40,7 @@ from penstock.core.policies.allocation.parts.values import TokenValues
 from penstock.core.policies.base import AllocationPolicy, DraftCandidate, Gauges, View
 from penstock.core.policies.declared import Gauge, LimitOptions
 from penstock.core.policies.options import MaxDraftTokens, NonNegativeFloat
-from penstock.core.state import NO_DRAFT, Grant, Outcome
+from penstock.core.state import NO_DRAFT, DrafterKind, Grant, Outcome
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -307,8 +307,9 @@ class _Offers:
         for candidate in self._candidates:
             drafter = candidate.drafter or ""
             batch = max(1, loads.get(drafter, 1))
-            starts.append(times.draft_seconds(drafter, batch, 0))
-            each.append(times.draft_seconds(drafter, batch, 1) - starts[-1])
+            first, second = (times.draft_seconds(drafter, batch, n) for n in (1, 2))
+            starts.append(2 * first - second)
+            each.append(second - first)
             at_hand.append(candidate.num_at_hand)
         owners, places = self.owners, self._places
         ready = np.array(starts)[owners] + np.array(each)[owners] * places
@@ -329,6 +330,7 @@ class _Offers:
             else:
                 batch = (own & (self._places == 1)).cumsum(axis=1)
                 inside += longest * times.curve_of(group.drafter).at(batch)
+                inside += times.start_of(group.drafter) * (longest > 0)
         num_rows = view.room.num_rows
         each = np.where(self.is_looked_up, 1.0, self._found[self.owners])
         rows = num_rows + (bought * each).cumsum(axis=1)
@@ -374,7 +376,7 @@ class _Offers:
         self._rate = rate
         names = {c.drafter for c in self._candidates if c.drafter is not None}
         self._token_s = {n: float(max(0.0, row + times.curve_of(n)(num) / num)) for n in names}
-        stopping = {n for n, d in self._view.drafters.items() if d.stops_early}
+        stopping = {n for n, d in self._view.drafters.items() if d.kind is DrafterKind.ENDING}
         grants = []
         for i, (candidate, worth) in enumerate(
             zip(self._candidates, self._worth.tolist(), strict=True)

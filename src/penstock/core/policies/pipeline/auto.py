@@ -28,12 +28,6 @@ from penstock.core.types import StepResult
 _MIN_CHANGED_SHARE = 0.1
 """Share of the batch that must have come, gone or changed drafters for a new decision."""
 _LENGTH_WEIGHT = 0.1  # of a draft in the mean draft length
-_PACE_WEIGHT = 0.05  # of a step in the pace
-_MOST_PACE = 4.0  # most that a step may count over its prediction
-_TOLERATED = 1.1  # lanes slower than predicted by less are not corrected
-_FADING = 2e-4  # share a step by which bad experience with lanes fades
-_HOST_WEIGHT = 0.1  # weight of a step in the host's mean time
-_MOST_HOST_S = 2e-3  # A longer gap between two steps is not the host's work
 _DECIDE_EVERY_STEPS = 64  # steps to the next decision if nothing changed
 
 
@@ -42,7 +36,7 @@ class Auto(Pipeline):
 
     num: 0: local drafters draft inside the target's step; 1: beside it, as draft servers always do;
     the target waits as in `async`. More: micro-batches, not with draft servers. The prediction of
-    lanes is corrected by the pace of their steps."""
+    lanes is corrected by what their rounds took."""
 
     name: ClassVar[str] = "auto"
 
@@ -59,11 +53,8 @@ class Auto(Pipeline):
         self._lengths: dict[str, float] = {}
         self._decided: dict[str, float] = {}
         self._num_steps = 0
-        self._host = 0.0
         self._last_end = math.inf
         self._predicted = 0.0
-        self._pace = {False: 1.0, True: 1.0}
-        """Measured over predicted seconds, without lanes and with them."""
 
     @property
     def drafts_beside(self) -> bool:
@@ -88,7 +79,7 @@ class Auto(Pipeline):
             return
         self._num_steps += 1
         running = list(running)
-        self._learn_times(result, is_idle=not running)
+        self._compare(result, view, is_idle=not running)
         drafter_of = {s.request.id: s.drafter for s in running if s.num_output_tokens > 1}
         for verdict in result.verdicts:
             drafter = verdict.drafter or drafter_of.get(verdict.request_id)
@@ -101,22 +92,17 @@ class Auto(Pipeline):
         positions = {n: num * (1 + self._lengths[n]) for n, num in loads.items() if n is not None}
         if positions and self._has_changed(positions):
             self._decided, self._num_steps = positions, 0
-            work = round_of(drafting, view.drafters, view.learn, self._lengths, self._host)
-            self._decide(work)
+            work = round_of(drafting, view.drafters, view.learn, self._lengths)
+            self._decide(work, view.learn.times.slower_beside)
 
-    def _learn_times(self, result: StepResult, *, is_idle: bool) -> None:
-        """Learn the host's seconds before a step, and how far steps exceed their prediction."""
-        gap, since = result.started_at - self._last_end, result.finished_at - self._last_end
+    def _compare(self, result: StepResult, view: View, *, is_idle: bool) -> None:
+        """Note how far a step, with the time before it, exceeds its prediction."""
+        since = result.finished_at - self._last_end
         self._last_end = math.inf if is_idle else result.finished_at
-        if not self.num and gap >= 0:
-            self._host += _HOST_WEIGHT * (min(gap, _MOST_HOST_S) - self._host)
         predicted = len(result.verdicts) * self._predicted
         has_prompt = result.work is not None and result.work.num_prefill_tokens
         if since > 0 and predicted and not has_prompt:
-            pace, beside = self._pace, self.num > 0
-            pace[beside] += _PACE_WEIGHT * (min(since / predicted, _MOST_PACE) - pace[beside])
-            if not beside:
-                pace[True] += _FADING * (pace[False] - pace[True])
+            view.learn.times.note_round(since / predicted, beside=self.num > 0)
 
     def _has_changed(self, positions: Mapping[str, float]) -> bool:
         """Return whether drafters' `positions` in a verification have changed enough to decide."""
@@ -127,7 +113,7 @@ class Auto(Pipeline):
             or self._num_steps >= _DECIDE_EVERY_STEPS
         )
 
-    def _decide(self, work: Round) -> None:
+    def _decide(self, work: Round, worse: float) -> None:
         """Keep the present number, unless another is better by more than noise, or none as good."""
         if self.options.drop is not None:
             largest = min(MOST_MICRO_BATCHES, max(work.batches))
@@ -136,11 +122,10 @@ class Auto(Pipeline):
         batch = sum(work.batches)
         has_servers = any(lane.beside for lane in work.lanes)
         most = 1 if has_servers else max(1, min(MOST_MICRO_BATCHES, batch))
-        worse = self._pace[True] / self._pace[False]
 
         def seconds(num: int) -> float:
             alone = cycle_seconds(work, num)
-            return alone * worse if num and worse > _TOLERATED else alone
+            return alone * worse if num else alone
 
         is_inside = self.num == 0
         best = best_num(seconds, most, MIN_GAIN if is_inside else 0.0)

@@ -21,7 +21,7 @@ class Single(SelectionPolicy):
 
     def select(self, states: Sequence[RequestState], view: View) -> dict[str, str | None]:
         wanted = self.options.drafter
-        if wanted is None and not any(d.remote for d in view.drafters.values()):
+        if wanted is None and not any(d.is_remote for d in view.drafters.values()):
             first = next(iter(view.drafters.values()), None)
             wanted = None if first is None else first.model or first.name
         open_to = usable(view.drafters)

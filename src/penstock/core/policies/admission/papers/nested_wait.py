@@ -37,7 +37,6 @@ class NestedWait(AdmissionPolicy):
         Gauge("segment_threshold", "Nested WAIT: requests at a stage of a segment.", "segment"),
         Gauge("segment_end", "Nested WAIT: output tokens at which a segment ends.", "segment"),
     )
-    cuts_prompts = False
 
     @dataclass(frozen=True, slots=True)
     class Options:
@@ -57,7 +56,6 @@ class NestedWait(AdmissionPolicy):
     def __init__(self, options: Options) -> None:
         super().__init__(options)
         self.may_idle = not options.gated
-        self.cuts_prompts = options.gated
         # The papers have no drafts.
         self.token_budget = options.max_num_batched_tokens if options.gated else 0
         thresholds = options.thresholds or (1.0,) * len(options.segment_ends)

@@ -29,7 +29,6 @@ class Wait(AdmissionPolicy):
     name: ClassVar[str] = "wait"
     limits = LimitOptions(token_budget="max_num_batched_tokens")
     thresholds = ThresholdOptions("type", "output_lens", "thresholds", "gated")
-    cuts_prompts = False
 
     @dataclass(frozen=True, slots=True)
     class Options:
@@ -44,7 +43,6 @@ class Wait(AdmissionPolicy):
     def __init__(self, options: Options) -> None:
         super().__init__(options)
         self.may_idle = not options.gated
-        self.cuts_prompts = options.gated
         # The papers have no drafts.
         self.token_budget = options.max_num_batched_tokens if options.gated else 0
         self._gates = [Gate(n, _expected) for n in options.thresholds]

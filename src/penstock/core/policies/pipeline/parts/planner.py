@@ -146,7 +146,6 @@ def round_of(
     drafters: Mapping[str, Drafter],
     learn: Estimators,
     lengths: Mapping[str, float],
-    host: float,
 ) -> Round:
     """Return the costs of one round, by draft `lengths` of each drafter."""
     batches: dict[str, int] = {}
@@ -164,12 +163,12 @@ def round_of(
         return learn.times.profile.seconds(work)
 
     lanes = [_lane(drafters[name], n, lengths[name], learn) for name, n in batches.items()]
-    return Round(tuple(lanes), verify, host)
+    return Round(tuple(lanes), verify, learn.times.overhead)
 
 
 def _lane(drafter: Drafter, batch: int, length: float, learn: Estimators) -> Lane:
     """Return a drafter's lane; without a profile it counts as sharing the target's core."""
-    if drafter.remote:
+    if drafter.is_remote:
         seconds = learn.links.seconds(drafter.name, round(length))
         return Lane(batch, lambda n: seconds, beside=True)
     profiles = learn.times.profile.drafters

@@ -47,7 +47,7 @@ class RoundTimes:
 
     def draft(self, drafter: Drafter, batch: int, num_draft_tokens: int) -> float:
         """Return the drafting seconds of a drafter with `batch` requests."""
-        if drafter.remote:
+        if drafter.is_remote:
             return self._estimators.times.draft_seconds(drafter.name, batch, num_draft_tokens)
         key = (drafter.name, max(1, batch))
         step = self._draft.get(key)
@@ -125,7 +125,7 @@ class ObservedGoodput:
             if verdict.num_looked_up and verdict.num_looked_up == verdict.num_proposed:
                 continue
             drafter = view.drafters.get(state.drafter or "")
-            if drafter is None or not drafter.up or drafter.silent:
+            if drafter is None or not drafter.is_up:
                 continue
             if self._models_time:
                 seconds = times.seconds(drafter, batches[drafter.name], verdict.num_drafted)

@@ -136,17 +136,13 @@ class Savings:
     def _drafting(self, drafter: Drafter, users: int) -> FloatArray:
         """Return the seconds [K] that drafts take from a request, if so many share the drafter."""
         times = self._view.learn.times
-        if drafter.remote:
-            first, longest = (times.draft_seconds(drafter.name, users, k) for k in (1, 2))
-            return np.asarray(first + (longest - first) * (self._lengths - 1))
-        seconds = times.curve_of(drafter.name)(users)
-        if self._is_inside(drafter):
-            seconds *= self._sharing / users
-        return np.asarray(seconds * self._lengths)
+        first, second = (times.draft_seconds(drafter.name, users, k) for k in (1, 2))
+        seconds = first + (second - first) * (self._lengths - 1)
+        return np.asarray(seconds * self._sharing / users if self._is_inside(drafter) else seconds)
 
     def _is_inside(self, drafter: Drafter) -> bool:
         """Return True if all requests of a step wait for the drafter."""
-        return not (drafter.remote or self._view.is_beside(drafter))
+        return not (drafter.is_remote or self._view.is_beside(drafter))
 
     def _per_token(self, drafting: FloatArray, right: FloatArray, found: FloatArray) -> FloatArray:
         """Return the seconds per token [S, J] with the best draft length.
@@ -163,6 +159,6 @@ class Savings:
 
 def num_unread(state: RequestState, drafter: Drafter) -> int:
     """Return the tokens of a request's text that a drafter has to read."""
-    if drafter.pool is None and not drafter.remote:
+    if drafter.pool is None and not drafter.is_remote:
         return 0
     return max(0, state.num_unread(drafter.name))

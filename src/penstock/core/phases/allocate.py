@@ -7,38 +7,19 @@ from itertools import takewhile
 
 from penstock.core.context import Context
 from penstock.core.policies.base import DraftCandidate, Room
-from penstock.core.state import (
-    Drafter,
-    DraftStage,
-    Grant,
-    RequestState,
-)
+from penstock.core.state import NO_DRAFT, Drafter, DraftStage, Grant, RequestState
 from penstock.core.step import ScheduledTokens, Step
-from penstock.core.types import NO_DRAFTER, Match
+from penstock.core.types import NO_DRAFTER, TARGET, Match
 from penstock.fluid.step_profile import StepWork
 
 
-def allocate(
-    ctx: Context, proposers: Iterable[tuple[RequestState, Drafter | None]], room: Room, now: float
-) -> dict[str, Grant]:
-    """Return grants by request id; a request that may not draft is left out.
+def of_step(ctx: Context, step: Step) -> dict[str, Grant]:
+    """Return drafts by request, for which the target has memory.
 
-    proposers: requests with their drafters; all have look-up besides."""
-    found = [_candidate(ctx, state, drafter) for state, drafter in proposers if state.is_decoding]
-    candidates = [c for c in found if c is not None]
-    if not candidates:
+    Held ones within the step's budget, then new ones, of drafters inside the step and look-up."""
+    scheduled = list(step.scheduled.values())
+    if not (ctx.may_draft or any([_is_drafted(s.state) for s in scheduled])):
         return {}
-    view = ctx.view(ctx.table.drafters, now, room)
-    grants = ctx.allocation.allocate(candidates, view)
-    if ctx.trials is not None and ctx.allocation.weighs_time:
-        grants = ctx.trials.grant(candidates, grants, view)
-    return {c.state.request.id: g for c, g in zip(candidates, grants, strict=True)}
-
-
-def grants_of_step(
-    ctx: Context, step: Step, scheduled: Sequence[ScheduledTokens]
-) -> dict[str, Grant]:
-    """Return drafts by request: held ones within the step's budget, then new ones."""
     num_rows = step.num_tokens
     budget = ctx.admission.draft_budget(num_rows)
     grants: dict[str, Grant] = {}
@@ -57,28 +38,59 @@ def grants_of_step(
             others.append((s.state, drafter if is_inside else None))
     num_sampled = sum([s.samples for s in scheduled])
     room = Room(max(0, budget), num_rows, num_sampled)
-    return grants | allocate(ctx, others, room, step.now)
+    grants |= _granted(ctx, others, room, step.now)
+    for s in scheduled:
+        grant = grants.get(s.state.request.id, NO_DRAFT)
+        if grant.num_tokens:
+            grants[s.state.request.id] = grant.cut(_grow(ctx, s, grant.num_tokens))
+    return grants
 
 
-def reserve(ctx: Context, state: RequestState) -> int:
-    """Return the draft positions that admission keeps free for a running request."""
-    if state.draft.stage is DraftStage.HELD:
-        return state.draft.num_draft_tokens
-    drafter = ctx.table.drafter_of(state)
-    if not state.is_decoding or (drafter is None and ctx.look_up is None):
-        return 0
-    most = state.most_draft_tokens if drafter is None else limit(state, drafter)
-    return min(ctx.allocation.reserve(state), most)
+def of_lanes(ctx: Context, now: float) -> dict[str, Grant]:
+    """Return drafts by request of the drafters beside the target, once for each version.
+
+    All that speculate share the positions that may join them in a step."""
+    due = ctx.table.due
+    if due.grants is None:
+        states = ctx.divide()
+        num = len(states)
+        room = Room(ctx.admission.draft_budget(num), num, num)
+        proposers = [(s, ctx.table.drafter_of(s)) for s in states]
+        due.grants = _granted(ctx, proposers, room, now)
+    return due.grants
 
 
-def limit(state: RequestState, drafter: Drafter) -> int:
-    """Return the longest draft of a drafter that could still be of use.
+def _is_drafted(state: RequestState) -> bool:
+    """Return whether a request has a draft, or may have one, without drafters and look-up."""
+    return state.draft.stage is DraftStage.HELD or state.prediction is not None
 
-    It reads all of its draft but the last token."""
-    most = min(state.most_draft_tokens, drafter.max_draft_tokens)
-    if drafter.max_len is not None:
-        most = min(most, drafter.max_len - state.num_known_tokens + 1)
-    return max(0, most)
+
+def _granted(
+    ctx: Context, proposers: Iterable[tuple[RequestState, Drafter | None]], room: Room, now: float
+) -> dict[str, Grant]:
+    """Ask the policy for all requests that may draft.
+
+    proposers: requests with their drafters; all have look-up besides."""
+    found = [_candidate(ctx, state, drafter) for state, drafter in proposers if state.is_decoding]
+    candidates = [c for c in found if c is not None]
+    if not candidates:
+        return {}
+    view = ctx.view(ctx.table.drafters, now, room)
+    grants = ctx.allocation.allocate(candidates, view)
+    if ctx.trials is not None and ctx.allocation.weighs_time:
+        grants = ctx.trials.grant(candidates, grants, view)
+    return {c.state.request.id: g for c, g in zip(candidates, grants, strict=True)}
+
+
+def _grow(ctx: Context, scheduled: ScheduledTokens, length: int) -> int:
+    """Return the length of a draft that fits the target's free blocks, and take them."""
+    pool, kv = ctx.table.memory.pools[TARGET], scheduled.state.kv_of(TARGET)
+    end = scheduled.start + scheduled.num_tokens
+    if end + length <= kv.num_blocks * pool.block_size:
+        return length
+    length = min(length, (kv.num_blocks + pool.num_free_blocks) * pool.block_size - end)
+    scheduled.new_blocks += kv.grow(pool, pool.blocks_for(end + length) - kv.num_blocks)
+    return length
 
 
 def _candidate(ctx: Context, state: RequestState, drafter: Drafter | None) -> DraftCandidate | None:
@@ -90,12 +102,12 @@ def _candidate(ctx: Context, state: RequestState, drafter: Drafter | None) -> Dr
             return None
         found = ctx.learn.acceptance.matches.survival(state.request.id, match)[:most]
         return DraftCandidate(state, None, 0, survival=found, most=most)
-    longest = limit(state, drafter)
+    longest = drafter.longest_draft(state)
     at_hand = min(len(state.at_hand(drafter.name)), longest)
     survival: list[float] = []
     if match is not None:
         survival = ctx.learn.acceptance.matches.survival(state.request.id, match)[:most]
-        if drafter.remote:
+        if drafter.is_remote:
             if _is_better(ctx, state, drafter, survival, longest, at_hand):
                 longest = at_hand = 0
             else:

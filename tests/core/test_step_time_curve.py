@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.fluid.step_profile import StepTimeCurve
+from penstock.core.learn.curve import StepTimeCurve
 
 
 def curve(*points: tuple[float, float]) -> StepTimeCurve:

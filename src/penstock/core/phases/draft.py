@@ -5,13 +5,11 @@ ordered, held or skipped (`DraftStage`); then the target verifies."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from penstock.core.allocate import allocate
 from penstock.core.context import Context
-from penstock.core.policies.base import ReplayProposal, Room, usable
-from penstock.core.select import select
+from penstock.core.policies.base import ReplayProposal, usable
 from penstock.core.state import (
     NO_DRAFT,
     SKIPPED,
@@ -21,11 +19,11 @@ from penstock.core.state import (
     Grant,
     RequestState,
 )
+from penstock.core.step import Step
 from penstock.core.table import DueDrafts
 from penstock.core.types import (
     AUTO_DRAFTER,
     TARGET,
-    DrafterUp,
     DraftOrder,
 )
 from penstock.fluid.step_profile import StepWork
@@ -39,6 +37,22 @@ class CatchUp(NamedTuple):
     start: int
     num_tokens: int
     new_blocks: tuple[int, ...] = ()
+
+
+def of_step(ctx: Context, step: Step, grants: Mapping[str, Grant]) -> dict[str, DraftOrder]:
+    """Return orders by request for the drafts that are made inside the target's step.
+
+    A drafter reads the prompt only then: many requests never draft with it."""
+    orders = {}
+    for scheduled in step.scheduled.values():
+        state = scheduled.state
+        grant = grants.get(state.request.id, NO_DRAFT)
+        if grant.num_draft_tokens and state.draft.stage is not DraftStage.HELD:
+            known = scheduled.start + scheduled.num_tokens
+            given = order(ctx, state, known, grant, state.looked_up(grant.num_looked_up))
+            if given is not None:
+                orders[state.request.id] = given
+    return orders
 
 
 def order(
@@ -117,28 +131,31 @@ def _make_room(ctx: Context, drafter: Drafter, num_blocks: int, keep: RequestSta
 # --- in a lane of its own ----------------------------------------------------------------------
 
 
-def orders_of_lane(ctx: Context, lane: str, plan_id: int, now: float) -> tuple[DraftOrder, ...]:
+def sort_due(ctx: Context) -> DueDrafts:
+    """Sort the requests whose drafts are due by lane, once for each version of the table."""
+    table = ctx.table
+    due = table.due = DueDrafts(table.counters.version, {})
+    for state in ctx.divide():
+        is_due = not state.in_flight and state.draft.stage is DraftStage.CHOSEN
+        if is_due and state.drafter is not None:
+            due.by_lane.setdefault(state.drafter, []).append(state)
+    return due
+
+
+def of_lane(
+    ctx: Context, lane: str, grants: Mapping[str, Grant], plan_id: int, now: float
+) -> tuple[DraftOrder, ...]:
     """Return orders for requests of a lane whose next draft is due, as the pipeline chooses."""
-    drafter = ctx.table.drafters.get(lane)
-    due = _due(ctx, now)
-    waiting = due.by_lane.get(lane, [])
-    if not waiting or drafter is None:
-        return ()
+    due = ctx.table.due
+    waiting, drafter = due.by_lane.get(lane, []), ctx.table.drafters[lane]
     chosen = ctx.pipeline.next_drafts(lane, waiting)
     taken = {s.request.id for s in chosen}
     due.by_lane[lane] = [s for s in waiting if s.request.id not in taken]
-    if due.grants is None:
-        # All that speculate share the positions that may join them in a step.
-        states = _beside(ctx)
-        num = len(states)
-        room = Room(ctx.admission.draft_budget(num), num, num)
-        proposers = [(s, ctx.table.drafter_of(s)) for s in states]
-        due.grants = allocate(ctx, proposers, room, now)
     orders = []
     for state in chosen:
-        given = _begin(ctx, state, drafter, due.grants.get(state.request.id, NO_DRAFT), now)
+        given = _begin(ctx, state, drafter, grants.get(state.request.id, NO_DRAFT), now)
         if given is not None:
-            if not drafter.remote:
+            if not drafter.is_remote:
                 state.plans[plan_id] = (lane,)
             orders.append(given)
     return tuple(orders)
@@ -163,33 +180,6 @@ def _begin(
     return given
 
 
-def _due(ctx: Context, now: float) -> DueDrafts:
-    table = ctx.table
-    if table.due.version != table.counters.version:
-        select(ctx, table.running.values(), now)
-        due = table.due = DueDrafts(table.counters.version, {})
-        for state in divide(ctx):
-            is_due = not state.in_flight and state.draft.stage is DraftStage.CHOSEN
-            if is_due and state.drafter is not None:
-                due.by_lane.setdefault(state.drafter, []).append(state)
-    return table.due
-
-
-def divide(ctx: Context) -> list[RequestState]:
-    """Tell the pipeline which requests draft in lanes, and return them."""
-    states = _beside(ctx)
-    ctx.pipeline.divide(states)
-    return states
-
-
-def _beside(ctx: Context) -> list[RequestState]:
-    """Return the decoding requests whose drafters work in lanes."""
-    beside = {
-        n for n, d in ctx.table.drafters.items() if d.up and not d.silent and ctx.is_beside(d)
-    }
-    return [s for s in ctx.table.running.values() if s.drafter in beside and s.is_decoding]
-
-
 def _at_hand(ctx: Context, state: RequestState, drafter: str, granted: int) -> tuple[int, ...]:
     """Return tokens sent ahead; fewer than granted only if waiting for all would be slower."""
     tokens = state.at_hand(drafter)[:granted]
@@ -212,66 +202,12 @@ def _lane_order(
     now: float,
 ) -> DraftOrder | None:
     given = order(ctx, state, state.num_known_tokens, grant, front)
-    if given is None or not drafter.remote:
+    if given is None or not drafter.is_remote:
         return given
     if ctx.table.sent_ahead.get(state.request.id) == drafter.name:
         del ctx.table.sent_ahead[state.request.id]
     patience = ctx.learn.links.patience(drafter.name, given.max_draft_tokens)
     return given._replace(deadline=now + patience)
-
-
-def expire(ctx: Context, now: float) -> None:
-    """Give up overdue drafts.
-
-    A draft server that misses a deadline gets no more orders until it is heard from, so that it
-    delays the others once and not in every round."""
-    table = ctx.table
-    ordered = [(s, s.draft.order) for s in table.running.values() if s.draft.order is not None]
-    for state, given in ordered:
-        if given.deadline is not None and given.deadline <= now:
-            table.drafters[given.drafter].silent = True
-            # It takes as long at least: a patience too short would else never be measured.
-            elapsed = now - state.draft.ordered_at
-            ctx.learn.links.add_transfer(given.drafter, given.max_draft_tokens, elapsed)
-    for state, given in ordered:
-        if table.drafters[given.drafter].silent:
-            state.draft = SKIPPED
-
-
-# --- drafters come and go ----------------------------------------------------------------------
-
-
-def up(ctx: Context, event: DrafterUp) -> None:
-    """Take in that a known drafter is back, or that a draft server has connected."""
-    drafters = ctx.table.drafters
-    drafter = drafters.setdefault(event.drafter, Drafter(event.drafter, remote=True))
-    if drafter.remote:
-        drafter.max_draft_tokens, drafter.tenant = event.max_draft_tokens, event.tenant
-        drafter.takes_assignments = event.takes_assignments
-        drafter.max_num_seqs = event.max_num_seqs or drafter.max_num_seqs
-    drafter.up, drafter.silent = True, False
-    if event.round_trip_s is not None:
-        ctx.learn.links.add_round_trip(event.drafter, event.round_trip_s)
-
-
-def down(ctx: Context, name: str) -> None:
-    """Drop the KV and drafts of a lost drafter; its requests finish their round without a draft."""
-    table = ctx.table
-    drafter = table.drafters.get(name)
-    if drafter is None:
-        return
-    drafter.up = False
-    for state in table.requests.values():
-        if state.drafter == name and state.draft.stage in (DraftStage.ORDERED, DraftStage.HELD):
-            state.draft = SKIPPED
-        if state.ahead is not None and state.ahead.drafter == name:
-            state.ahead = None
-        table.memory.release(state, [name])
-    table.memory.drop_cache(name)
-    table.sent_ahead = {i: n for i, n in table.sent_ahead.items() if n != name}
-    if drafter.remote and not drafter.stays:
-        del table.drafters[name]
-        ctx.learn.links.drop_drafter(name)
 
 
 # --- replays -----------------------------------------------------------------------------------
@@ -300,9 +236,9 @@ def replays(
         drafter, state = drafters.get(proposal.drafter), proposal.state
         if drafter is None:
             continue
-        given = (_send_text if drafter.remote else _replay)(ctx, proposal, drafter)
+        given = (_send_text if drafter.is_remote else _replay)(ctx, proposal, drafter)
         if given is not None:
-            if not drafter.remote:
+            if not drafter.is_remote:
                 state.plans[plan_id] = (*state.plans.get(plan_id, ()), proposal.drafter)
             orders.append(given)
     return tuple(orders)

@@ -6,10 +6,11 @@ from collections.abc import Iterable
 
 from penstock.core.ahead import LinesAhead
 from penstock.core.context import Context
-from penstock.core.groups import CountedState, GroupedState, num_later_blocks
+from penstock.core.groups import DecodeGroup, num_later_blocks
 from penstock.core.state import SKIPPED, Grant, Outcome, RequestState
-from penstock.core.text_groups import TextGroup
 from penstock.core.types import (
+    LOOK_UP,
+    PREDICTION,
     TARGET,
     DecodeRun,
     DraftAhead,
@@ -51,8 +52,7 @@ def observe(ctx: Context, plan: StepPlan, result: StepResult) -> list[Output]:
             view = ctx.view(table.drafters, result.finished_at)
             ctx.pipeline.stepped(table.running.values(), view, result)
     if plan.decodes is not None:
-        advance = _advance_groups if plan.decodes.change is None else _advance_texts
-        outputs += advance(ctx, plan.decodes, result)
+        outputs += _advance_groups(ctx, plan.decodes, result)
     return outputs
 
 
@@ -112,7 +112,8 @@ def _advance(
     if not item.samples:
         memory.commit(state)
         return None
-    is_decode = item.num_scheduled_tokens == 1 and state.num_output_tokens > 0
+    first = not state.num_output_tokens
+    is_decode = item.num_scheduled_tokens == 1 and not first
     if is_decode and accounts.are_kept:
         accounts.charge_decode(state, known, verdict.num_proposed)
     state.next_round()
@@ -120,7 +121,6 @@ def _advance(
     is_asked = item.num_draft_tokens > item.num_looked_up
     if item.drafter is not None and is_asked and verdict.num_drafted <= item.num_looked_up:
         ctx.learn.acceptance.observe_empty(state.request.id, item.drafter)
-    first = not state.num_output_tokens
     if first:
         state.first_token_at = now
     if is_decode:
@@ -149,16 +149,23 @@ def _advance(
         state.num_preemptions if reason is not None else 0,
         verdict.num_stop_chars,
         verdict.num_looked_up,
+        _looked_up_in(state) if verdict.num_looked_up else None,
     )
+
+
+def _looked_up_in(state: RequestState) -> str:
+    """Return the name of what the last match was found in."""
+    is_predicted = state.match is not None and state.match.source == PREDICTION
+    return PREDICTION if is_predicted else LOOK_UP
 
 
 def _append(ctx: Context, state: RequestState, verdict: Verdict) -> int:
     """Append a verdict's tokens and hold what comes next, if known; return the number to report."""
-    if isinstance(state, CountedState):
-        return state.append_counted(len(verdict.token_ids))
     if state.match is not None and state.matched_at == state.num_known_tokens:
         ctx.learn.acceptance.matches.learn(state.request.id, state.match, verdict.token_ids)
     state.append(verdict.token_ids)
+    if state.is_counted:
+        return state.announce()
     ctx.table.memory.commit(state)
     forced = verdict.forced_token_ids[: state.most_draft_tokens]
     if forced:
@@ -167,33 +174,29 @@ def _append(ctx: Context, state: RequestState, verdict: Verdict) -> int:
 
 
 def _advance_groups(ctx: Context, run: DecodeRun, result: StepResult) -> list[Output]:
-    """Give the members their tokens; only those that have ended yield an output."""
-    outputs = []
+    """Give the members of groups their tokens."""
     table = ctx.table
     groups = [table.groups[key] for key in run.groups]
     if result.repeats > 1:
         table.memory.pools[TARGET].count(num_later_blocks(groups, result.repeats))
-    for group in groups:
-        group.plan_id = None
-        for state in _left(ctx, group.advance(result.repeats)):
-            num_output = state.num_output_tokens
-            if num_output == state.request.max_tokens:
-                ctx.learn.lengths.ended(num_output)
-                outputs.append(finish(ctx, state, FinishReason.LENGTH))
-    return outputs
+    return [output for group in groups for output in _advance_group(ctx, group, result)]
 
 
-def _advance_texts(ctx: Context, run: DecodeRun, result: StepResult) -> list[Output]:
-    """Give the members of the group with texts their tokens, each in an output."""
-    table, group, tokens = ctx.table, ctx.table.groups[run.groups[0]], result.decoded
-    assert isinstance(group, TextGroup)
-    assert tokens is not None
-    outputs = group.append(tokens)
-    for state in group.filled():
-        table.memory.commit(state)
+def _advance_group(ctx: Context, group: DecodeGroup, result: StepResult) -> list[Output]:
+    """Return an output of each member; where only lengths are known, of those that have ended."""
+    outputs, tokens = [], result.decoded
+    assert group.is_counted or tokens is not None
+    if tokens is not None:
+        outputs = group.append(tokens)
+        for state in group.filled():
+            ctx.table.memory.commit(state)
     group.plan_id = None
-    left = _left(ctx, group.advance(1))
-    ends = {s.request.id: FinishReason.LENGTH for s in left if s.num_remaining_tokens <= 0}
+    ended = [s for s in _left(ctx, group.advance(result.repeats)) if s.num_remaining_tokens <= 0]
+    if tokens is None:
+        for state in ended:
+            ctx.learn.lengths.ended(state.num_output_tokens)
+        return [finish(ctx, state, FinishReason.LENGTH) for state in ended]
+    ends = {s.request.id: FinishReason.LENGTH for s in ended}
     ends.update(dict.fromkeys(tokens.stopped, FinishReason.STOP))
     if not (ends or tokens.failures):
         return outputs
@@ -216,7 +219,7 @@ def _ended(
     return output._replace(finish_reason=reason, num_preemptions=state.num_preemptions)
 
 
-def _left(ctx: Context, states: list[GroupedState]) -> list[GroupedState]:
+def _left(ctx: Context, states: list[RequestState]) -> list[RequestState]:
     """Put members that have left their group among the others; return them as they came."""
     if len(states) > 1:
         # In the order of admission, as they would end one by one.
@@ -234,10 +237,8 @@ def finish(
     ctx: Context, state: RequestState, reason: FinishReason, error: str | None = None
 ) -> Output:
     """End a request without new tokens, except those not yet announced."""
-    num_tokens = 0
     ctx.table.leave_group(state)
-    if isinstance(state, CountedState):
-        num_tokens = state.num_output_tokens - state.num_announced
+    num_tokens = state.announce() if state.is_counted else 0
     _forget(ctx, state)
     ended = state.request.id
     return Output(ended, num_tokens=num_tokens, finish_reason=reason, error=error)
@@ -263,8 +264,8 @@ def draft_ready(ctx: Context, event: DraftReady, now: float, *, is_read: bool = 
     is_read: the drafter has read the text."""
     drafter = ctx.table.drafters.get(event.drafter)
     if drafter is not None:
-        drafter.silent = False
-        if drafter.remote:
+        drafter.answered()
+        if drafter.is_remote:
             ctx.learn.times.draft_ended(now)
     state = ctx.table.requests.get(event.request_id)
     if state is None or (event.epoch, event.round) != (state.epoch, state.round):
@@ -278,7 +279,7 @@ def draft_ready(ctx: Context, event: DraftReady, now: float, *, is_read: bool = 
     num_draft_tokens = max(0, min(event.num_draft_tokens, order.max_draft_tokens))
     took_s = max(0.0, now - ordered_at - event.waited_s)
     ctx.learn.links.add_transfer(event.drafter, num_draft_tokens, took_s)
-    if drafter is not None and drafter.remote and ctx.trials is not None:
+    if drafter is not None and drafter.is_remote and ctx.trials is not None:
         ctx.trials.measured(event.drafter)
     if is_read:
         _drafted(state, order, num_draft_tokens)
@@ -297,7 +298,7 @@ def draft_ahead(ctx: Context, event: DraftAhead) -> None:
     state = ctx.table.requests.get(event.request_id)
     if drafter is None or state is None or state.drafter not in (None, event.drafter):
         return
-    drafter.silent = False
+    drafter.answered()
     if state.ahead is None or state.ahead.drafter != event.drafter:
         state.ahead = LinesAhead(event.drafter)
     ctx.table.counters.ahead += state.ahead.add_pieces(event.pieces, state.text)
@@ -321,7 +322,7 @@ def _end_orders(ctx: Context, plan: StepPlan, result: StepResult) -> None:
     for order in plan.drafts:
         state = _of(ctx, order)
         drafter = ctx.table.drafters.get(order.drafter)
-        if state is None or (drafter is not None and drafter.remote):
+        if state is None or (drafter is not None and drafter.is_remote):
             continue
         if order.request_id in failed:
             # Nothing is known of its KV.

@@ -6,15 +6,10 @@ import math
 from functools import partial
 from typing import NamedTuple
 
-from penstock.core import draft
-from penstock.core.allocate import reserve
 from penstock.core.context import Context
-from penstock.core.groups import CountedState
 from penstock.core.kv import hash_blocks
-from penstock.core.select import select
-from penstock.core.state import RequestState
+from penstock.core.state import DraftStage, RequestState
 from penstock.core.step import Step, StepRules, newest
-from penstock.core.text_groups import TextState
 from penstock.core.types import (
     AUTO_DRAFTER,
     NO_DRAFTER,
@@ -32,12 +27,8 @@ def arrive(ctx: Context, request: Request, now: float) -> list[Output]:
     if error is not None:
         return [Output(request.id, finish_reason=FinishReason.REFUSED, error=error)]
     table = ctx.table
-    kind = RequestState
-    if _can_count(ctx, request):
-        kind = CountedState
-    elif _can_group(ctx, request):
-        kind = TextState
-    state = kind(request, table.counters.requests, table.next_epoch())
+    order, epoch = table.counters.requests, table.next_epoch()
+    state = RequestState(request, order, epoch, may_group=_may_group(ctx, request))
     ctx.learn.traffic.arrived(request, now)
     may_share = any(p.prefix_caching for p in table.memory.pools.values())
     if may_share and request.prompt_token_ids is not None and not state.block_hashes:
@@ -74,28 +65,21 @@ def refusal(ctx: Context, request: Request) -> str | None:
     return None
 
 
-def _can_count(ctx: Context, request: Request) -> bool:
-    """Return True if only the request's lengths matter, so that a decode group can count it."""
-    return (
-        ctx.counted
-        and request.prompt_token_ids is None
-        and not (request.block_hashes and ctx.table.memory.pools[TARGET].prefix_caching)
-        and not request.stop_token_ids
-        and request.latency == NO_TARGET
-        and (request.drafter == NO_DRAFTER or not ctx.may_draft)
-    )
-
-
-def _can_group(ctx: Context, request: Request) -> bool:
-    """Return True if a request's next tokens need nothing but its last one."""
+def _may_group(ctx: Context, request: Request) -> bool:
+    """Return True if a request's next tokens need nothing but its last one, or its length."""
+    if not ctx.groups_decodes or request.latency != NO_TARGET:
+        return False
+    if request.prompt_token_ids is None:
+        return (
+            not (request.block_hashes and ctx.table.memory.pools[TARGET].prefix_caching)
+            and not request.stop_token_ids
+            and (request.drafter == NO_DRAFTER or not ctx.may_draft)
+        )
     sampling = request.sampling
     return (
-        ctx.groups_texts
-        and request.prompt_token_ids is not None
-        and not (request.prediction or request.stop or sampling.reads_text)
+        not (request.prediction or request.stop or sampling.reads_text)
         and sampling.num_logprobs is None
         and sampling.num_prompt_logprobs is None
-        and request.latency == NO_TARGET
         and not ctx.may_draft
     )
 
@@ -107,7 +91,6 @@ def compose(ctx: Context, now: float) -> Step:
     if not table.drafters:
         _admit(ctx, step)
         return step
-    select(ctx, table.solo.values(), now)
     table.counters.version += 1
     while ctx.uses_lanes:
         wait = _hold(ctx, now)
@@ -123,7 +106,6 @@ def compose(ctx: Context, now: float) -> Step:
         step = _new_step(ctx, now)
     else:
         _admit(ctx, step)
-    select(ctx, step.scheduled_states, now)
     return step
 
 
@@ -137,9 +119,8 @@ class _Hold(NamedTuple):
 
 
 def _hold(ctx: Context, now: float) -> _Hold:
-    """Give up overdue drafts and ask the pipeline whether the target waits."""
-    draft.expire(ctx, now)
-    draft.divide(ctx)
+    """Ask the pipeline whether the target waits."""
+    ctx.divide()
     table = ctx.table
     pending = [s for s in table.running.values() if s.draft.order is not None]
     ready = [s for s in table.solo.values() if s.is_decoding and ctx.is_ready(s)]
@@ -150,7 +131,7 @@ def _hold(ctx: Context, now: float) -> _Hold:
 
 def _new_step(ctx: Context, now: float) -> Step:
     victim = newest if ctx.fairness is None else ctx.fairness.victim
-    rules = StepRules(ctx.max_num_seqs, ctx.may_run, partial(reserve, ctx), victim)
+    rules = StepRules(ctx.max_num_seqs, ctx.may_run, partial(_reserve, ctx), victim)
     return Step(ctx.table, ctx.learn, rules, now)
 
 
@@ -170,3 +151,14 @@ def _earlier(a: float | None, b: float | None) -> float | None:
     """Return the earlier of two times; None and infinity are never."""
     earliest = min(math.inf if a is None else a, math.inf if b is None else b)
     return None if earliest == math.inf else earliest
+
+
+def _reserve(ctx: Context, state: RequestState) -> int:
+    """Return the draft positions to keep free for a running request."""
+    if state.draft.stage is DraftStage.HELD:
+        return state.draft.num_draft_tokens
+    drafter = ctx.table.drafter_of(state)
+    if not state.is_decoding or (drafter is None and ctx.look_up is None):
+        return 0
+    most = state.most_draft_tokens if drafter is None else drafter.longest_draft(state)
+    return min(ctx.allocation.reserve(state), most)

@@ -1,25 +1,31 @@
 """Rounding of checkpoint folders to integer weights.
 
+    python -m lab.common.quantize FOLDER OUT --weights int8|int4
+
 The result is compressed-tensors (pack-quantized), which vLLM and transformers also read, with the
 model's own tokenizer and configuration files. Rounding is to the nearest, without calibration;
 embeddings and head are unchanged."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
 import shutil
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lab.common.shards import new_folder, save_sharded
+from penstock.config import ConfigError
 from penstock.engine.models.checkpoint import CheckpointError, Tensors, is_gguf
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.formats import open_checkpoint
 from penstock.engine.models.packed import WORD
-from penstock.engine.models.shards import new_folder, save_sharded
 from penstock.engine.models.weights import WeightSpec, specs_in
 
 _MATRICES = ("qkv", "o", "gate_up", "down")
@@ -57,17 +63,14 @@ class QuantizedFolder:
     num_bytes: int
 
 
-def quantize_folder(
-    source: Path, out: Path, weights: str, on_bytes: Callable[[int], object] = lambda num: None
-) -> QuantizedFolder:
+def quantize_folder(source: Path, out: Path, weights: str) -> QuantizedFolder:
     """Write the checkpoint folder `source` to `out` with weights in a format of FORMATS.
 
-    on_bytes: called with the bytes read. An unfinished folder is removed. Raises CheckpointError
-    for a source that is not a readable folder of floats, ConfigError where `out` is not empty or
-    new."""
+    An unfinished folder is removed. Raises CheckpointError for a source that is not a readable
+    folder of floats, ConfigError where `out` is not empty or new."""
     made, raw = FORMATS[weights], _description(source)
     config = DecoderConfig.from_pretrained(source)
-    read = written = 0
+    written = 0
 
     def count(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         nonlocal written
@@ -75,30 +78,22 @@ def quantize_folder(
             written += tensor.nbytes
             yield name, tensor
 
-    def tell(num_bytes: int) -> None:
-        nonlocal read
-        read += num_bytes
-        on_bytes(num_bytes)
-
     with open_checkpoint(source).tensors() as tensors:
         specs = specs_in(tensors, config)
         _check_sizes(source, specs, made)
-        new_folder(out, folder_bytes(source))
+        new_folder(out, sum(file.stat().st_size for file in source.glob("*.safetensors")))
         try:
             _copy_other_files(source, out)
             raw["quantization_config"] = _quantization_config(made, specs)
             (out / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-            rounded = _rounded_tensors(source, tensors, specs, config.dtype, made, tell)
+            rounded = _rounded_tensors(source, tensors, specs, config.dtype, made)
             save_sharded(out, count(rounded))
         except BaseException:
             shutil.rmtree(out, ignore_errors=True)
             raise
-    return QuantizedFolder(sum(len(s.sources) for s in specs if _is_rounded(s)), read, written)
-
-
-def folder_bytes(source: Path) -> int:
-    """Return the bytes of a folder's weights on disk."""
-    return sum(file.stat().st_size for file in source.glob("*.safetensors"))
+    matrices = sum(len(spec.sources) for spec in specs if _is_rounded(spec))
+    before = sum(math.prod(shape) for spec in specs for _, shape in spec.sources)
+    return QuantizedFolder(matrices, before * config.dtype.itemsize, written)
 
 
 def round_matrix(
@@ -108,7 +103,8 @@ def round_matrix(
 
     Returns codes [rows, columns] int8, the multiples of the scale nearest to the weights, and
     scales [rows, groups] in `dtype`."""
-    groups = weight.unflatten(1, (-1, made.columns_per_scale(weight.shape[1])))
+    columns = made.columns_per_scale(weight.shape[1])
+    groups = weight.reshape(len(weight), -1, columns)
     largest = groups.abs().amax(-1, keepdim=True)
     most = (1 << (made.bits - 1)) - 1
     best = torch.full_like(largest, torch.inf)
@@ -210,7 +206,6 @@ def _rounded_tensors(
     specs: list[WeightSpec],
     dtype: torch.dtype,
     made: IntegerFormat,
-    on_bytes: Callable[[int], object],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield all tensors of the new folder. Raises CheckpointError."""
     for spec in specs:
@@ -229,4 +224,25 @@ def _rounded_tensors(
                 yield f"{name}_shape", torch.tensor(shape)
             else:
                 yield name, tensor
-            on_bytes(tensor.numel() * dtype.itemsize)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", type=Path, help="checkpoint of floats")
+    parser.add_argument("out", type=Path, help="a new or empty folder")
+    parser.add_argument("--weights", choices=[*FORMATS], required=True)
+    given = parser.parse_args(arguments)
+    try:
+        made = quantize_folder(given.folder, given.out, given.weights)
+    except (CheckpointError, ConfigError, OSError) as error:
+        print(f"quantize: {error}", file=sys.stderr)
+        return 2
+    print(
+        f"{given.out}: {made.matrices} matrices in {given.weights}, {made.num_bytes / 1e9:.2f} GB "
+        f"({made.bytes_before / 1e9:.2f} before)"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

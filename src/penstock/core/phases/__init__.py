@@ -1,0 +1,1 @@
+"""The six phases of the loop, which the scheduler calls one after the other; none calls another."""
