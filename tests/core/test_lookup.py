@@ -147,6 +147,9 @@ def test_the_longer_match_counts_and_the_own_text_if_equal() -> None:
     assert look_up.match(state, 9) == Match((13, 14), 4, "tenant"), "without the end of the text"
     state.append([13])
     assert look_up.match(state, 9) == Match((14,), 5, "tenant")
+    put_out(look_up, "a", [1], [30, 20, 10, 11, 12, 13])
+    match = look_up.match(state, 1)
+    assert match is None or match.token_ids, "at the end of an output nothing follows"
 
 
 def test_without_memory_only_the_own_text_is_read() -> None:
