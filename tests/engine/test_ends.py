@@ -1,7 +1,6 @@
 """Where an output ends, and that nothing behind it is counted."""
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,9 @@ import torch
 from tests.engine.other_vocabulary import TARGET, finer, reordered, write
 from tests.engine.sampling_toys import joint_p_value, sampling_rows
 from tests.engine.small_family import make_unreliable
-from tests.engine.test_look_up import ToyRunner, decide, first_order
 from tests.engine.test_exactness import SAMPLINGS, Alone, lenient, make_loop, run
+from tests.engine.test_look_up import ToyRunner, decide, first_order
+from tests.engine.test_spelling import num_equal
 from tests.products import covering, first_fast, slow
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
@@ -210,8 +210,8 @@ def test_a_draft_is_a_function_of_the_text_alone(engine: Engine, alone: Alone, n
             anew = fresh_text(request, output[:done])
             other = drafted(drafter, anew, 5)
             drafter.release_request(anew.request.id)
-            assert len(commonprefix([grown, other])) == min(len(grown), len(other))
-            new = output[done:][: len(commonprefix([grown, list(output[done:])])) + 1]
+            assert num_equal(grown, other) == min(len(grown), len(other))
+            new = output[done:][: num_equal(grown, output[done:]) + 1]
             text.append(new)
             done += len(new)
         drafter.release_request(request.id)
