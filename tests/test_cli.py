@@ -18,7 +18,7 @@ from tests.serving.program import program
 
 import penstock
 from penstock.cli.models import named_drafters, with_models
-from penstock.config import NGRAM, ConfigError, DrafterParts, ServeConfig, parse_config
+from penstock.config import NGRAM, ConfigError, ServeConfig, parse_config
 from penstock.core.policies.bundles import BUNDLES
 from penstock.core.policies.registry import policies
 from penstock.zoo.registry import DEFAULT_DRAFTER, ModelCard
@@ -176,7 +176,6 @@ def test_models_of_ones_own(family: dict[str, ModelCard], checkpoints: dict[str,
     def drafters(*options: str) -> Any:
         return with_models({"target": own, "drafters": named_drafters(options)})["drafters"]
 
-    assert with_models({"target": own})["drafters"] == {}
     assert drafters(f"mine={same}", "draft-other", "ngram") == {
         "mine": same,
         "draft-other": str(family["draft-other"].path),
@@ -188,7 +187,7 @@ def test_models_of_ones_own(family: dict[str, ModelCard], checkpoints: dict[str,
     }
     with pytest.raises(ConfigError, match="'c': 'edge-1' is neither a checkpoint folder, a GGUF"):
         drafters("c=ngram+edge-1")
-    with pytest.raises(ConfigError, match=r"'ngram\+suffix': a chain goes on with one model"):
+    with pytest.raises(ConfigError, match=r"'ngram\+suffix': after look-up comes one model"):
         drafters("ngram+suffix")
     named = {"target": "target-large", "drafters": {"small": "draft-other", "look-up": "ngram"}}
     assert with_models(named)["drafters"] == {
@@ -197,20 +196,21 @@ def test_models_of_ones_own(family: dict[str, ModelCard], checkpoints: dict[str,
     }
 
 
-def test_look_up_comes_before_models_that_are_not_tiny(
-    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_requests_have_look_up(checkpoints: dict[str, Path]) -> None:
     own, same = str(checkpoints["target"]), str(checkpoints["same"])
-    tiny = parse_config({"engine": with_models({"target": own, "drafters": {"mine": same}})})
-    assert tiny.engine.sources == {"mine": DrafterParts(None, same)}
-    monkeypatch.setattr("penstock.cli.models._TINY_BYTES", 0)
-    given = {"target": own, "drafters": {"mine": same, "grams": f"ngram+{same}", "found": "suffix"}}
-    large = parse_config({"engine": with_models(given)})
-    assert large.engine.sources == {
-        "mine": DrafterParts("suffix", same),
-        "grams": DrafterParts("ngram", same),
-        "found": DrafterParts("suffix", None),
-    }
+
+    def look_up(drafters: dict[str, str], **fields: Any) -> tuple[str, str] | None:
+        models = with_models({"target": own, "drafters": drafters, **fields})
+        return parse_config({"engine": models}).engine.text_look_up
+
+    assert look_up({"mine": same}) == ("suffix", "suffix")
+    assert look_up({"mine": same}, look_up="ngram") == ("ngram", "ngram")
+    assert look_up({"mine": same}, look_up="none") is None
+    assert look_up({"grams": f"ngram+{same}"}) == ("ngram", "ngram")
+    assert look_up({"mine": same, "found": "ngram"}) == ("found", "ngram")
+    assert look_up({"grams": f"ngram+{same}", "found": "suffix"}) == ("found", "suffix")
+    bundled = {"target": "target-large", "drafters": {"mine": same}}
+    assert parse_config({"engine": with_models(bundled)}).engine.text_look_up is None
     assert with_models({"target": own})["drafters"] == {"suffix": "suffix"}
     assert with_models({"target": own, "drafters": {}})["drafters"] == {}
     assert with_models({"target": own, "look_up": "none"})["drafters"] == {}

@@ -84,7 +84,7 @@ def test_settings_cannot_be_changed_afterwards() -> None:
         (engine(drafters={"auto": "x"}), "engine.drafters: a drafter cannot be called 'auto'"),
         (
             engine(drafters={"c": "ngram+"}),
-            "engine.drafters: 'ngram+': a chain goes on with one model, not with ''; allowed: "
+            "engine.drafters: 'ngram+': after look-up comes one model, not ''; allowed: "
             "ngram+MODEL and suffix+MODEL",
         ),
         (

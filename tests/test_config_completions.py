@@ -3,7 +3,6 @@
 import pytest
 from tests.conftest import Cli
 
-from penstock.cli import models
 from penstock.cli.models import with_models
 from penstock.config import (
     CompletionsServer,
@@ -61,13 +60,13 @@ def test_bad_urls_are_one_line_without_secrets(cli: Cli, path: str) -> None:
     code, out, err = cli("serve", "target-small", "--drafter", f"edge={path}")
     assert (code, out) == (2, "")
     assert "sk-secret" not in err
-    assert "URL" in err or "a chain goes on" in err
+    assert "URL" in err or "after look-up comes one model" in err
 
 
 def test_a_server_is_no_model_and_gets_no_look_up() -> None:
     drafters = {"edge": "http://127.0.0.1:1/v1#m", "look": "ngram"}
     engine = parse_config({"engine": {**TARGET, "drafters": drafters, "look_up": "suffix"}}).engine
-    assert list(engine.sources) == ["look"]
+    assert engine.text_look_up == ("look", "ngram")
     assert list(engine.servers) == ["edge"]
     assert engine.drafter_models == {}
 
@@ -87,8 +86,7 @@ def test_a_key_is_no_setting(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == []
 
 
-def test_look_up_goes_on_beside_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "_is_tiny", lambda path: False)
+def test_look_up_goes_on_beside_servers() -> None:
     edge = {"edge": "http://127.0.0.1:1/v1"}
     assert with_models({**TARGET, "drafters": edge})["drafters"] == {**edge, "suffix": "suffix"}
     without = with_models({**TARGET, "drafters": edge, "look_up": "none"})

@@ -20,7 +20,7 @@ from penstock.engine.tokenizer import Tokenizer, load_tokenizer
 
 pytestmark = pytest.mark.slow
 
-DRAFTERS = ("none", "model", "ngram", "suffix", "chain", "text")
+DRAFTERS = ("none", "model", "suffix", "text")
 SAID = "čas <tool_call>日本<|eos|> <číslo></tool_call>"
 SAMPLINGS = {"greedy": {"temperature": 0}, "seeded": {"temperature": 1, "seed": 3}}
 FORMAT = {
@@ -43,13 +43,7 @@ def added(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningSer
     target, model = write(root / "target", "target-small"), write(root / "model", "draft-tiny")
     text = other_vocabulary.write(root / "text", "draft-tiny", other_vocabulary.finer)
     (target / "chat_template.jinja").write_text(TEMPLATE + HERMES[HERMES.rindex("{#") :])
-    drafters = {
-        "model": model,
-        "ngram": "ngram",
-        "suffix": "suffix",
-        "chain": f"ngram+{model}",
-        "text": text,
-    }
+    drafters = {"model": model, "suffix": "suffix", "text": text}
     with model_server(target, drafters, served_model_name="toy") as running:
         yield running, load_tokenizer(target)
 

@@ -271,7 +271,7 @@ def test_keys_stand_for_tenants(keyed_server: RunningServer) -> None:
     ("engine", "more", "why"),
     [
         ({"look_up": "suffix"}, {}, "as asked"),
-        ({}, {}, "none is named, and tiny targets and vLLM get none by themselves"),
+        ({}, {}, "none is named, and vLLM gets none by itself"),
         ({}, {"drafters": {"listen": "127.0.0.1:0"}}, "draft servers may connect"),
     ],
 )

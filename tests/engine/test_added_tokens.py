@@ -16,7 +16,7 @@ from tests.engine.test_tokenizer import KINDS, save, stream
 from tests.products import covering, first_fast
 from tokenizers import AddedToken, normalizers
 
-from penstock.config import NGRAM, SUFFIX, EngineConfig
+from penstock.config import SUFFIX, EngineConfig
 from penstock.core.types import Request, SamplingParams
 from penstock.engine.build import Engine, load_engine
 from penstock.engine.grammar import GrammarCompiler, grammar_of
@@ -26,7 +26,7 @@ from penstock.engine.tokenizer import Tokenizer, load_tokenizer
 EOS = 2
 ODD = (*ADDED, "two words", "▁x", "Ġy")
 """What other vocabularies would take for an alphabet of theirs, too."""
-DRAFTERS = ("model", "ngram", "suffix", "chain", "text")
+DRAFTERS = ("model", "suffix", "text")
 SAMPLINGS = {
     "greedy": SamplingParams(temperature=0.0),
     "seeded": SamplingParams(temperature=0.9, verification="coupled"),
@@ -106,9 +106,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
             target=write(root / "target", "target-small"),
             drafters={
                 "model": str(model),
-                "ngram": NGRAM,
                 "suffix": SUFFIX,
-                "chain": f"{NGRAM}+{model}",
                 "text": str(with_added_tokens(other)),
             },
             dtype="float32",

@@ -1,7 +1,6 @@
 """Where an output ends, and that nothing behind it is counted."""
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from penstock.core.types import (
     VerifyItem,
 )
 from penstock.engine.build import Engine
-from penstock.engine.drafters.drafts import LOOKED_UP
 from penstock.engine.ends import End, LazyTokenizer, OutputEnd
 from penstock.engine.sequences import TokenBuffer
 from penstock.engine.steps import verdicts_of
@@ -162,13 +160,14 @@ def verdict_of(
     tokenizer: Tokenizer,
     answer: Decided,
     draft: list[int],
-    rows: Sequence[int] = (),
+    num_looked_up: int = 0,
     **fields: Any,
 ) -> Verdict:
     request = Request("r", 3, 99, prompt_token_ids=(5, 6, 7), **fields)
     text = TokenBuffer(request, end=OutputEnd(request, lambda: tokenizer))
     item = VerifyItem("r", 0, 0, 2, 1, True, DraftSource.INLINE, "d", len(draft))
-    (verdict,) = verdicts_of([item], [Drafted(text, 3, draft, [*rows])], [answer])
+    item = item._replace(num_looked_up=num_looked_up)
+    (verdict,) = verdicts_of([item], [Drafted(text, 3, draft, [])], [answer])
     assert text.tokens(3, text.length) == list(verdict.token_ids)
     return verdict
 
@@ -181,7 +180,7 @@ def test_a_verdict_has_the_evidence_of_the_model_behind_look_up(
     tokenizer: Tokenizer, evidence: list[float], num_accepted: int, decided: int, of_model: float
 ) -> None:
     answer = Decided([], num_accepted, min(4, num_accepted + 1), evidence, evidence)
-    verdict = verdict_of(tokenizer, answer, [40, 41, 42, 43], [LOOKED_UP, LOOKED_UP, 0, -1])
+    verdict = verdict_of(tokenizer, answer, [40, 41, 42, 43], num_looked_up=2)
     assert (verdict.num_looked_up, verdict.num_accepted) == (2, num_accepted)
     assert verdict.num_decided == decided
     assert verdict.evidence == pytest.approx(of_model)

@@ -19,6 +19,7 @@ from tests.products import covering, slow
 from penstock.config import NGRAM, EngineConfig
 from penstock.core.kv import BlockPool
 from penstock.core.learn import Estimators
+from penstock.core.lookup import LookUp, TextLookUp
 from penstock.core.loop import Loop
 from penstock.core.policies.base import AllocationPolicy, DraftCandidate, View
 from penstock.core.policies.registry import make_pipeline, make_policy
@@ -32,7 +33,8 @@ from penstock.engine.verifier import Decided, Verifier
 from penstock.fluid.step_profile import DrafterProfile, StepProfile
 
 BACKENDS = ("eager", "native")
-DRAFTERS = ("same", "near", "far", "ngram")
+MODELS = ("same", "near", "far")
+DRAFTERS = (*MODELS, "ngram")
 DRAFTED = ("none", *DRAFTERS, "rotating")
 SAMPLINGS = {
     "greedy": SamplingParams(temperature=0.0),
@@ -64,7 +66,7 @@ def load(paths: dict[str, Path], backend: str, dtype: str = "float32", **setting
     return load_engine(
         EngineConfig(
             target=paths["target"],
-            drafters={name: str(paths[name]) for name in DRAFTERS[:3]} | {"ngram": NGRAM},
+            drafters={name: str(paths[name]) for name in MODELS} | {"ngram": NGRAM},
             dtype=dtype,
             backend=backend,
             **{"kv_tokens": 32 * 256, "num_threads": 1} | settings,
@@ -85,9 +87,11 @@ def make_loop(
     learn: Estimators | None = None,
     allocation: AllocationPolicy | None = None,
     groups_decodes: bool = False,
+    look_up: LookUp | bool = True,
 ) -> Loop:
     """A fresh scheduler with the engine's own drafters over its executor. They have lanes where
-    the pipeline uses them, unless `own_lane` says otherwise. groups_decodes: there are none."""
+    the pipeline uses them, unless `own_lane` says otherwise. groups_decodes: there are none, and no
+    look-up. look_up: True is a fresh one if the engine has one."""
     own_lane = pipeline != "off" if own_lane is None else own_lane
     size = engine.executor.target.block_size
     blocks = kv_tokens // size
@@ -96,6 +100,9 @@ def make_loop(
         for d in engine.scheduler.table.drafters.values()
         if not groups_decodes
     ]
+    if isinstance(look_up, bool):
+        known = engine.scheduler.look_up if look_up and not groups_decodes else None
+        look_up = known and TextLookUp(known.name)
     admission = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": 32}
     scheduler = Scheduler(
         BlockPool(blocks, size),
@@ -107,6 +114,7 @@ def make_loop(
         max_model_len=512,
         learn=learn,
         groups_decodes=groups_decodes,
+        look_up=look_up,
     )
     return Loop(scheduler, engine.executor, engine.clock)
 
@@ -326,7 +334,7 @@ A_DEVICE_EACH = StepProfile(
     32 * 256,
     (0, 100),
     (0.0, 0.1),
-    drafters=tuple(DrafterProfile(n, (0, 100), (0.0, 0.1)) for n in DRAFTERS),
+    drafters=tuple(DrafterProfile(n, (0, 100), (0.0, 0.1)) for n in MODELS),
 )
 """Times with which `auto` takes micro-batches as soon as two requests draft, and drops them when
 only one is left."""

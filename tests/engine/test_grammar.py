@@ -17,6 +17,7 @@ from tests.engine.test_exactness import run
 
 from penstock.config import NGRAM, EngineConfig
 from penstock.core.kv import BlockPool
+from penstock.core.lookup import TextLookUp
 from penstock.core.loop import Loop
 from penstock.core.policies.registry import make_pipeline, make_policy
 from penstock.core.scheduler import Scheduler
@@ -84,7 +85,7 @@ def make_loop(
 ) -> Loop:
     has_lane = pipeline != "off"
     size = engine.executor.target.block_size
-    known = [Drafter(n, None if n == "ngram" else BlockPool(512, size), has_lane) for n in drafters]
+    known = [Drafter(n, BlockPool(512, size), has_lane) for n in drafters if n != NGRAM]
     scheduler = Scheduler(
         BlockPool(num_blocks, size),
         known,
@@ -93,6 +94,7 @@ def make_loop(
         allocation=make_policy("allocation", "fixed", {"k": 4}),
         pipeline=make_pipeline(pipeline),
         max_model_len=512,
+        look_up=TextLookUp(NGRAM) if NGRAM in drafters else None,
     )
     return Loop(scheduler, engine.executor, engine.clock)
 

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from penstock.engine.drafters.lookup import LookupDrafter
 from tests.core.world import replace_policies
 from tests.engine.small_family import VOCAB
-from tests.engine.test_exactness import DRAFTERS, SAMPLINGS, load, make_loop, make_requests, run
+from tests.engine.test_exactness import MODELS, SAMPLINGS, load, make_loop, make_requests, run
 from tests.products import covering, slow
 
 from lab.rivals import policy_named
@@ -66,10 +65,7 @@ def really_drafted(drafter: Any, text: TokenBuffer, first: int, end: int) -> lis
     for position in range(first, end):
         known = TokenBuffer(text.request)
         known.append(text.span(PROMPT, position).tolist())
-        if isinstance(drafter, LookupDrafter):
-            one = DraftOrder(text.request.id, 0, 0, drafter.name, position, 0, 1)
-        else:
-            one = order(text, drafter.name, 0, position)._replace(max_draft_tokens=1)
+        one = order(text, drafter.name, 0, position)._replace(max_draft_tokens=1)
         drafted = drafter.draft([one], [known]).drafts[0].token_ids
         right.append(drafted == text.span(position, position + 1).tolist())
         drafter.release_request(text.request.id)
@@ -81,14 +77,12 @@ def replay(drafter: Any, text: TokenBuffer, cuts: Sequence[int]) -> list[Replaye
     replays = []
     for start, end in itertools.pairwise(cuts):
         one = order(text, drafter.name, start, end, evaluate=True)
-        if isinstance(drafter, LookupDrafter):
-            one = one._replace(start=end, num_catch_up_tokens=0)
         replays += drafter.replay([one], [text])
     drafter.release_request(text.request.id)
     return replays
 
 
-@pytest.mark.parametrize(("sampling", "name"), covering(SAMPLINGS, DRAFTERS, strength=1))
+@pytest.mark.parametrize(("sampling", "name"), covering(SAMPLINGS, MODELS, strength=1))
 def test_evaluation_counts_what_real_drafts_would_have_had_accepted(engine, sampling, name) -> None:
     drafter = engine.executor.drafters[name]
     text = make_text(engine, SAMPLINGS[sampling])
@@ -101,7 +95,7 @@ def test_evaluation_counts_what_real_drafts_would_have_had_accepted(engine, samp
         assert sum(right) > 0
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", MODELS)
 def test_every_token_is_counted_once_however_the_text_is_cut(engine: Engine, name: str) -> None:
     drafter = engine.executor.drafters[name]
     text = make_text(engine, SAMPLINGS["coupled"])
@@ -123,7 +117,7 @@ def test_a_position_that_was_drafted_at_is_left_to_its_verdict(engine: Engine) -
     assert found.num_tokens == 9
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", MODELS)
 def test_ratio_requests_and_plain_catch_ups_are_not_counted(engine: Engine, name: str) -> None:
     drafter = engine.executor.drafters[name]
     text = make_text(engine, RATIO)
@@ -196,7 +190,7 @@ def test_replays_in_every_round_change_no_token(engine: Engine, sampling: str, b
     )
     assert outputs == alone
     assert accepted > 0
-    by_drafter = {name: [r for r in policy.answers if r.drafter == name] for name in DRAFTERS}
+    by_drafter = {name: [r for r in policy.answers if r.drafter == name] for name in MODELS}
     assert all(sum(r.num_tokens for r in found) > 0 for found in by_drafter.values())
     assert all(r.num_matched == r.num_tokens for r in by_drafter["same"])
     far = by_drafter["far"]

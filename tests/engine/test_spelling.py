@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from penstock.engine.drafters.lookup import num_equal
 from tests.engine.test_gguf_tokenizer import CORPUS, HARD, ORIGINALS
 from tests.engine.test_tokenizer import sentencepiece_like
 from tests.products import covering
@@ -20,6 +19,12 @@ from penstock.engine.tokenizer import Tokenizer
 KINDS = {**ORIGINALS, "sentencepiece": sentencepiece_like}
 PROSE = "The quick brown fox jumps over the lazy dog, and 12 more. It's late:\n\n    go home!\n"
 PAIRS = list(itertools.permutations(["qwen2", "smollm", "llama-bpe", "sentencepiece"], 2))
+
+
+def num_equal(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """Length of the common prefix."""
+    pairs = zip(tokens, others, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def tokenizer_of(backend: Backend) -> Tokenizer:

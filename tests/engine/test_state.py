@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from penstock.engine.drafters.suffix import SuffixDrafter
 from tests.conftest import Cli
 from tests.serving.program import LONG, program
 
 from penstock.config import EngineConfig, parsed
 from penstock.core.learn import Estimators
-from penstock.core.types import Verdict
+from penstock.core.lookup import TextLookUp
+from penstock.core.types import Match, Verdict
 from penstock.engine.backends import Placement
 from penstock.engine.build import load_engine
 from penstock.engine.fingerprint import digest
@@ -36,7 +36,7 @@ def config_of(folder: Path, target: Path, *, saves: bool = True, **fields: Any) 
 
 def file_of(
     folder: Path, target: Path, *, saves: bool = True, threads: int = 1
-) -> tuple[StateFile, SuffixDrafter]:
+) -> tuple[StateFile, TextLookUp]:
     """A server's file, without loading its models."""
     config = config_of(folder, target, saves=saves)
     place = Placement(torch.device("cpu"), torch.float32, torch.float32, "eager", threads)
@@ -44,8 +44,8 @@ def file_of(
     models: Any = SimpleNamespace(
         place=place, dtype=place.dtype, backend=place.backend, target=limits
     )
-    drafter = SuffixDrafter("look-up")
-    return StateFile(config, folder, models, [drafter]), drafter
+    look_up = TextLookUp("look-up")
+    return StateFile(config, folder, models, look_up), look_up
 
 
 def teach(learn: Estimators) -> None:
@@ -54,6 +54,7 @@ def teach(learn: Estimators) -> None:
     learn.times.curve_of("look-up").add_measurement(1, 0.002)
     learn.times.note_catch_up("look-up", 1e-5)
     learn.times.add_together("look-up", 1.5, 1.25)
+    learn.acceptance.matches.learn("r", Match((1, 2, 3), 8, "own"), (1, 2, 4))
     for num in (1, 3, 3):
         learn.acceptance.on_verdict(
             Verdict("r", 0, 0, (1,), "look-up", 3, num, num_decided=3, evidence=float(num))
@@ -65,10 +66,10 @@ def teach(learn: Estimators) -> None:
 
 @pytest.fixture
 def saved(tmp_path: Path, family: dict[str, Path]) -> Path:
-    file, drafter = file_of(tmp_path, family["target"])
+    file, look_up = file_of(tmp_path, family["target"])
     learn = file.restore()
     teach(learn)
-    drafter.restore_memory({"open": OPEN, "closed": CLOSED})
+    look_up.restore_memory({"open": OPEN, "closed": CLOSED})
     file.save(["open"])
     return file.path
 
@@ -77,7 +78,7 @@ def test_what_was_learned_is_there_again(saved, family, caplog) -> None:
     caplog.set_level(logging.INFO)
     known = Estimators()
     teach(known)
-    file, drafter = file_of(saved.parent, family["target"])
+    file, look_up = file_of(saved.parent, family["target"])
     learn = file.restore()
     assert learn.state()["times"] == known.state()["times"]
     assert learn.acceptance.mean("new", "look-up") == known.acceptance.mean("new", "look-up")
@@ -88,17 +89,17 @@ def test_what_was_learned_is_there_again(saved, family, caplog) -> None:
     # A guess: a shorter step counts for much.
     learn.times.target.add_measurement(1, 0.005)
     assert learn.times.target(1) < 0.0085
-    assert drafter.memory(["open", "closed"])["open"].tolist() == OPEN
+    assert look_up.memory(["open", "closed"])["open"].tolist() == OPEN
     assert [r.message.partition(":")[0] for r in caplog.records] == [
         f"restored what was learned from {saved}"
     ]
 
 
 def test_only_tenants_that_allow_it_are_saved_and_restored(saved, family) -> None:
-    assert json.loads(saved.read_text())["body"]["learned"]["memory"]["look-up"].keys() == {"open"}
-    file, drafter = file_of(saved.parent, family["target"], saves=False)
+    assert json.loads(saved.read_text())["body"]["learned"]["memory"].keys() == {"open"}
+    file, look_up = file_of(saved.parent, family["target"], saves=False)
     file.restore()
-    assert not drafter.memory(["open", "closed"])
+    assert not look_up.memory(["open", "closed"])
 
 
 def changed(path: Path, where: str, value: Any) -> str:
@@ -120,7 +121,7 @@ LEARNED = "body.learned"
 @pytest.mark.parametrize(
     ("where", "value", "reason"),
     [
-        ("version", 2, "it has version 2; this program reads 1"),
+        ("version", 1, "it has version 1; this program reads 2"),
         ("sha256", "0" * 64, "its checksum is wrong"),
         ("body.of.machine", "another", "it is of other machine"),
         ("body.of.kernels", "older", "it is of other kernels"),
@@ -130,10 +131,11 @@ LEARNED = "body.learned"
         (f"{LEARNED}.times.together", {"other": [1, 1]}, "as many times"),
         (f"{LEARNED}.acceptance.tokens", {"look-up": [1, True]}, "True is not a number"),
         (f"{LEARNED}.acceptance.shapes", {"look-up": [[1, 2, 1]]}, "from 0 to 1"),
+        (f"{LEARNED}.acceptance.matches", {"own": [[1.0], [1.0]]}, "a rate for each of 7"),
         (f"{LEARNED}.lengths", {}, "'lengths'"),
         (f"{LEARNED}.lengths.lengths", [1 << 20], "is not a number from 0 to 16384"),
-        (f"{LEARNED}.memory", {"look-up": {"open": "AQ=="}}, "buffer size"),
-        (f"{LEARNED}.memory", {"look-up": {"open": "/wAAAA=="}}, "not in the vocabulary"),
+        (f"{LEARNED}.memory", {"open": "AQ=="}, "buffer size"),
+        (f"{LEARNED}.memory", {"open": "/wAAAA=="}, "not in the vocabulary"),
         ("", "", "Expecting value"),
         ("", '{"version": NaN}', "NaN is not a number"),
         ("", "[" * 100_000, "recursion"),
@@ -143,10 +145,10 @@ LEARNED = "body.learned"
 def test_what_does_not_fit_is_ignored(saved, family, caplog, where, value, reason) -> None:
     text = changed(saved, where, value) if where else value
     saved.write_text(text, errors="surrogateescape")
-    file, drafter = file_of(saved.parent, family["target"])
+    file, look_up = file_of(saved.parent, family["target"])
     learn = file.restore()
     assert learn.state() == Estimators().state()
-    assert not drafter.memory(["open"])
+    assert not look_up.memory(["open"])
     (record,) = caplog.records
     assert record.message.startswith(f"the state {saved} is ignored: ")
     assert reason in record.message
@@ -228,7 +230,8 @@ def test_an_unusable_folder(cli: Cli, family, tmp_path, caplog) -> None:
 
 def test_times_are_not_measured_again(saved, family, tmp_path) -> None:
     fields = {"num_threads": 1, "dtype": "float32", "kv_tokens": 512, "backend": "eager"}
-    config = config_of(tmp_path / "own", family["target"], **fields)
+    drafters = {"near": str(family["near"])}
+    config = config_of(tmp_path / "own", family["target"], drafters=drafters, **fields)
     first = load_engine(config)
     assert first.state is not None
     first.state.save([])
@@ -237,15 +240,13 @@ def test_times_are_not_measured_again(saved, family, tmp_path) -> None:
     # Equal, but for the rounding of pooled sizes.
     assert times.target.points() == [pytest.approx(point) for point in known.target.points()]
     assert times.profile.token_seconds == pytest.approx(known.profile.token_seconds)
-    assert times.draft_seconds("look-up", 1, 1) == pytest.approx(
-        known.draft_seconds("look-up", 1, 1)
-    )
+    assert times.draft_seconds("near", 1, 1) == pytest.approx(known.draft_seconds("near", 1, 1))
 
 
 @pytest.mark.slow
 def test_a_second_server_begins_where_the_first_ended(tmp_path) -> None:
     folder = tmp_path / "state"
-    options = ("target-small", "--state", str(folder), "--drafter", "chain=suffix+draft-tiny")
+    options = ("target-small", "--state", str(folder), "--drafter", "tiny=suffix+draft-tiny")
     options += ("--set", "tenants.default.save_outputs=true")
     texts, logs = [], []
     for log in (tmp_path / "first", tmp_path / "second"):
@@ -258,12 +259,12 @@ def test_a_second_server_begins_where_the_first_ended(tmp_path) -> None:
             (file,) = folder.iterdir()
             learned = json.loads(file.read_text())["body"]["learned"]
     assert texts[0] == texts[1]
-    assert learned["memory"]["chain"]["default"]
+    assert learned["memory"]["default"]
     assert "restored" not in logs[0]
     step_ms = learned["times"]["target"][0][1] * 1e3
-    right, wrong = learned["acceptance"]["tokens"]["chain"]
+    right, wrong = learned["acceptance"]["tokens"]["tiny"]
     rate = (right + 1.4) / (right + wrong + 2)
     assert (
         f"restored what was learned from {file}: a step of one row takes {step_ms:.3g} ms, "
-        f"acceptance: chain {rate:.2f}\n"
+        f"acceptance: tiny {rate:.2f}\n"
     ) in logs[1]

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from penstock.engine.drafters.lookup import num_equal
 from tests.engine.other_vocabulary import TARGET, finer, reordered, write
 from tests.engine.sampling_toys import joint_p_value, sampling_rows
 from tests.engine.small_family import make_unreliable
-from tests.engine.test_chain import ToyRunner, decide, first_order
 from tests.engine.test_exactness import SAMPLINGS, Alone, lenient, make_loop, run
+from tests.engine.test_look_up import ToyRunner, decide, first_order
+from tests.engine.test_spelling import num_equal
 from tests.products import covering, first_fast, slow
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
@@ -35,7 +35,7 @@ from penstock.engine.tokenizer import Tokenizer, load_tokenizer
 from penstock.engine.verifier import Verifier
 from penstock.zoo.registry import DOMAINS, load_prompts, model_path
 
-DRAFTERS = ("twin", "finer", "chain")
+DRAFTERS = ("twin", "finer")
 RATIO = SamplingParams(temperature=0.9, verification="ratio")
 NUM = 4
 
@@ -69,7 +69,7 @@ def load(paths: dict[str, Path], backend: str) -> Engine:
             drafters={
                 "twin": str(paths["twin"]),
                 "finer": str(paths["finer"]),
-                "chain": f"ngram+{paths['twin']}",
+                "suffix": "suffix",
             },
             dtype="float32",
             backend=backend,

@@ -109,7 +109,7 @@ def _facts(model: str, config: ServeConfig, client: EngineClient) -> Iterator[st
     yield f"{model}: {kind}, {facts['dtype']}, {kernels}, {threads}"
     why = "as asked" if config.drafters is None else "draft servers may connect"
     if config.engine.look_up == "none" and config.drafters is None:
-        why = "none is named, and tiny targets and vLLM get none by themselves"
+        why = "none is named, and vLLM gets none by itself"
     size = "" if facts["kv_bytes"] is None else f" ({facts['kv_bytes'] / 2**30:.2f} GiB)"
     yield (
         f"KV memory of {facts['kv_tokens']:,} tokens{size}, at most {facts['max_model_len']:,} "

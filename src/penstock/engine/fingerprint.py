@@ -45,7 +45,7 @@ def fingerprint(config: EngineConfig, models: Models) -> dict[str, Any]:
             name: [_hash_of_model(path), *own[name]] for name, path in config.drafter_models.items()
         }
         | {name: [url, model] for name, (url, model, _) in config.servers.items()},
-        "look_up": config.text_look_up,
+        "look_up": list(config.text_look_up or ()),
         "machine": machine_name(models.place.device),
         "threads": models.place.num_threads,
         "kernels": f"{penstock.__version__} {kernels}",

@@ -120,7 +120,7 @@ class ModelDrafter(LocalDrafter):
     def learn(self, sampling: SamplingParams, draft: Draft, verdict: Verdict) -> None:
         decided = draft.confidences[: verdict.num_decided]
         calibration = self._calibrations.for_sampling(sampling, is_drawn=sampling.is_ratio)
-        calibration.add_draft(decided, verdict.num_accepted)
+        calibration.add_draft(decided, verdict.num_accepted - verdict.num_looked_up)
 
     def drop_table(self, request_id: str) -> None:
         self._tables.drop(request_id)
