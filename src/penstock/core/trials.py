@@ -130,7 +130,10 @@ class Trials:
         state = min(able, key=lambda s: s.num_unread(drafter), default=None)
         if state is None:
             return False
-        reading = state.num_unread(drafter) * self._times.catch_up_of(drafter)
+        unread = state.num_unread(drafter)
+        # A drafter's times may be wrong; it reads in less time than the target, of which more is
+        # known.
+        reading = min(unread * self._times.catch_up_of(drafter), self._times.target(unread))
         if not self._is_due(drafter, reading):
             return False
         self._begin(state, drafter)
