@@ -190,10 +190,10 @@ def crowd(*, budget: int = 64, wrong: StepProfile | None = None) -> Orders:
     scheduler = make_scheduler(setup)
     machine = Machine(clock, lambda _: QUIET)
     executor = SimulatedExecutor(clock, machine, setup.acceptance, drafters=drafters)
-    requests = [Request(str(i), 30, TOKENS, 0.0, drafter=AUTO_DRAFTER) for i in range(8)]
+    requests = [Request(str(i), 30, 4 * TOKENS, 0.0, drafter=AUTO_DRAFTER) for i in range(8)]
     orders = Orders()
     result = simulate(scheduler, executor, clock, requests, instruments=[orders])
-    assert all(r.num_tokens == TOKENS for r in result.records.values())
+    assert all(r.num_tokens == 4 * TOKENS for r in result.records.values())
     return orders
 
 

@@ -140,7 +140,7 @@ class Trials:
         return True
 
     def _is_due(self, drafter: str, reading: float) -> bool:
-        """Return whether the budget allows a trial, which begins with so many seconds of reading."""
+        """Return whether the budget allows a trial that begins with seconds of reading."""
         pace = self._times.target(1)
         if not pace:
             return False
