@@ -178,7 +178,7 @@ class Orders:
 
 
 def crowd(*, budget: int = 64, wrong: StepProfile | None = None) -> Orders:
-    """Eight requests at once, which arrive together and begin to draft together."""
+    """Eight requests at once, which arrive together and begin to draft together, and others later."""
     setup = Setup(
         wrong or busy(rows=10.0, drafter=6.0),
         PolicyConfig.from_name("vllm_v1", max_num_batched_tokens=budget, max_num_seqs=8),
@@ -190,10 +190,12 @@ def crowd(*, budget: int = 64, wrong: StepProfile | None = None) -> Orders:
     scheduler = make_scheduler(setup)
     machine = Machine(clock, lambda _: QUIET)
     executor = SimulatedExecutor(clock, machine, setup.acceptance, drafters=drafters)
-    requests = [Request(str(i), 30, 4 * TOKENS, 0.0, drafter=AUTO_DRAFTER) for i in range(8)]
+    requests = [
+        Request(str(i), 30, TOKENS, max(0.0, i / 8 - 1), drafter=AUTO_DRAFTER) for i in range(64)
+    ]
     orders = Orders()
     result = simulate(scheduler, executor, clock, requests, instruments=[orders])
-    assert all(r.num_tokens == 4 * TOKENS for r in result.records.values())
+    assert all(r.num_tokens == TOKENS for r in result.records.values())
     return orders
 
 
