@@ -178,7 +178,7 @@ class Orders:
 
 
 def crowd(*, budget: int = 64, wrong: StepProfile | None = None) -> Orders:
-    """Eight requests at once, which arrive together and begin to draft together, and others later."""
+    """Eight requests arrive together and begin to draft together, and others come later."""
     setup = Setup(
         wrong or busy(rows=10.0, drafter=6.0),
         PolicyConfig.from_name("vllm_v1", max_num_batched_tokens=budget, max_num_seqs=8),
