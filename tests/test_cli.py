@@ -370,7 +370,7 @@ def test_serve_announces_itself_and_serves(checkpoints: dict[str, Path]) -> None
         model, memory, line, _, trial = (process.stdout.readline() for _ in range(5))
         assert model.startswith("penstock: small: safetensors, float32, kernels for ")
         assert memory.startswith("penstock: KV memory of 2,048 tokens (0.00 GiB), at most 100 a")
-        assert memory.endswith("; drafters: near\n")
+        assert memory.endswith("; drafters: near, suffix\n")
         assert line.startswith("penstock: serving on http://127.0.0.1:")
         url = line.split()[-1]
         _, asked, *options = shlex.split(trial)

@@ -44,7 +44,7 @@ def test_generate_with_unlike_formats(target, drafter, models, cli) -> None:
     drafted = made(cli, "--target", models[target], "--drafter", f"small={models[drafter]}")
     assert drafted["token_ids"] == alone["token_ids"]
     # None where no draft was worth its time: it is no smaller than the target.
-    assert drafted["drafter"] in ("small", None)
+    assert drafted["drafter"] in ("small", "look-up", None)
 
 
 def test_a_drafter_of_another_tokenizer(models, cli, caplog) -> None:

@@ -13,9 +13,8 @@ import torch
 
 from lab.common.hindsight import LONGEST, Costs, KnownText
 from lab.common.live import request_of
-from lab.zoo.evidence import answer_logits, lookup_runs, run_lengths
+from lab.zoo.evidence import answer_logits, run_lengths
 from lab.zoo.modeling import load_model
-from penstock.config import NGRAM
 from penstock.core.types import NO_DRAFTER
 from penstock.engine.build import Engine
 from penstock.engine.sampling import SamplingRows, sample_coupled
@@ -84,10 +83,10 @@ def make_texts(
     texts = [tuple(c.token_ids) for c in complete(engine.loop, requests, 16)]
     found = []
     for seed, ((domain, prompt), text) in enumerate(zip(prompts, texts, strict=True)):
-        runs = {NGRAM: np.minimum(lookup_runs(prompt, text), LONGEST).tolist()}
-        for name in engine.executor.drafters:
-            if name != NGRAM:
-                runs[name] = _model_runs(models[name], prompt, text, seed, temperature)
+        runs = {
+            name: _model_runs(models[name], prompt, text, seed, temperature)
+            for name in engine.executor.drafters
+        }
         found.append(KnownText(domain, prompt, seed, text, runs))
     torch.set_num_threads(threads)
     return found

@@ -89,7 +89,7 @@ def _valued(**changed: float) -> Any:
 
 _right_values = TokenValues.of_tokens
 WITHOUT: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "the price of a second": lambda: patch.object(priced, "_best_plan", _all_tokens),
+    "the price of a second": lambda: patch.object(priced._Offers, "_best_plan", _all_tokens),
     "the price of memory": lambda: patch.object(
         FluidGuided, "_admissible", lambda _, step, waiting: list(itertools.islice(waiting, 256))
     ),

@@ -37,16 +37,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from penstock.engine.drafters.lookup import num_equal
-from penstock.engine.drafters.suffix import SuffixDrafter
 
 from lab.bench.real_prompts import PARTS, RealPrompt, real_prompts, token_ids
 from lab.common.cells import Cells
 from lab.common.live import make_loop
 from lab.common.results import Results, ResultTable, parser, table, tell
 from penstock.config import SUFFIX, EngineConfig, PolicyConfig
+from penstock.core.lookup import TextLookUp
 from penstock.core.loop import Loop
-from penstock.core.types import NO_DRAFTER, DraftOrder, Output, Request, SamplingParams
+from penstock.core.state import RequestState
+from penstock.core.types import (
+    NO_DRAFTER,
+    DraftOrder,
+    Match,
+    Output,
+    Request,
+    SamplingParams,
+)
 from penstock.engine.build import Engine, load_engine
 from penstock.engine.drafters.base import LocalDrafter
 from penstock.engine.drafters.model import ModelDrafter
@@ -182,23 +189,33 @@ def texts_of(engine: Engine, asked: Sequence[RealPrompt], kept: Cells) -> list[T
 def look_up(texts: Sequence[Text]) -> list[list[Row]]:
     """What look-up finds at each position of each text, which become the tenant's memory in turn.
 
-    An output is remembered to its end; the engine forgets the tokens of the last round."""
-    drafter = SuffixDrafter(SUFFIX)
+    An output is remembered to its end."""
+    texts_known = TextLookUp(SUFFIX)
     found = []
     for text in texts:
-        buffer = TokenBuffer(text.request("text"))
+        state = RequestState(text.request("text"), 0)
         rows = []
         for position, token in enumerate(text.output):
-            match = drafter.match(buffer, MOST_FOUND)
-            num = len(match.token_ids)
-            right = num_equal(match.token_ids, text.output[position:])
-            source = (OWN if match.is_own else TENANT) if match.length else NOTHING
-            rows.append(Row(source, match.length, num, right))
-            buffer.append([token])
-        drafter.match(buffer, 1)  # reads the last token
-        drafter.release_request("text")
+            match = texts_known.match(state, MOST_FOUND)
+            rows.append(_row(match, text.output[position:]))
+            state.append([token])
+        texts_known.release_request(state)
         found.append(rows)
     return found
+
+
+def num_equal(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """Length of the common prefix."""
+    most = min(len(tokens), len(others))
+    return next((i for i in range(most) if tokens[i] != others[i]), most)
+
+
+def _row(match: Match | None, truth: Sequence[int]) -> Row:
+    if match is None:
+        return Row(NOTHING, 0, 0, 0)
+    right = num_equal(match.token_ids, truth)
+    source = OWN if match.source == "own" else TENANT
+    return Row(source, match.length, len(match.token_ids), right)
 
 
 def rights_by_reading(drafter: ModelDrafter, text: Text) -> list[int]:
@@ -373,7 +390,8 @@ def check(
     found = []
     fixed = PolicyConfig.from_name("fixed", k=CHECKED_LENGTH)
     for name, rights in known.items():
-        loop = make_loop(engine, PolicyConfig.from_name("auto"), fixed)
+        found_in = TextLookUp(SUFFIX) if name == SUFFIX else None
+        loop = make_loop(engine, PolicyConfig.from_name("auto"), fixed, look_up=found_in)
         rounds: list[tuple[int, int]] = []
         for i, text in enumerate(texts):
             seen = _served(loop, text, text.request(f"check {name} {i}", drafter=name))

@@ -25,8 +25,9 @@ import torch
 from lab.common.cells import Cells
 from lab.common.experiment import LabError, Trial
 from lab.common.statistics import FloatArray, rotated
-from penstock.config import NGRAM, EngineConfig, PolicyConfig
+from penstock.config import EngineConfig, PolicyConfig
 from penstock.core.kv import BlockPool
+from penstock.core.lookup import LookUp
 from penstock.core.loop import Clock, Loop
 from penstock.core.policies.registry import make_pipeline
 from penstock.core.scheduler import Scheduler
@@ -61,15 +62,15 @@ def load(
     calibrated: bool = True,
     **settings: Any,
 ) -> Engine:
-    """The engine with every drafter of a family and look-up, float32 where nothing else is said,
-    room for so many requests. calibrated: as of `load_engine`; `settings` as of `EngineConfig`."""
+    """The engine with every drafter of a family, float32 where nothing else is said, room for so
+    many requests. calibrated: as of `load_engine`; `settings` as of `EngineConfig`."""
     cards = bundled_models(family).items()
     drafters: dict[str, Any] = {n: str(c.path) for n, c in cards if c.role == "drafter"}
     chosen: dict[str, Any] = {"dtype": "float32", **settings}
     return load_engine(
         EngineConfig(
             target=model_path(target, family),
-            drafters=drafters | {NGRAM: NGRAM},
+            drafters=drafters,
             kv_tokens=batch * (640 + new_tokens),
             prefix_caching=False,
             # A native engine leaves PyTorch with one thread, which the next would take for all.
@@ -100,6 +101,7 @@ def make_loop(
     allocation: PolicyConfig = PRICED,
     pipeline: str = "off",
     admission: PolicyConfig = VLLM_V1,
+    look_up: LookUp | None = None,
 ) -> Loop:
     """A scheduler of its own over the engine's executor, with what the engine has measured."""
     pool = engine.scheduler.pool
@@ -124,6 +126,7 @@ def make_loop(
         allocation=allocation.make("allocation"),
         pipeline=make_pipeline(pipeline),
         max_model_len=engine.max_model_len,
+        look_up=look_up,
     )
     scheduler.learn.times = deepcopy(engine.scheduler.learn.times)
     return Loop(scheduler, engine.executor, engine.clock)

@@ -233,10 +233,10 @@ def test_what_needs_distributions_is_not_sent(make: Make) -> None:
 
 def test_look_up_sends_its_one_line() -> None:
     sessions = DraftingSessions(LookupProposer(VOCAB, 1 << 16), 16)
-    sessions.begin("r", [1, 2, 3, 4, 1, 2], GREEDY, sends_lines=True)
+    sessions.begin("r", [0, 1, 2, 3, 4, 0, 1, 2], GREEDY, sends_lines=True)
     grow(sessions)
     ((key, (piece,)),) = sessions.take_lines()
-    assert (key, piece.start, piece.token_ids[:2]) == ("r", 6, (3, 4))
+    assert (key, piece.start, piece.token_ids[:2]) == ("r", 8, (3, 4))
     sessions.extend("r", [3], 0)
-    sessions.order("r", SessionOrder("tag", 7, 1))
+    sessions.order("r", SessionOrder("tag", 9, 1))
     assert sessions.step()[0].token_ids == (4,)
