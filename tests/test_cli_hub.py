@@ -15,7 +15,7 @@ from tests.hub import Hub, hub
 from tests.serving.program import LONG, START
 from tests.test_cli_gguf import CASE
 
-from penstock.cli import drafters, models
+from penstock.cli import drafters
 from penstock.cli.models import drafter_checkpoint, with_models
 from penstock.config import ConfigError
 from penstock.engine.models import pairs
@@ -36,7 +36,6 @@ def family(hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub:
     other = tmp_path / "other.gguf"
     write_gguf(other, CASE, "F32", ORIGINALS["gpt-2"](), "gpt-2")
     hub.add(OTHER, {"other-F32.gguf": other.read_bytes()})
-    monkeypatch.setattr(models, "_TINY_BYTES", 0)
     monkeypatch.setitem(pairs.FAMILIES, r"qwen2\.5", {SMALL: 0.001})
     return hub
 
