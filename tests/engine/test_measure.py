@@ -21,7 +21,7 @@ GRID = ProfileGrid((1, 2, 4), (0, 3), (16, 64), (1, 8, 64), repeats=2, together_
 def settings(family: dict[str, Path]) -> dict[str, Any]:
     return {
         "target": family["target"],
-        "drafters": {"near": str(family["near"]), "far": str(family["far"]), "look": "ngram"},
+        "drafters": {"near": str(family["near"]), "far": str(family["far"])},
         "dtype": "float32",
         "num_threads": 1,
         "kv_tokens": 2048,
@@ -40,7 +40,7 @@ def test_every_model_is_measured(settings: dict[str, Any]) -> None:
     assert len(calls) == num_measurements(engine, GRID)
     assert len(measured.steps) == 2 * 3 * 2 + 2 * 3
     assert all(seconds > 0 for _, seconds in measured.steps)
-    assert [d.name for d in measured.drafters] == ["near", "far", "look"]
+    assert [d.name for d in measured.drafters] == ["near", "far"]
     for known in measured.drafters:
         assert known.batch_counts == (1, 2, 4)
         assert known.batch_seconds[0] > 0
@@ -82,25 +82,24 @@ def test_measured_by_command_and_read_by_the_engine(settings, tmp_path) -> None:
     told = json.loads(result.stdout)
     profile = read_profile(out)
     assert told["name"] == profile.name == "toy"
-    assert [d.name for d in profile.drafters] == ["near", "far", "look"]
+    assert [d.name for d in profile.drafters] == ["near", "far"]
     assert "best of 1" in profile.origin
     assert "1 thread" in profile.origin
 
     data = json.loads(out.read_text())
-    data["drafters"] = data["drafters"][:2]
-    data["drafters"][1].update(batch_counts=[1], batch_seconds=[7.0], per_catch_up_token=3.0)
+    data["drafters"] = data["drafters"][1:]
+    data["drafters"][0].update(batch_counts=[1], batch_seconds=[7.0], per_catch_up_token=3.0)
     out.write_text(json.dumps(data))
     times = load(settings, profile=out).scheduler.learn.times
     assert times.curve_of("far")(1) == 7.0, "believed, not measured"
     assert times.catch_up_of("far") == 3.0
     assert times.target(8) == pytest.approx(profile.linear(8))
-    assert 0 < times.curve_of("look")(1) < 1.0, "not in the profile: measured"
+    assert 0 < times.curve_of("near")(1) < 1.0, "not in the profile: measured"
 
 
 def test_without_a_profile_reading_is_measured_too(settings: dict[str, Any]) -> None:
     times = load(settings).scheduler.learn.times
     assert 0 < times.catch_up_of("near") < times.curve_of("near")(1)
-    assert times.catch_up_of("look") >= 0
 
 
 def test_auto_gives_drafters_on_the_targets_cores_no_lane(
@@ -109,4 +108,4 @@ def test_auto_gives_drafters_on_the_targets_cores_no_lane(
     """Nor measures them beside the target. Control: with `async` each has one."""
     monkeypatch.setattr(calibrate, "slowdowns", None)
     lanes = {name: load(settings, pipeline=name).scheduler.lanes for name in ("auto", "async")}
-    assert lanes == {"auto": ("target",), "async": ("near", "far", "look", "target")}
+    assert lanes == {"auto": ("target",), "async": ("near", "far", "target")}
