@@ -32,7 +32,8 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     target = tmp_path_factory.mktemp("predicted") / "target"
     shutil.copytree(model_path("target-small"), target)
     (target / "chat_template.jinja").write_text(TEMPLATE + HERMES[HERMES.rindex("{#") :])
-    drafters = {"suffix": "suffix", "tiny": str(model_path("draft-tiny"))}
+    # Without memory: it would find the same text in the answer to the first request.
+    drafters = {"ngram": "ngram", "tiny": str(model_path("draft-tiny"))}
     with model_server(target, drafters, {"verification": "coupled"}) as running:
         yield running
 
@@ -54,7 +55,7 @@ def content(text: str) -> dict[str, Any]:
     return {"type": "content", "content": text}
 
 
-@pytest.mark.parametrize("drafter", first_fast(["auto", "suffix", "tiny"]))
+@pytest.mark.parametrize("drafter", first_fast(["auto", "ngram", "tiny"]))
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_text_is_the_same_with_any_prediction(
     real: RunningServer, drafter: str, seed: int

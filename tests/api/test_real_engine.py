@@ -81,7 +81,7 @@ def test_metrics_tell_drafters_apart(real_server: RunningServer) -> None:
         text = httpx.get(f"{real_server.url}/metrics", timeout=60).text
         return labelled(text, name, "drafter")
 
-    names = ("near", "far", "ngram")
+    names = ("near", "far")
     switches = by_drafter("drafter_switches_total")
     for drafter in names:
         complete(real_server, drafter, temperature=0)

@@ -169,7 +169,7 @@ def test_in_lanes_of_their_own(engine: Engine, tokenizer: Tokenizer) -> None:
 def test_small_memory_preempts_and_changes_nothing(engine: Engine, tokenizer: Tokenizer) -> None:
     params = SAMPLINGS["coupled"]
     alone, _ = run(make_loop(engine), make_requests(tokenizer, params, 12, "none"))
-    loop = make_loop(engine, num_blocks=16)
+    loop = make_loop(engine, num_blocks=12)
     drafted, _ = run(loop, make_requests(tokenizer, params, 12, "draft-tiny"))
     assert loop.scheduler.table.counters.preemptions > 0
     assert drafted == alone

@@ -205,17 +205,16 @@ class Scenario(Load):
         list[str] | None,
         typer.Option(
             metavar="NAME=RATE|NAME=FILE|NAME|suffix",
-            help="A drafter by acceptance rate, curve G1,G2,... or record (JSON lines); a bare "
-            "name is one of --acceptance. `suffix`, alone or before a drafter as in "
-            "`suffix+NAME=RATE`, adds look-up as in recorded texts. May be repeated.",
+            help="A drafter by acceptance rate, curve G1,G2,... or record (JSON lines), or one of "
+            "--acceptance; `suffix` and `suffix+NAME=RATE` add look-up. May be repeated.",
         ),
     ] = None
     acceptance: Annotated[
         str | None,
         typer.Option(
             metavar="zoo|zoo-greedy|texts|FILE",
-            help="Measured acceptance of the bundled drafters, a file of `penstock zoo fit`, or "
-            "recorded texts of a model of 1.5 B with its drafters and look-up.",
+            help="Measured acceptance: of the bundled drafters, of recorded texts with look-up, "
+            "or a file of `penstock zoo fit`.",
         ),
     ] = None
     drafter_seconds: Annotated[

@@ -132,8 +132,9 @@ def _match(ctx: Context, state: RequestState) -> Match | None:
         if state.prediction is not None:
             found.append(state.prediction.match(most))
         matches = [m for m in found if m is not None]
-        state.match = matches[0] if matches else None
-        if len(matches) > 1:
+        state.match = matches[-1] if matches else None
+        # What both say counts for the prediction, which its client asks about.
+        if len({m.token_ids[0] for m in matches}) > 1:
             survival = ctx.learn.acceptance.matches.survival
             state.match = max(matches, key=lambda m: sum(survival(state.request.id, m)))
     return state.match
