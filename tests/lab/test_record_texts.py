@@ -100,7 +100,8 @@ def test_the_engine_accepts_what_is_recorded(tmp_path: Path) -> None:
     looked_up = [[row.right for row in rows] for rows in look_up(texts)]
     rights = {name: rights_of(engine, name, texts, kept) for name in drafters}
     found = {row["drafts of"]: row for row in check(engine, texts, {SUFFIX: looked_up, **rights})}
-    assert all(found[name]["equal"] == 1 for name in (SUFFIX, "same", "itself"))
+    assert all(found[name]["equal"] == 1 for name in ("same", "itself"))
+    assert found[SUFFIX]["equal"] > 0.97, "what is hardly right is not drafted"
     assert found["twin"]["live"] == pytest.approx(found["twin"]["recorded"], rel=0.1)
     assert 1 < found["same"]["live"] < found["itself"]["live"]
     # What is kept is not made again.
