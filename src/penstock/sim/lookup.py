@@ -57,14 +57,8 @@ class RecordedLookUp:
     name: str = _SUFFIX
 
     def match(self, state: RequestState, num_tokens: int) -> Match | None:
-        found = self.texts[row_of(self.seed, state.request.id, len(self.texts))].found
-        source, length, num_found, num_right = found[state.num_output_tokens % len(found)]
-        if not source or not num_found:
-            return None
-        first = state.num_known_tokens
-        right = range(first, first + min(num_right, num_tokens))
-        wrong = max(0, min(num_found, num_tokens) - num_right)
-        return Match((*right, *[_WRONG] * wrong), length, _SOURCES[source])
+        text = self.texts[row_of(self.seed, state.request.id, len(self.texts))]
+        return match_at(text, state, num_tokens)
 
     def release_request(self, state: RequestState) -> None:
         """Keep nothing."""
@@ -73,6 +67,17 @@ class RecordedLookUp:
         """Return the recorded acceptance of drafters, with the same texts."""
         rows = {name: [[1 + n for n in t.right[name]] for t in self.texts] for name in drafters}
         return RecordedAcceptance(rows, self.seed)
+
+
+def match_at(text: RecordedText, state: RequestState, num_tokens: int) -> Match | None:
+    """Return what was found at a request's place in a text, which it plays again and again."""
+    source, length, num_found, num_right = text.found[state.num_output_tokens % len(text.found)]
+    if not source or not num_found:
+        return None
+    first = state.num_known_tokens
+    right = range(first, first + min(num_right, num_tokens))
+    wrong = max(0, min(num_found, num_tokens) - num_right)
+    return Match((*right, *[_WRONG] * wrong), length, _SOURCES[source])
 
 
 def parse_proposers(
