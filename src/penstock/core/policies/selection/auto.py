@@ -8,9 +8,9 @@ In a replay a drafter that is not used reads the text and says what it would hav
 ordered where its answer should save the request more than the reading takes.
 
 A request's drafter is chosen at its start, after rounds that double, and when a replay has an
-answer. One drafter alone is given to all, as is the first of several where the host's part of a
-step is so large that choosing takes more time than it saves: the draft lengths decide whether it
-drafts (`allocation/priced.py`)."""
+answer; none, where that is best to the request's end. Where the host's part of a step is so large
+that choosing takes more time than it saves all get the first drafter: the draft lengths decide
+whether it drafts (`allocation/priced.py`)."""
 
 from __future__ import annotations
 
@@ -106,9 +106,7 @@ class Auto(SelectionPolicy):
     def select(self, states: Sequence[RequestState], view: View) -> dict[str, str | None]:
         drafters, times = usable(view.drafters), view.learn.times
         step = times.target(round(self._num_sharing))
-        is_limited = any(d.max_num_seqs is not None for d in drafters.values())
-        is_given = len(drafters) == 1 and not is_limited
-        if is_given or times.overhead > _HOST_SHARE * step:
+        if times.overhead > _HOST_SHARE * step:
             return self._first.select(states, view)
         chosen: dict[str, str | None] = {}
         due = []
