@@ -62,7 +62,7 @@ def test_acceptance_is_learned_live(
     policy = Watched(GoodSpeed.Options(total=DRAFT_TOKENS))
     made = make_requests(SAMPLINGS["greedy"], TOKENS // output_len, "same")
     run(
-        make_loop(engine, allocation=policy),
+        make_loop(engine, allocation=policy, look_up=False),
         [dataclasses.replace(r, max_tokens=output_len) for r in made],
     )
     assert np.mean(policy.seen[WARM_UP:]) == pytest.approx(rate, abs=0.01)
