@@ -167,9 +167,10 @@ def _append(ctx: Context, state: RequestState, verdict: Verdict) -> int:
     if state.is_counted:
         return state.announce()
     ctx.table.memory.commit(state)
-    forced = verdict.forced_token_ids[: state.most_draft_tokens]
-    if forced:
-        state.hold(Grant(len(forced)), forced)
+    if verdict.forced_token_ids:
+        forced = verdict.forced_token_ids[: state.most_draft_tokens]
+        if forced:
+            state.hold(Grant(len(forced)), forced)
     return len(verdict.token_ids)
 
 

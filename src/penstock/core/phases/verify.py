@@ -49,6 +49,21 @@ def _item(
     ctx: Context, scheduled: ScheduledTokens, grant: Grant, order: DraftOrder | None
 ) -> VerifyItem:
     state, held = scheduled.state, scheduled.state.draft
+    if not grant.num_tokens and held.stage is not DraftStage.HELD:
+        # Most items of a large batch: by position, which takes half as long as by keyword.
+        return VerifyItem(
+            state.request.id,
+            state.epoch,
+            state.round,
+            scheduled.start,
+            scheduled.num_tokens,
+            scheduled.samples,
+            DraftSource.NONE,
+            None,
+            0,
+            None,
+            tuple(scheduled.new_blocks),
+        )
     source, drafter = DraftSource.NONE, state.drafter
     known: tuple[int, ...] = ()
     if held.stage is DraftStage.HELD:

@@ -235,6 +235,7 @@ class _Offers:
         self.is_looked_up = columns < most
         self._places = np.where(self.is_looked_up, 0.0, columns - most + 1.0)
         self._gains = gains.ravel()[order]
+        self._rows = np.where(self.is_looked_up, 1.0, self._found[self.owners])
         self._reached = reached
         more = np.concatenate([np.zeros((num, most)), behind], axis=1).ravel()[order]
         is_first = self._places == 1.0
@@ -330,10 +331,10 @@ class _Offers:
             else:
                 batch = (own & (self._places == 1)).cumsum(axis=1)
                 inside += longest * times.curve_of(group.drafter).at(batch)
-                inside += times.start_of(group.drafter) * (longest > 0)
+                if start := times.start_of(group.drafter):
+                    inside += start * (longest > 0)
         num_rows = view.room.num_rows
-        each = np.where(self.is_looked_up, 1.0, self._found[self.owners])
-        rows = num_rows + (bought * each).cumsum(axis=1)
+        rows = num_rows + (bought * self._rows).cumsum(axis=1)
         inside += np.where(inside > 0, times.draft_overhead, 0.0)
         inside += (bought * self._reads).cumsum(axis=1)
         verify = self._target_s + times.added(num_rows, rows)

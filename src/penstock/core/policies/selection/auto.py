@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -60,7 +60,8 @@ class _Known:
     totals: FloatArray  # not faded
     next_round: int  # of the next decision
     gap: int = _FIRST_GAP
-    looked_up: FloatArray = field(default_factory=lambda: np.zeros(2))  # tokens by look-up, and all
+    looked_up: float = 0.0  # tokens by look-up, faded
+    tokens: float = 0.0  # all of them, faded
     has_news: bool = False  # a replay has answered since
 
     def note(self, column: int, accepted: float, decided: float) -> None:
@@ -91,7 +92,7 @@ class Auto(SelectionPolicy):
         self._known: dict[str, _Known] = {}
         self._used: set[str] = set()
         self._recent: dict[str, FloatArray] = {}
-        self._looked_up = np.zeros(2)  # as of a request, over all
+        self._looked_up, self._tokens = 0.0, 0.0  # as of a request, over all
         self._num_sharing, self._num_steps = 1.0, 0
         self._proposals: dict[tuple[str, str], ReplayProposal] = {}
         self._saved: dict[str, float] = {}
@@ -192,8 +193,8 @@ class Auto(SelectionPolicy):
 
     def _looked_up_shares(self, known: Sequence[_Known]) -> FloatArray:
         """Return the share of tokens that look-up makes, [1 + S], at first over all requests."""
-        mean = self._looked_up[0] / max(1.0, self._looked_up[1])
-        own, strength = np.array([k.looked_up for k in known]), self._prior.strength
+        mean, strength = self._looked_up / max(1.0, self._tokens), self._prior.strength
+        own = np.array([(k.looked_up, k.tokens) for k in known])
         shares = (own[:, 0] + strength * mean) / (own[:, 1] + strength)
         return np.concatenate([[mean], shares])
 
@@ -279,8 +280,10 @@ class Auto(SelectionPolicy):
                 made = min(verdict.num_accepted, verdict.num_looked_up)
                 if made and verdict.num_looked_up == verdict.num_proposed:
                     made = num
-                known.looked_up = _OWN_DECAY * known.looked_up + (made, num)
-                self._looked_up = (1 - _STEP_WEIGHT) * self._looked_up + (made, num)
+                known.looked_up = _OWN_DECAY * known.looked_up + made
+                known.tokens = _OWN_DECAY * known.tokens + num
+                self._looked_up = (1 - _STEP_WEIGHT) * self._looked_up + made
+                self._tokens = (1 - _STEP_WEIGHT) * self._tokens + num
             if column is not None and known is not None and verdict.num_decided:
                 known.counts *= _OWN_DECAY
                 known.note(column, verdict.evidence, verdict.num_decided)
