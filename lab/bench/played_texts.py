@@ -27,7 +27,7 @@ from lab.bench.real_prompts import token_ids
 from lab.bench.record_texts import prompts
 from lab.common.claims import bar
 from lab.common.results import Results, parser, table, tell
-from penstock.config import SUFFIX, EngineConfig
+from penstock.config import DEFAULT_TENANT, SUFFIX, EngineConfig, TenantConfig
 from penstock.core.loop import Loop
 from penstock.core.state import RequestState
 from penstock.core.types import DraftOrder, Match, Request, SamplingParams, VerifyItem
@@ -143,6 +143,7 @@ def load(args: argparse.Namespace, drafters: Mapping[str, str]) -> Engine:
             max_model_len=CONTEXT,
             num_threads=args.threads,
             prefix_caching=False,
+            tenants={DEFAULT_TENANT: TenantConfig()},
         )
     )
 
