@@ -106,6 +106,7 @@ def test_spellings(asked: list[str], has_look_up: bool, drafters: list[str]) -> 
         (["suffix+"], None, "a drafter is NAME=RATE"),
         (["nobody"], "texts", "no texts were recorded with 'nobody'; there are qwen2.5-coder-0.5b"),
         (["small"], None, "a drafter is NAME=RATE"),
+        (["ngram+small=0.7"], None, "look-up before a drafter is suffix"),
     ],
 )
 def test_bad_spellings_are_named(asked: list[str], acceptance: str | None, said: str) -> None:

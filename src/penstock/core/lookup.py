@@ -1,4 +1,4 @@
-"""What follows the same words: look-up in a request's text, its tenant's outputs, a prediction.
+"""Look-up of what follows the same words, in a request's text and its tenant's outputs.
 
 A look-up costs nothing but rows of the target, so every request has it in every step. It proposes
 tokens with the length of its match, and how often tokens behind such matches were right is learned

@@ -150,7 +150,7 @@ class Scheduler:
 
     @property
     def metrics(self) -> dict[Gauge, Any]:
-        """Those gauges that the policies declare for `/metrics`."""
+        """Gauges that the policies declare for `/metrics`."""
         ctx, known = self._ctx, self.gauges
         policies = (ctx.admission, ctx.selection, ctx.allocation, ctx.pipeline)
         return {g: known[g.name] for p in policies for g in p.metrics if g.name in known}

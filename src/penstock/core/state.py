@@ -68,7 +68,7 @@ class DrafterKind(Enum):
 
 
 class DrafterStatus(Enum):
-    """Whether a drafter takes orders."""
+    """Readiness of a drafter to take orders."""
 
     UP = "it does"
     SILENT = "it has missed a deadline, and has not answered since"
@@ -262,7 +262,7 @@ class RequestState:
         is_predicted = bool(request.prediction) and request.drafter != NO_DRAFTER
         self.prediction = Prediction(request.prediction) if is_predicted else None
         self.match: Match | None = None
-        """What look-up found behind the text of `matched_at` tokens."""
+        """Match that look-up found behind the text of `matched_at` tokens."""
         self.matched_at = -1
         self.seen_token_ids = (0, -1)
         """Output tokens examined by `highest_token_id`, and its result."""

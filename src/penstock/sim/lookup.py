@@ -93,6 +93,9 @@ def parse_proposers(
         for text, part in zip(texts, parts, strict=True)
         if text != _SUFFIX
     ]
+    for text in drafters:
+        if "+" in text.partition("=")[0]:
+            raise WorkloadError(f"look-up before a drafter is {_SUFFIX}+DRAFTER, not {text!r}")
     is_recorded = acceptance == _TEXTS
     has_look_up = is_recorded or _SUFFIX in texts or any(parts)
     look_up = RecordedLookUp(read_texts(), seed) if has_look_up else None

@@ -178,7 +178,7 @@ class AcceptanceEstimator:
         self._expected: defaultdict[str, dict[str, tuple[float, float]]] = defaultdict(dict)
         self._shapes: defaultdict[str, SurvivalShape] = defaultdict(SurvivalShape)
         self.matches = MatchRates()
-        """Of looked-up tokens."""
+        """Acceptance of looked-up tokens."""
 
     def state(self) -> dict[str, Any]:
         """Return what is known of each drafter over all requests, as plain values."""

@@ -12,7 +12,7 @@ from typing import Any
 from penstock.core.learn.saved import numbers
 from penstock.core.types import Match
 
-LEAST_SURVIVAL = 0.05  # of a looked-up token: a row's cost is not known better than that
+_LEAST_SURVIVAL = 0.05  # of a looked-up token: a row's cost is not known better than that
 _LONGEST = 32  # longer matches count the same
 _FIRST_RATES = (0.5, 0.5, 0.7, 0.8, 0.9, 0.95, 0.97)
 """Expected share of right tokens behind matches of 0, 1, 2, 4, 8, 16 and 32 tokens."""
@@ -72,7 +72,7 @@ class MatchRates:
         survival, product = [], 1.0
         for length in range(match.length, match.length + len(match.token_ids)):
             product *= rates[_kind(length)]
-            if product < LEAST_SURVIVAL:
+            if product < _LEAST_SURVIVAL:
                 break
             survival.append(product)
         return survival

@@ -20,7 +20,7 @@ _LONGEST_REDRAW = 64
 
 
 class StepTime(StepTimeCurve):
-    """What a step of the target takes: by its rows, as measured, and by its work, by a profile.
+    """Model of the target's step: by its rows, as measured, and by its work, by a profile.
 
     Both predict every step before they learn from it, and the one with the smaller error answers: a
     profile tells rows from attention, and the curve by rows cannot be wrong for long.
@@ -61,7 +61,7 @@ class StepTime(StepTimeCurve):
 
     @property
     def follows_rows(self) -> bool:
-        """Whether the profile is the curve's."""
+        """True if the profile is drawn from the curve."""
         return self._draws_rows and not self.learns_profile
 
     @property

@@ -101,7 +101,7 @@ def _candidate(ctx: Context, state: RequestState, drafter: Drafter | None) -> Dr
         if match is None:
             return None
         found = ctx.learn.acceptance.matches.survival(state.request.id, match)[:most]
-        return DraftCandidate(state, None, 0, survival=found, most=most)
+        return DraftCandidate(state, None, 0, survival=found, most=most) if found else None
     longest = drafter.longest_draft(state)
     at_hand = min(len(state.at_hand(drafter.name)), longest)
     survival: list[float] = []

@@ -141,7 +141,7 @@ class Policy:
     """Base of the four kinds."""
 
     metrics: ClassVar[tuple[Gauge, ...]] = ()
-    """Those of `gauges` that `/metrics` shows; the others, as by request, explain simulations."""
+    """Gauges of `gauges` that `/metrics` shows; the others, as by request, explain simulations."""
     limits: ClassVar[LimitOptions] = LimitOptions()
     """Options that a host or a plan may set or lower."""
 

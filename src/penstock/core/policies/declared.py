@@ -1,4 +1,4 @@
-"""What a policy declares beside its code: its gauges, and which options limit what."""
+"""Declarations of a policy beside its code: its gauges, and which options limit what."""
 
 from __future__ import annotations
 

@@ -169,7 +169,6 @@ class _Offers:
         self._price_step(values)
         self._sort_groups()
         self._reached = np.ones(len(candidates))
-        self._offer(np.zeros(len(candidates), dtype=np.int64))
 
     # --- what is on offer -----------------------------------------------------------------------
 
@@ -177,10 +176,8 @@ class _Offers:
         """Return the best lengths [requests], and their value a second.
 
         rate: of the last plan."""
-        if not self._looked_up.size:
-            return self._best_plan()
         fronts = [np.count_nonzero(self._looked_up, axis=1)]
-        if self._survival.size:
+        if self._looked_up.size and self._survival.size:
             fronts.append(self._fronts(max(rate, self.plain_value / self.plain_s)))
         plans = []
         for front in fronts:
