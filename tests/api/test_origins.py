@@ -35,6 +35,17 @@ def test_kinds(output: Output, kinds: list[str]) -> None:
     assert all(o.drafter == (None if o.kind == "target" else "a") for o in told)
 
 
+def test_looked_up_tokens_are_not_the_drafters() -> None:
+    """Two were looked up, and the drafter went on with two, of which the first was right."""
+    mixed = Output(
+        "r", (1, 2, 3, 4), drafter="a", num_proposed=4, num_accepted=3, num_looked_up=2,
+        look_up="look-up",
+    )  # fmt: skip
+    told = [(o.kind, o.drafter) for o in origins_of(mixed)]
+    accepted = [("accepted", "look-up")] * 2 + [("accepted", "a")]
+    assert told == [*accepted, ("recovered", "a")]
+
+
 def body(path: str, prompt: str, **fields: Any) -> dict[str, Any]:
     asked = {"prompt": prompt} if path == COMPLETION else {"messages": [turn(prompt)]}
     return {**asked, "max_tokens": 40, "temperature": 0, "seed": 3, **fields}

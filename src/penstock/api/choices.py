@@ -39,8 +39,11 @@ def origins_of(output: Output) -> list[Origin]:
     if output.num_proposed:
         is_whole = num_accepted == output.num_proposed
         own = Origin("bonus" if is_whole else "recovered", drafter)
-    accepted = Origin("accepted", drafter)
-    return [accepted if i < num_accepted else own for i in range(len(output.token_ids))]
+    num_looked_up = min(output.num_looked_up, num_accepted)
+    origins = [Origin("accepted", output.look_up)] * num_looked_up
+    origins += [Origin("accepted", drafter)] * (num_accepted - num_looked_up)
+    num_own = len(output.token_ids) - num_accepted
+    return (origins + [own] * num_own)[: len(output.token_ids)]
 
 
 @dataclass(frozen=True, slots=True)
