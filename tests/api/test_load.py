@@ -17,6 +17,8 @@ from tests.serving.fakes import SLOW_FACTORY, expected_tokens
 from tests.serving.harness import RunningServer, eventually, running_server, serve_config
 
 LONG = {"prompt": [50, 60, 70], "max_tokens": 400}
+# A stream whose headers are there is admitted; what is only sent may be overtaken.
+_HEADERS = b"\r\n\r\n"
 
 
 def is_free(server: RunningServer) -> bool:
@@ -29,17 +31,17 @@ def is_free(server: RunningServer) -> bool:
 
 
 def connect(
-    server: RunningServer, body: dict[str, Any], *, to_first_bytes: bool = True
+    server: RunningServer, body: dict[str, Any], *, until: bytes = b"data: "
 ) -> socket.socket:
-    """A client that reads the first bytes of its answer, if it is a stream."""
+    """A client that reads so far into its answer, if it is a stream."""
     host, port = server.url.removeprefix("http://").split(":")
     sock = socket.create_connection((host, int(port)), timeout=20)
     data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: toy\r\nContent-Length: {len(data)}\r\n\r\n"
     sock.sendall(head.encode() + data)
-    if body.get("stream") and to_first_bytes:
+    if body.get("stream"):
         received = b""
-        while b"data: " not in received:
+        while until not in received:
             received += sock.recv(1000)
     return sock
 
@@ -57,7 +59,7 @@ def test_too_many_waiting_requests(slow_server: RunningServer) -> None:
     os.kill(engine, signal.SIGSTOP)
     try:
         with (
-            connect(slow_server, {"prompt": "a", "n": 4}),
+            connect(slow_server, {"prompt": "a", "n": 4, "stream": True}, until=_HEADERS),
             client_of(slow_server) as ai,
             pytest.raises(openai.RateLimitError) as full,
         ):
@@ -82,7 +84,7 @@ def test_a_stream_that_is_left_before_its_first_output_frees_its_place(slow_serv
 
     os.kill(slow_server.engine_pid, signal.SIGSTOP)
     try:
-        with connect(slow_server, {**body, "stream": True}, to_first_bytes=False):
+        with connect(slow_server, {**body, "stream": True}, until=_HEADERS):
             assert is_refused(20)
         eventually(lambda: not is_refused(1))
     finally:
