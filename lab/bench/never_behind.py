@@ -14,8 +14,10 @@ cell; `behind` is `auto` over the best of them in hindsight, paired by seed.
   the others: geometric mean of tokens per second. Tight TPOT targets for a third: the share met.
   On the H100, A40 and CPU profiles at 0.8; with lengths and acceptance of GSM8K.
 - Closed loops of 1 to 64 clients, drafters of 0.05 and 0.33 of a step: tokens per second of the
-  second half; prompts of 12,000; four tenants of unlike acceptance (geometric mean); KV memory for
-  a quarter: against every admission with every draft length. Three of the profiles besides.
+  second half; prompts of 12,000; four tenants of unlike acceptance (geometric mean), or three
+  beside one of whose drafts nothing is accepted, which asks for none in one of the others; KV
+  memory for a quarter: against every admission with every draft length. Three of the profiles
+  besides.
 - Five drafters (`lab.bench.several_drafters`): against each one with priced and with fixed
   lengths, and `lbss` with priced ones.
 - 1 to 16 draft servers, a round trip of 5 to 300 ms away (geometric mean of tokens per second);
@@ -37,8 +39,8 @@ from typing import Any
 
 import numpy as np
 
-from lab.bench.never_behind_cells import BEFORE, SARATHI, cells
-from lab.bench.never_behind_scenes import geometric
+from lab.bench.never_behind_cells import BEFORE, CARELESS, SARATHI, STRANGER, cells
+from lab.bench.never_behind_scenes import KNOWING, geometric
 from lab.bench.never_behind_systems import Cell, measured
 from lab.common.cells import Cells, Figures
 from lab.common.claims import ClaimVerdict, bar
@@ -55,6 +57,8 @@ FAR = "far servers"
 SHARES = {OPEN: 0.9, HELD_OUT: 0.8}
 """Of the cells that must be at `HINDSIGHT`; all must be at `LOWEST`."""
 OVER_BEFORE, OVER_BUNDLE, OVER_SEPARATE = 1.05, 1.02, 1.05
+KEPT = 0.97
+"""Of their tokens per second, by tenants beside one of whose drafts nothing is accepted."""
 _PICTURE = "auto over the best other in hindsight (dots), over the default before (diamonds)"
 _WAITS = ("latency", "ttft", "ttft_p99", "refused")
 
@@ -176,11 +180,21 @@ def _verdicts(rows: Sequence[dict[str, Any]], lost: Sequence[dict[str, Any]]) ->
             told = f"{row['mean']:.3f} over {row['best']} (bar {OVER_SEPARATE})"
             claim = f"{row['cell']}: over the best separate policies"
             verdicts.append(bar(claim, told, row["mean"] >= OVER_SEPARATE))
+        if row["kind"] == STRANGER:
+            verdicts.append(_beside_a_stranger(row))
     losing = [f"{x['price']} {x['mean']:.3f}" for x in lost]
     if lost:
         is_lost = all(x["mean"] < 1 for x in lost)
         verdicts.append(bar("without each price", ", ".join(losing), is_lost))
     return verdicts
+
+
+def _beside_a_stranger(row: dict[str, Any]) -> ClaimVerdict:
+    """What the others keep, and that they lose where drafts have fixed lengths."""
+    over = row["over"]
+    kept, control = over[AUTO + KNOWING], over[CARELESS + KNOWING] / over[CARELESS]
+    told = f"{kept:.3f} (bar {KEPT}); with {CARELESS} {control:.3f}"
+    return bar(f"{row['cell']}: what the others keep", told, kept >= KEPT > control)
 
 
 def _near(name: str, rows: Sequence[dict[str, Any]], share: float) -> ClaimVerdict:

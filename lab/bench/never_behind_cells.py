@@ -11,12 +11,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lab.bench.never_behind_scenes import arrivals, clients, four_tenants, servers
+from lab.bench.never_behind_scenes import (
+    KNOWING,
+    arrivals,
+    beside_a_stranger,
+    clients,
+    four_tenants,
+    servers,
+)
 from lab.bench.never_behind_systems import Cell
 from lab.bench.several_drafters import scene, with_choice
 from penstock.core.policies.bundles import AUTO, BUNDLES
 
 BEFORE, SARATHI = "vllm_v1, priced", "sarathi, priced"
+STRANGER, CARELESS = "beside one who accepts nothing", "vllm_v1, fixed 4"
 LENGTHS = ("none", *(f"fixed {k}" for k in (1, 2, 3, 4, 6, 8)), "goodspeed")
 ADMISSIONS = ("vllm_v1", "sarathi", "fluid_guided")
 HELD_OUT = Path(__file__).with_name("held_out.toml")
@@ -102,6 +110,9 @@ def _closed_loops(data: Path) -> list[Cell]:
         found.append(Cell(name, at, _SEPARATE, kind="memory"))
     found.append(Cell("four tenants of 8 clients", four_tenants, _ALONE, _TENANTS, kind="clients"))
     for share in (0.33, 0.05):
+        at, systems = partial(beside_a_stranger, share), (AUTO, CARELESS)
+        rivals = (*(f"{system}{KNOWING}" for system in systems), CARELESS, BEFORE)
+        found.append(Cell(f"{STRANGER}, drafter {share}", at, rivals, kind=STRANGER))
         at = partial(closed, 8, share, "sharegpt", prompt=12_000)
         prices = _READING if share > 0.05 else ()
         name = f"batch 8, drafter {share}, prompts of 12,000"

@@ -7,7 +7,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -46,6 +46,8 @@ _FILES = FILES | {
 _SECONDS = 20.0
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 _RATES = {"a": 0.9, "b": 0.7, "c": 0.5, "d": 0.3}
+_STRANGER, _NEVER = "stranger", 1e-3  # and the acceptance of its drafts
+KNOWING = ", the stranger asking for none"
 _UNFINISHED = 1e-9  # of a system that leaves requests waiting for ever
 
 
@@ -114,15 +116,40 @@ def clients(
 
 def four_tenants(system: str, seed: int) -> Figures:
     """Four tenants with eight clients each, of whose drafts more or fewer are accepted."""
-    names = np.array(list(_RATES))[np.arange(1200) % len(_RATES)]
+    made = _by_tenant(_RATES, system, seed)
+    return {"value": geometric(max(1, made[name]) / (_SECONDS / 2) for name in _RATES)}
+
+
+def beside_a_stranger(share: float, system: str, seed: int) -> Figures:
+    """Three tenants beside one of whose drafts nothing is accepted: what these three make.
+
+    share: of a step, that a draft token takes. `KNOWING` at a system's end: the fourth asks for no
+    drafts."""
+    name = system.removesuffix(KNOWING)
+    plain = (_STRANGER,) if name != system else ()
+    rates = {"a": 0.8, "b": 0.7, "c": 0.6, _STRANGER: _NEVER}
+    made = _by_tenant(rates, name, seed, share, plain)
+    others = rates.keys() - {_STRANGER}
+    return {"value": geometric(max(1, made[name]) / (_SECONDS / 2) for name in others)}
+
+
+def _by_tenant(
+    rates: Mapping[str, float],
+    system: str,
+    seed: int,
+    share: float = 0.1,
+    plain: Container[str] = (),
+) -> dict[str, int]:
+    """Tokens of tenants with eight clients each, by the acceptance of their drafts."""
+    names = np.array(list(rates))[np.arange(1200) % len(rates)]
     fits = {
         name: DomainFit(mean=(math.log(p / (1 - p)),), covariance=((0.0,),))
-        for name, p in _RATES.items()
+        for name, p in rates.items()
     }
     acceptance = DomainAcceptance(AcceptanceFit(drafters=("eagle",), domains=fits), seed)
-    setup = one_drafter(0.1, system, acceptance, seed=seed)
-    made = second_half(setup, closed_loop(np.full(1200, 100), 300, names), 32, _SECONDS)
-    return {"value": geometric(max(1, made[name]) / (_SECONDS / 2) for name in _RATES)}
+    setup = one_drafter(share, system, acceptance, seed=seed)
+    load = closed_loop(np.full(1200, 100), 300, names)
+    return second_half(setup, load, 8 * len(rates), _SECONDS, plain=plain)
 
 
 # --- draft servers --------------------------------------------------------------------------------

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.core.loop import Loop
-from penstock.core.types import Arrive, Event
+from penstock.core.types import NO_DRAFTER, Arrive, Event
 from penstock.sim.clock import VirtualClock
 from penstock.sim.executor import SimulatedExecutor
 from penstock.sim.run import Setup, make_executor, make_scheduler, requests_of
@@ -27,9 +27,11 @@ def served(
     ends: Sequence[float],
     kind: Callable[..., SimulatedExecutor] = SimulatedExecutor,
     prompts: Sequence[tuple[int, ...]] | None = None,
+    plain: Container[str] = (),
 ) -> dict[str, IntArray]:
     """Tokens by tenant in consecutive spans of time. ends: of the spans, in seconds; kind: makes
-    the executor; prompts: tokens of the requests' prompts, where they matter."""
+    the executor; prompts: tokens of the requests' prompts, where they matter; plain: tenants whose
+    requests ask for no drafter."""
     # Counted requests tell of their tokens when they end.
     clock, scheduler = VirtualClock(), make_scheduler(replace(setup, counted=False))
     executor = make_executor(setup, load, clock, kind)
@@ -37,6 +39,7 @@ def served(
     if prompts is not None:
         told = zip(requests, prompts, strict=True)
         requests = [replace(request, prompt_token_ids=prompt) for request, prompt in told]
+    requests = [replace(r, drafter=NO_DRAFTER) if r.tenant in plain else r for r in requests]
     for server in setup.draft_servers:
         scheduler.apply(server.up(), clock.now())
     owner = {request.id: request.tenant for request in requests}
@@ -69,9 +72,10 @@ def second_half(
     batch: int,
     seconds: float,
     kind: Callable[..., SimulatedExecutor] = SimulatedExecutor,
+    plain: Container[str] = (),
 ) -> dict[str, int]:
     """Tokens by tenant in the second half of the time."""
-    made = served(setup, load, batch, (seconds / 2, seconds), kind)
+    made = served(setup, load, batch, (seconds / 2, seconds), kind, plain=plain)
     return {tenant: int(tokens[1]) for tenant, tokens in made.items()}
 
 

@@ -1,16 +1,25 @@
 """The comparison of the default bundle with all others, and what takes a price away."""
 
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 from lab.bench import several_drafters
 from lab.bench.never_behind import FAR, HELD_OUT, OPEN, _chosen, compare
-from lab.bench.never_behind_cells import BEFORE, added, cells, every_second
-from lab.bench.never_behind_scenes import four_tenants, servers
+from lab.bench.never_behind_cells import (
+    BEFORE,
+    CARELESS,
+    STRANGER,
+    added,
+    cells,
+    every_second,
+)
+from lab.bench.never_behind_scenes import KNOWING, beside_a_stranger, four_tenants, servers
 from lab.bench.never_behind_systems import WITHOUT, Cell, decisions, measured
 from lab.common.cells import Cells
 from lab.common.clients import second_half, served
@@ -134,3 +143,27 @@ def test_a_second_that_costs_nothing_loses() -> None:
 def test_servers_without_drafts_are_as_fast_however_far() -> None:
     near, far = (servers(2, trip, 0.1, "vllm_v1, none", 0)["value"] for trip in (0.0, 0.3))
     assert near == far
+
+
+def test_what_others_keep_beside_a_stranger(tmp_path: Path) -> None:
+    """Met where `auto` keeps it and fixed lengths lose it; else missed."""
+    values = {"auto": 99.0, BEFORE: 90.0, CARELESS: 80.0}
+    values |= {f"auto{KNOWING}": 100.0, f"{CARELESS}{KNOWING}": 100.0}
+
+    def outcome(**changed: float) -> str:
+        cell = cell_of("s", values | changed, kind=STRANGER)
+        results = compare([cell], range(1), Cells(tmp_path / str(changed)), HERE)
+        (found,) = [v.outcome for v in results.verdicts if "what the others keep" in v.claim]
+        return found
+
+    assert outcome() == "met"
+    assert outcome(auto=96.0) == "missed"
+    assert outcome(**{CARELESS: 99.0}) == "missed"
+
+
+def test_a_stranger_who_asks_for_none_drafts_nothing() -> None:
+    """The others' tokens are those beside a tenant without a drafter: more, with fixed lengths."""
+    scene = partial(beside_a_stranger, 0.05)
+    with patch("lab.bench.never_behind_scenes._SECONDS", 2.0):
+        careless, knowing = (scene(f"{CARELESS}{end}", 0)["value"] for end in ("", KNOWING))
+    assert knowing > 1.05 * careless
