@@ -52,8 +52,14 @@ def main() -> int:
     args = options.parse_args()
     lengths = [int(n) for n in args.tokens.split(",")]
     room = CONTEXT + max(lengths) + 32
-    fixed = {"drafters": {}, "kv_tokens": room, "max_model_len": room, "prefix_caching": False}
-    engine = load_engine(EngineConfig(target=args.target, **fixed))
+    config = EngineConfig(
+        target=args.target,
+        drafters={},
+        kv_tokens=room,
+        max_model_len=room,
+        prefix_caching=False,
+    )
+    engine = load_engine(config)
     tokenizer = load_tokenizer(engine.tokenizer_path)
     edits = [p for p in real_prompts() if p.kind == "edit" and p.part == PARTS[1]]
     rows: list[dict[str, float]] = []
@@ -61,17 +67,17 @@ def main() -> int:
         tokens = token_ids(prompt, tokenizer)[-CONTEXT:]
         greedy = SamplingParams(temperature=0.0)
         plain = Request("", len(tokens), length, prompt_token_ids=tokens, sampling=greedy)
-        output = complete(engine.loop, [plain], 1)[0].token_ids
-        predictions = {BASE: (), "exact": tuple(output), EDIT: changed(output, SHARE)}
+        output = tuple(complete(engine.loop, [plain], 1)[0].token_ids)
+        predictions = {BASE: (), "exact": output, EDIT: changed(output, SHARE)}
         predictions |= {"in spans": changed(output, SHARE, SPAN), WRONG: changed(output, 1.0)}
         rates: dict[str, list[float]] = {name: [] for name in predictions}
         for turn in range(args.repeats):
             for name in rotated(tuple(predictions), turn):
                 asked = replace(plain, id=f"{turn}-{name}", prediction=predictions[name])
-                done = decode(engine, asked, prompt)
-                if done.text != tuple(output[-len(done.text) :]):
+                (done,) = decode(engine.loop, [asked])
+                if done.token_ids != output[-len(done.token_ids) :]:
                     raise RuntimeError(f"{prompt.origin}, {name}: another text than without")
-                rates[name].append(len(done.text) / done.seconds)
+                rates[name].append(len(done.token_ids) / done.seconds)
         base = median(rates[BASE])
         rows.append({"tokens": length, BASE: base})
         rows[-1] |= {name: median(rates[name]) / base for name in predictions if name != BASE}
