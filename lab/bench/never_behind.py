@@ -6,7 +6,8 @@
 Cells on the virtual clock. A system is a bundle (`--policy`), or ADMISSION, LENGTHS[, SELECTION],
 put together from separate policies; one drafter for all, where no SELECTION is named: `vllm_v1,
 priced` was the default before `auto`. In each cell `auto` is set against all other systems of the
-cell; `behind` is `auto` over the best of them in hindsight, paired by seed.
+cell; `behind` is `auto` over the best of them in hindsight, paired by seed. A system that is at
+under 0.85 of the best other, after a seed, is out of the race in that cell.
 
 - Poisson arrivals on the A100 profile at 0.5 to 1.2 of the fluid bound, without drafts and with
   those of recorded acceptance of a drafter that takes 0.05 of a step; KV memory for a quarter of
@@ -29,7 +30,6 @@ each in a cell where this must lose."""
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
@@ -59,17 +59,21 @@ SHARES = {OPEN: 0.9, HELD_OUT: 0.8}
 OVER_BEFORE, OVER_BUNDLE, OVER_SEPARATE = 1.05, 1.02, 1.05
 KEPT = 0.97
 """Of their tokens per second, by tenants beside one of whose drafts nothing is accepted."""
+OUT_OF_THE_RACE = 0.85
+"""Of the best other, so far: a system under it is measured with no more seeds."""
 _PICTURE = "auto over the best other in hindsight (dots), over the default before (diamonds)"
 _WAITS = ("latency", "ttft", "ttft_p99", "refused")
 
 
 def compare(grid: Sequence[Cell], seeds: Sequence[int], done: Cells, workers: Workers) -> Results:
     """`auto` over the best of the others in every cell."""
-    wanted: dict[str, Callable[[], Figures]] = {}
-    for seed, cell in itertools.product(seeds, grid):
-        for system in (AUTO, *cell.rivals, *(f"{AUTO} without {p}" for p in cell.without)):
-            wanted[f"{cell.name}/{system}/{seed}"] = partial(measured, cell, system, seed)
-    done.measure_all(wanted, workers)
+    for seed in seeds:
+        wanted: dict[str, Callable[[], Figures]] = {}
+        for cell in grid:
+            without = (f"{AUTO} without {price}" for price in cell.without)
+            for system in (AUTO, *_near_the_best(cell, done), *without):
+                wanted[f"{cell.name}/{system}/{seed}"] = partial(measured, cell, system, seed)
+        done.measure_all(wanted, workers)
     rows = [_row(cell, done) for cell in grid]
     lost = [_loss(cell, price, done) for cell in grid for price in cell.without]
     columns = {
@@ -96,9 +100,25 @@ def _values(cell: Cell, system: str, done: Cells, figure: str = "value") -> Floa
     return np.array(done.values(f"{cell.name}/{system}", figure))
 
 
+def _over(cell: Cell, system: str, done: Cells) -> Interval:
+    """`auto` over a system, which may have fewer seeds."""
+    values = _values(cell, system, done)
+    return ratio(_values(cell, AUTO, done)[: len(values)], values)
+
+
+def _near_the_best(cell: Cell, done: Cells) -> Sequence[str]:
+    """The rivals that may still turn out to be the best one: all before the first seed."""
+    known = [done.values(f"{cell.name}/{name}", "value") for name in (AUTO, *cell.rivals)]
+    if not all(known):
+        return cell.rivals
+    over = {name: _over(cell, name, done).mean for name in cell.rivals}
+    kept = {name for name in over if min(over.values()) >= OUT_OF_THE_RACE * over[name]}
+    return [name for name in cell.rivals if name in {*kept, BEFORE, SARATHI}]
+
+
 def _row(cell: Cell, done: Cells) -> dict[str, Any]:
     ours = _values(cell, AUTO, done)
-    over = {name: ratio(ours, _values(cell, name, done)) for name in cell.rivals}
+    over = {name: _over(cell, name, done) for name in cell.rivals}
     best = min(over, key=lambda name: over[name].mean)
     waits = {
         name: {figure: float(values.mean()) for figure in _WAITS if len(values := of(figure))}

@@ -55,6 +55,17 @@ def test_rows_and_verdicts_name_the_best_other(tmp_path: Path) -> None:
     assert [v.outcome for v in results.verdicts] == ["met", "met", "met"]
 
 
+def test_a_system_far_behind_is_measured_with_no_more_seeds(tmp_path: Path) -> None:
+    """All with the first seed; then those near the best other, and the default before."""
+    values = {"auto": 200.0, "best": 100.0, "near": 90.0, "far": 80.0, BEFORE: 50.0}
+    done = Cells(tmp_path / "out")
+    results = compare([cell_of("c", values)], range(3), done, HERE)
+    seeds = {name: len(done.values(f"c/{name}", "value")) for name in values}
+    assert seeds == {"auto": 3, "best": 3, "near": 3, "far": 1, BEFORE: 3}
+    (row,) = results.runs["cells"]
+    assert row["over"]["far"] == 200 / 80
+
+
 def test_held_out_cells_are_told_apart(tmp_path: Path) -> None:
     worse = VALUES | {"auto": 1.5}
     grid = [
