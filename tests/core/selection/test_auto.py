@@ -155,3 +155,19 @@ def test_what_a_replay_says_is_acted_upon_in_the_next_round() -> None:
 
 def test_longer_drafts_than_survival_is_estimated_for_are_no_error() -> None:
     assert used(play({"small": 0.85, "large": 0.2}, rounds=20, options={"k_max": 64}), 10)["small"]
+
+
+def test_a_request_joins_a_drafter_for_which_it_waits_anyway() -> None:
+    """It would not pay for the drafter alone, nor for its share of it."""
+    machine = Machine({"small": 6e-3})
+
+    def played(rare: float, common: float) -> Counter[bool]:
+        """Whether requests have the drafter, of which one in eight accepts `rare`."""
+        policy = make_policy("selection", "auto")
+        world = Rounds(policy, machine, lambda n: {"small": (rare, common)[n % 8 > 0]}, live=8)
+        seen = [(int(i), n) for chosen in world.run(300).played[-100:] for i, n in chosen.items()]
+        return Counter(name is not None for number, name in seen if number % 8 == 0)
+
+    joined, alone = played(0.45, 0.9), played(0.45, 0.45)
+    assert joined[True] > 0.9 * joined.total()
+    assert alone[True] < 0.1 * alone.total()

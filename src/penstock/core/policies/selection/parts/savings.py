@@ -1,8 +1,12 @@
 """Seconds that drafts save requests to their ends, at present step times.
 
-A step without drafts for each token to come is compared with steps with drafts over the tokens they
-yield, plus reading of the text. All requests of a step wait for drafts that are made inside it, and
-each waits for its own that are made beside it, the link to a draft server included.
+A step without own drafts for each token to come is compared with steps with drafts over the tokens
+they yield, plus reading of the text. All requests of a step wait for drafts that are made inside
+it, and each waits for its own that are made beside it, the link to a draft server included.
+
+Which drafters serve is decided for all requests together: each pays its share of a drafter's steps.
+Which of these a request gets is decided by what it adds: it waits for the others' drafts in any
+case.
 
 Look-up makes a share of a request's tokens whatever its drafter is; a drafter saves on the
 others."""
@@ -43,8 +47,7 @@ class Savings:
         self._lengths = np.arange(1, longest + 1)
         plain = times.target(num_sharing)
         self._plain = round_seconds(plain, host=times.overhead)
-        added = times.added(num_sharing, num_sharing * (1 + self._lengths))
-        self._added = added + times.draft_overhead
+        self._added = times.added(num_sharing, num_sharing * (1 + self._lengths))
         """Seconds [K] by which verifying such drafts exceeds a step without."""
         self._factors = np.array([acceptance.shape_of(n).factors[:longest] for n in drafters])
         ids = ["", *(s.request.id for s in states)]
@@ -72,15 +75,24 @@ class Savings:
 
         kept: the ones that serve so far, which stay unless others save a margin more."""
         shares = self._divide(rates, kept) if self._sharing > 1 else {}
-        loads = self._view.loads
-        seconds = []
+        accepted = self._accepted(rates.mean(axis=0)[None], self._found[0])[0]
+        drafted = float(self._share[0, 0])
+        self._base, drafts = self._plain, []
         for j, drafter in enumerate(self._drafters):
-            load, wanted = loads.get(drafter.name, 0), round(self._sharing * shares.get(j, 0.0))
-            joined, stayed = max(1, load + 1, wanted), max(1, load, wanted)
-            own = self._drafting(drafter, joined)
-            seconds.append((own if stayed == joined else self._drafting(drafter, stayed), own))
-        stayed_s, joined_s = np.array(seconds).swapaxes(0, 1)
-        self._shared = np.where(self._stays[..., None], stayed_s, joined_s)
+            users = round(self._sharing * shares.get(j, 0.0))
+            own = self._drafting(drafter, max(1, users))
+            if self._is_inside(drafter):
+                before = 0.0
+                if users > 1:
+                    seconds = self._plain + self._added + own * self._sharing / users
+                    longest = int((seconds / (1 + accepted[j])).argmin())
+                    before = drafted * float(self._drafting(drafter, users - 1)[longest])
+                    rows = drafted * self._added[longest] * users / self._sharing
+                    self._base += before + rows
+                    own = np.maximum(own, own[longest])
+                own = self._sharing * (own - before)
+            drafts.append(own)
+        self._drafts = np.array(drafts)
         self._change = np.where(self._stays, 1.0, 1.0 + MARGIN)
         return list(shares)
 
@@ -96,8 +108,13 @@ class Savings:
 
         @cache
         def seconds(users: int) -> FloatArray:
-            drafting = np.array([self._drafting(d, users) for d in self._drafters])
-            own = self._per_token(drafting, accepted, self._found[0])
+            drafting = np.array(
+                [
+                    self._drafting(d, users) * (self._sharing / users if self._is_inside(d) else 1)
+                    for d in self._drafters
+                ]
+            )
+            own = self._per_token(self._plain, drafting, accepted, self._found[0])
             return np.asarray(self._plain - self._share[0] * (self._plain - own))
 
         def per_token(used: Sequence[int], shares: Sequence[float]) -> FloatArray:
@@ -129,26 +146,29 @@ class Savings:
     def at(self, rates: FloatArray, *, is_read: bool = False) -> FloatArray:
         """Return seconds saved [S, J] at these rates, after `share`. is_read: the whole text is."""
         found = self._found[1:]
-        per_token = self._per_token(self._shared, self._accepted(rates, found), found)
-        saved = self.remaining * self._share[1:] * (self._plain - self._change * per_token)
+        per_token = self._per_token(self._base, self._drafts, self._accepted(rates, found), found)
+        saved = self.remaining * self._share[1:] * (self._base - self._change * per_token)
         return np.asarray(saved if is_read else saved - self.reading)
 
     def _drafting(self, drafter: Drafter, users: int) -> FloatArray:
-        """Return the seconds [K] that drafts take from a request, if so many share the drafter."""
+        """Return the seconds [K] of drafts, if so many requests share the drafter."""
         times = self._view.learn.times
         first, second = (times.draft_seconds(drafter.name, users, k) for k in (1, 2))
-        seconds = first + (second - first) * (self._lengths - 1)
-        return np.asarray(seconds * self._sharing / users if self._is_inside(drafter) else seconds)
+        host = times.draft_overhead if self._is_inside(drafter) else 0.0
+        return np.asarray(host + first + (second - first) * (self._lengths - 1))
 
     def _is_inside(self, drafter: Drafter) -> bool:
         """Return True if all requests of a step wait for the drafter."""
         return not (drafter.is_remote or self._view.is_beside(drafter))
 
-    def _per_token(self, drafting: FloatArray, right: FloatArray, found: FloatArray) -> FloatArray:
+    def _per_token(
+        self, base: float, drafting: FloatArray, right: FloatArray, found: FloatArray
+    ) -> FloatArray:
         """Return the seconds per token [S, J] with the best draft length.
 
-        drafting: seconds [..., J, K]; right: of `_accepted`; found: [..., J]"""
-        seconds = self._plain + found[..., None] * self._added + drafting
+        base: of a step without own drafts; drafting: seconds [..., J, K]; right: of `_accepted`;
+        found: [..., J]"""
+        seconds = base + found[..., None] * self._added + drafting
         return np.asarray((seconds / (1 + right)).min(axis=-1))
 
     def _accepted(self, rates: FloatArray, found: FloatArray) -> FloatArray:
