@@ -61,11 +61,6 @@ class DrafterKind(Enum):
     SERVER = "a draft server, known while it is connected"
     COMPLETIONS = "a server that completes text, known while it is down, too"
 
-    @property
-    def is_remote(self) -> bool:
-        """True if it always drafts beside the target, and answers orders one by one."""
-        return self in (DrafterKind.SERVER, DrafterKind.COMPLETIONS)
-
 
 class DrafterStatus(Enum):
     """Readiness of a drafter to take orders."""
@@ -106,7 +101,9 @@ class Drafter:
 
     @property
     def is_remote(self) -> bool:
-        return self.kind.is_remote
+        """True if it always drafts beside the target, and answers orders one by one."""
+        kind = self.kind
+        return kind is DrafterKind.SERVER or kind is DrafterKind.COMPLETIONS
 
     def answered(self) -> None:
         """Note that it lives."""
@@ -132,8 +129,8 @@ class Drafter:
         It reads all of its draft but the last token."""
         most = min(state.most_draft_tokens, self.max_draft_tokens)
         if self.max_len is not None:
-            most = min(most, self.max_len - state.num_known_tokens + 1)
-        return max(0, most)
+            most = max(0, min(most, self.max_len - state.num_known_tokens + 1))
+        return most
 
     def may_serve(self, tenant: Tenant) -> bool:
         """Return True if the tenant may use the drafter and its prompts may go there.
@@ -367,9 +364,11 @@ class RequestState:
     @property
     def most_draft_tokens(self) -> int:
         """Longest draft that could be of use: the target adds one token itself."""
-        most = self.num_remaining_tokens - 1
-        asked = self.request.max_draft_tokens
-        return max(0, most if asked is None else min(most, asked))
+        request = self.request
+        most, asked = request.max_tokens - self.num_output_tokens - 1, request.max_draft_tokens
+        if asked is not None and asked < most:
+            most = asked
+        return most if most > 0 else 0
 
     def hold(self, grant: Grant, token_ids: tuple[int, ...], drafter: str | None = None) -> None:
         """Hold a draft, of which the first tokens are known.

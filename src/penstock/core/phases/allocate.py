@@ -121,6 +121,8 @@ def _candidate(ctx: Context, state: RequestState, drafter: Drafter | None) -> Dr
 
 def _match(ctx: Context, state: RequestState) -> Match | None:
     """Return what follows the same words as a request's text, asked once for each text."""
+    if ctx.look_up is None and state.prediction is None:
+        return None
     known = state.num_known_tokens
     if state.matched_at != known:
         state.matched_at, state.match = known, None

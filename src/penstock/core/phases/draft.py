@@ -71,11 +71,16 @@ def order(
         catch_up = _catch_up(ctx, state, drafter, num_known + len(front), length)
     if catch_up is None:
         return None
-    given = _order(state, drafter, catch_up, length)
-    return given._replace(min_survival=grant.min_survival, front_token_ids=front)
+    return _order(state, drafter, catch_up, grant, front)
 
 
-def _order(state: RequestState, drafter: Drafter, catch_up: CatchUp, length: int = 0) -> DraftOrder:
+def _order(
+    state: RequestState,
+    drafter: Drafter,
+    catch_up: CatchUp,
+    grant: Grant = NO_DRAFT,
+    front: tuple[int, ...] = (),
+) -> DraftOrder:
     return DraftOrder(
         state.request.id,
         state.epoch,
@@ -83,8 +88,10 @@ def _order(state: RequestState, drafter: Drafter, catch_up: CatchUp, length: int
         drafter.name,
         catch_up.start,
         catch_up.num_tokens,
-        length,
+        grant.num_draft_tokens,
         catch_up.new_blocks,
+        min_survival=grant.min_survival,
+        front_token_ids=front,
     )
 
 

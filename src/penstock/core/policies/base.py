@@ -8,7 +8,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -64,8 +65,7 @@ class Room(NamedTuple):
 NO_ROOM = Room()
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(NamedTuple):
     """Read-only state at the moment of a decision.
 
     drafters: by name; some may be down or silent. loads: running requests by drafter, those to be
@@ -75,8 +75,8 @@ class View:
     drafters: Mapping[str, Drafter]
     learn: Estimators
     now: float = 0.0
-    loads: Mapping[str, int] = field(default_factory=dict)
-    tenants: Mapping[str, Tenant] = field(default_factory=dict)
+    loads: Mapping[str, int] = MappingProxyType({})
+    tenants: Mapping[str, Tenant] = MappingProxyType({})
     beside: frozenset[str] = frozenset()
     room: Room = NO_ROOM
     is_fair: bool = False
