@@ -56,6 +56,11 @@ class Context:
         """True if a drafter drafts beside the target."""
         return any(self.is_beside(d) for d in self.table.drafters.values())
 
+    @property
+    def beside(self) -> frozenset[str]:
+        """Drafters that work in lanes beside the target."""
+        return frozenset([n for n, d in self.table.drafters.items() if self.is_beside(d)])
+
     def is_beside(self, drafter: Drafter) -> bool:
         """Return True if the drafter works in a lane beside the target."""
         return drafter.is_remote or (drafter.has_lane and self.pipeline.drafts_beside)
@@ -98,7 +103,7 @@ class Context:
             now,
             Loads(table.running),
             table.tenants,
-            frozenset([n for n, d in table.drafters.items() if self.is_beside(d)]),
+            self.beside,
             room,
             self.fairness is not None,
         )

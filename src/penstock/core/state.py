@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -93,17 +93,16 @@ class Drafter:
     max_num_seqs: int | None = None
     max_len: int | None = None
     vocab_size: int | None = None
+    is_remote: bool = field(init=False)
+    """True if it always drafts beside the target, and answers orders one by one."""
+
+    def __post_init__(self) -> None:
+        self.is_remote = self.kind in (DrafterKind.SERVER, DrafterKind.COMPLETIONS)
 
     @property
     def is_up(self) -> bool:
         """True if it takes orders."""
         return self.status is DrafterStatus.UP
-
-    @property
-    def is_remote(self) -> bool:
-        """True if it always drafts beside the target, and answers orders one by one."""
-        kind = self.kind
-        return kind is DrafterKind.SERVER or kind is DrafterKind.COMPLETIONS
 
     def answered(self) -> None:
         """Note that it lives."""

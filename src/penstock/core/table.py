@@ -11,7 +11,7 @@ from penstock.core.accounts import Accounts
 from penstock.core.groups import DecodeGroup
 from penstock.core.kv import BlockPool, SequenceKV, hash_blocks
 from penstock.core.queues import WaitingRequests
-from penstock.core.state import OPEN, Drafter, Grant, RequestState
+from penstock.core.state import OPEN, Drafter, DrafterStatus, Grant, RequestState
 from penstock.core.types import TARGET, DraftOrder, Request, Status, Tenant
 
 
@@ -210,7 +210,7 @@ class Table:
     def drafter_of(self, state: RequestState) -> Drafter | None:
         """Return the request's drafter while it is up and answers."""
         drafter = self.drafters.get(state.drafter) if state.drafter else None
-        return drafter if drafter is not None and drafter.is_up else None
+        return drafter if drafter is not None and drafter.status is DrafterStatus.UP else None
 
     def new_group(self, key: Hashable, state: RequestState) -> DecodeGroup:
         """Add an empty decode group for requests like this one."""

@@ -22,6 +22,7 @@ def of_step(ctx: Context, step: Step) -> dict[str, Grant]:
         return {}
     num_rows = step.num_tokens
     budget = ctx.admission.draft_budget(num_rows)
+    beside = ctx.beside
     grants: dict[str, Grant] = {}
     others: list[tuple[RequestState, Drafter | None]] = []
     for s in scheduled:
@@ -34,7 +35,7 @@ def of_step(ctx: Context, step: Step) -> dict[str, Grant]:
             budget -= grant.num_tokens
             num_rows += grant.num_tokens
         elif s.samples:
-            is_inside = drafter is not None and not ctx.is_beside(drafter)
+            is_inside = drafter is not None and drafter.name not in beside
             others.append((s.state, drafter if is_inside else None))
     num_sampled = sum([s.samples for s in scheduled])
     room = Room(max(0, budget), num_rows, num_sampled)
@@ -103,7 +104,7 @@ def _candidate(ctx: Context, state: RequestState, drafter: Drafter | None) -> Dr
         found = ctx.learn.acceptance.matches.survival(state.request.id, match)[:most]
         return DraftCandidate(state, None, 0, survival=found, most=most) if found else None
     longest = drafter.longest_draft(state)
-    at_hand = min(len(state.at_hand(drafter.name)), longest)
+    at_hand = min(len(state.at_hand(drafter.name)), longest) if state.ahead else 0
     survival: list[float] = []
     if match is not None:
         survival = ctx.learn.acceptance.matches.survival(state.request.id, match)[:most]

@@ -90,8 +90,10 @@ def _order(
         catch_up.num_tokens,
         grant.num_draft_tokens,
         catch_up.new_blocks,
-        min_survival=grant.min_survival,
-        front_token_ids=front,
+        grant.min_survival,
+        None,
+        False,
+        front,
     )
 
 

@@ -28,10 +28,10 @@ from penstock.core.types import (
 def observe(ctx: Context, plan: StepPlan, result: StepResult) -> list[Output]:
     """Take in the result of a plan in flight and return the outputs."""
     table = ctx.table
-    for order in plan.drafts:
-        _plan_ended(ctx, order.request_id, plan.id)
-    for item in plan.items:
-        _plan_ended(ctx, item.request_id, plan.id)
+    for part in (*plan.drafts, *plan.items):
+        state = table.requests.get(part.request_id)
+        if state is not None:
+            state.plans.pop(plan.id, None)
     table.memory.plan_ended(plan.id)
     times = ctx.learn.times
     if ctx.may_draft:
@@ -54,12 +54,6 @@ def observe(ctx: Context, plan: StepPlan, result: StepResult) -> list[Output]:
     if plan.decodes is not None:
         outputs += _advance_groups(ctx, plan.decodes, result)
     return outputs
-
-
-def _plan_ended(ctx: Context, request_id: str, plan_id: int) -> None:
-    state = ctx.table.requests.get(request_id)
-    if state is not None:
-        state.plans.pop(plan_id, None)
 
 
 # --- verdicts -----------------------------------------------------------------------------------
