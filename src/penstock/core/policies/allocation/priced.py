@@ -169,6 +169,7 @@ class _Offers:
         self._price_step(values)
         self._sort_groups()
         self._reached = np.ones(len(candidates))
+        self._steps: dict[str, FloatArray] = {}
 
     # --- what is on offer -----------------------------------------------------------------------
 
@@ -315,30 +316,48 @@ class _Offers:
 
     # --- what a plan is worth -------------------------------------------------------------------
 
-    def rates(self, caps: FloatArray) -> FloatArray:
-        """Return V / T [plans, tokens] of all prefixes of the tokens under caps [plans, groups]."""
+    def rates(self, caps: FloatArray) -> tuple[FloatArray, IntArray]:
+        """Return V / T [plans, tokens] of prefixes of the tokens under caps [plans, groups].
+
+        With the tokens' places in the order of value: those under no cap are left out."""
         times, view = self._times, self._view
-        bought = self.levels <= _with_free(caps)[:, self.group_of]
-        inside, beside = np.zeros(bought.shape), np.zeros(bought.shape)
+        most = _with_free(caps.max(axis=0)[None])[0]
+        tokens = np.flatnonzero(self.levels <= most[self.group_of])
+        levels, group_of = self.levels[tokens], self.group_of[tokens]
+        bought = levels <= _with_free(caps)[:, group_of]
+        is_first = self._places[tokens] == 1
+        inside: FloatArray | float = 0.0
+        beside: FloatArray | float = 0.0
         for index, group in enumerate(self.groups):
-            own = bought & (self.group_of == index)
-            longest = np.maximum.accumulate(np.where(own, self.levels, 0.0), axis=1)
+            # Caps of the other groups are the same in all plans.
+            is_same = (caps[:, index] == caps[0, index]).all()
+            own = (bought[:1] if is_same else bought) & (group_of == index)
+            longest = np.maximum.accumulate(np.where(own, levels, 0.0), axis=1)
             if group.drafter is None:
                 beside = longest
             else:
-                batch = (own & (self._places == 1)).cumsum(axis=1)
-                inside += longest * times.curve_of(group.drafter).at(batch)
+                steps = self._steps_of(group.drafter)
+                inside = inside + longest * steps[(own & is_first).cumsum(axis=1)]
                 if start := times.start_of(group.drafter):
-                    inside += start * (longest > 0)
+                    inside = inside + start * (longest > 0)
         num_rows = view.room.num_rows
-        rows = num_rows + (bought * self._rows).cumsum(axis=1)
-        inside += np.where(inside > 0, times.draft_overhead, 0.0)
-        inside += (bought * self._reads).cumsum(axis=1)
+        rows = num_rows + (bought * self._rows[tokens]).cumsum(axis=1)
+        inside = inside + np.where(inside > 0, times.draft_overhead, 0.0)
+        if self._reads.any():
+            inside = inside + (bought * self._reads[tokens]).cumsum(axis=1)
         verify = self._target_s + times.added(num_rows, rows)
         seconds = round_seconds(verify + inside, beside=beside, host=self._host)
-        values = self.plain_value + (bought * self._gains).cumsum(axis=1)
-        affordable = bought.cumsum(axis=1) <= view.room.budget
-        return np.where(bought & affordable, values / seconds, 0.0)
+        values = self.plain_value + (bought * self._gains[tokens]).cumsum(axis=1)
+        is_bought = bought & (bought.cumsum(axis=1) <= view.room.budget)
+        return np.where(is_bought, values / seconds, 0.0), tokens
+
+    def _steps_of(self, drafter: str) -> FloatArray:
+        """Return the seconds of a drafter's step by its batch."""
+        known = self._steps.get(drafter)
+        if known is None:
+            batches = np.arange(len(self._candidates) + 1)
+            known = self._steps[drafter] = self._times.curve_of(drafter).at(batches)
+        return known
 
     def lengths(self, caps: FloatArray, last: int) -> IntArray:
         """Return tokens [2, requests] of the prefix up to a token under caps [groups].
@@ -410,6 +429,7 @@ class _Offers:
         best, best_rate = (none, -1), (1 + _LEAST_GAIN) * plain
         # Of several groups, each in turn, twice; first from no caps, then from no drafts.
         starts, sweeps = ((-1,), 1) if len(groups) <= 1 else ((-1, 0), 2)
+        solved: dict[tuple[int, bytes], FloatArray] = {}
         for start in starts if len(self.owners) else ():
             caps = np.array([g.caps[start] for g in groups])
             for index in [*range(len(groups))] * sweeps if groups else [-1]:
@@ -417,11 +437,15 @@ class _Offers:
                 if groups:
                     several = np.repeat(several, len(groups[index].caps), axis=0)
                     several[:, index] = groups[index].caps
-                rates = self.rates(several)
-                plan, last = divmod(int(rates.argmax()), rates.shape[1])
-                caps, rate = several[plan], float(rates[plan, last])
-                if rate > best_rate:
-                    best, best_rate = (caps, last), rate
+                key = (index, several.tobytes())
+                if key not in solved:
+                    rates, tokens = self.rates(several)
+                    plan, last = divmod(int(rates.argmax()), len(tokens)) if len(tokens) else (0, 0)
+                    solved[key] = several[plan]
+                    if len(tokens) and rates[plan, last] > best_rate:
+                        best = several[plan], int(tokens[last])
+                        best_rate = float(rates[plan, last])
+                caps = solved[key]
         lengths = self.lengths(*best)
         return lengths, best_rate if lengths.any() else plain
 
