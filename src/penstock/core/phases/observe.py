@@ -28,7 +28,8 @@ from penstock.core.types import (
 def observe(ctx: Context, plan: StepPlan, result: StepResult) -> list[Output]:
     """Take in the result of a plan in flight and return the outputs."""
     table = ctx.table
-    for part in (*plan.drafts, *plan.items):
+    parts: tuple[DraftOrder | VerifyItem, ...] = (*plan.drafts, *plan.items)
+    for part in parts:
         state = table.requests.get(part.request_id)
         if state is not None:
             state.plans.pop(plan.id, None)

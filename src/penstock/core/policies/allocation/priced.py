@@ -326,8 +326,7 @@ class _Offers:
         levels, group_of = self.levels[tokens], self.group_of[tokens]
         bought = levels <= _with_free(caps)[:, group_of]
         is_first = self._places[tokens] == 1
-        inside: FloatArray | float = 0.0
-        beside: FloatArray | float = 0.0
+        inside = beside = np.zeros((1, len(tokens)))
         for index, group in enumerate(self.groups):
             # Caps of the other groups are the same in all plans.
             is_same = (caps[:, index] == caps[0, index]).all()
