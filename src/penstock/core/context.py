@@ -54,12 +54,13 @@ class Context:
     @property
     def uses_lanes(self) -> bool:
         """True if a drafter drafts beside the target."""
-        return any(self.is_beside(d) for d in self.table.drafters.values())
+        return bool(self.beside)
 
     @property
     def beside(self) -> frozenset[str]:
         """Drafters that work in lanes beside the target."""
-        return frozenset([n for n, d in self.table.drafters.items() if self.is_beside(d)])
+        lanes, drafters = self.pipeline.drafts_beside, self.table.drafters
+        return frozenset([n for n, d in drafters.items() if d.is_remote or (lanes and d.has_lane)])
 
     def is_beside(self, drafter: Drafter) -> bool:
         """Return True if the drafter works in a lane beside the target."""
@@ -67,7 +68,7 @@ class Context:
 
     def divide(self) -> list[RequestState]:
         """Tell the pipeline which decoding requests draft in lanes, and return them."""
-        beside = {n for n, d in self.table.drafters.items() if d.is_up and self.is_beside(d)}
+        beside = {n for n in self.beside if self.table.drafters[n].is_up}
         running = self.table.running.values()
         states = [s for s in running if s.drafter in beside and s.is_decoding]
         self.pipeline.divide(states)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.core.learn.times import Times
-from penstock.core.policies.base import DraftCandidate, View, usable
+from penstock.core.policies.base import DraftCandidate, View
 from penstock.core.state import Grant, RequestState
 from penstock.core.types import TARGET, StepResult
 
@@ -82,20 +82,20 @@ class Trials:
 
     def after_choice(self, states: Sequence[RequestState], view: View) -> None:
         """Let a trial's request use its drafter, or begin a trial of an unused drafter."""
-        open_to = usable(view.drafters)
         if self._trial is None:
-            used = {s.drafter for s in states} | {n for n, num in view.loads.items() if num}
-            for name, drafter in open_to.items():
-                if name in used or not self._may_be_due(name):
+            used = {s.drafter for s in states}
+            for name, drafter in view.drafters.items():
+                may_try = name not in used and drafter.is_up and self._may_be_due(name)
+                if not may_try or view.loads.get(name):
                     continue
                 readers = [s for s in states if s.is_decoding and drafter.can_read(s)]
                 able = [s for s in readers if s.num_remaining_tokens > _NUM_TOKENS]
                 if self._begin_if_due(name, able):
                     break
         trial = self._trial
-        if trial is not None and any(state is trial.state for state in states):
+        if trial is not None and any([state is trial.state for state in states]):
             trial.chosen = trial.state.drafter
-            if trial.drafter in open_to:
+            if trial.drafter in view.drafters and view.drafters[trial.drafter].is_up:
                 trial.state.drafter = trial.drafter
 
     # --- allocation -----------------------------------------------------------------------------

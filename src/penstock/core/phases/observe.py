@@ -48,9 +48,11 @@ def observe(ctx: Context, plan: StepPlan, result: StepResult) -> list[Output]:
         _end_orders(ctx, plan, result)
     outputs: list[Output] = []
     if plan.items:
-        outputs = _judge(ctx, plan, result)
+        outputs, outcomes = _judge(ctx, plan, result)
+        ctx.allocation.on_step(outcomes, result.finished_at)
         if table.drafters:
             view = ctx.view(table.drafters, result.finished_at)
+            ctx.selection.on_step(outcomes, view)
             ctx.pipeline.stepped(table.running.values(), view, result)
     if plan.decodes is not None:
         outputs += _advance_groups(ctx, plan.decodes, result)
@@ -60,7 +62,8 @@ def observe(ctx: Context, plan: StepPlan, result: StepResult) -> list[Output]:
 # --- verdicts -----------------------------------------------------------------------------------
 
 
-def _judge(ctx: Context, plan: StepPlan, result: StepResult) -> list[Output]:
+def _judge(ctx: Context, plan: StepPlan, result: StepResult) -> tuple[list[Output], list[Outcome]]:
+    """Advance requests by their verdicts; return outputs, and what policies learn from."""
     verdicts = {v.request_id: v for v in result.verdicts}
     failures = {f.request_id: f.reason for f in result.failures} if result.failures else {}
     outputs, outcomes = [], []
@@ -81,10 +84,7 @@ def _judge(ctx: Context, plan: StepPlan, result: StepResult) -> list[Output]:
                 # What had to come tells nothing.
                 if item.drafter is not None or not item.token_ids:
                     outcomes.append(Outcome(state, verdict))
-    ctx.allocation.on_step(outcomes, result.finished_at)
-    if ctx.table.drafters:
-        ctx.selection.on_step(outcomes, ctx.view(ctx.table.drafters, result.finished_at))
-    return outputs
+    return outputs, outcomes
 
 
 def _advance(
@@ -100,7 +100,8 @@ def _advance(
         # Roll back: positions of rejected drafts are written over in the next round.
         verified = state.num_known_tokens + verdict.num_accepted
         for kv in state.kv.values():
-            kv.num_computed_tokens = min(kv.num_computed_tokens, verified)
+            if kv.num_computed_tokens > verified:
+                kv.num_computed_tokens = verified
     target = state.kv[TARGET]
     target.num_computed_tokens = known + verdict.num_accepted
     memory, accounts = ctx.table.memory, ctx.table.accounts

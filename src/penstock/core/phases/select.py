@@ -44,8 +44,8 @@ def _choose(ctx: Context, states: list[RequestState], now: float) -> None:
     """Ask the policy once for all requests with the same permitted drafters."""
     drafters = ctx.table.drafters
     limited = [d for d in drafters.values() if d.is_limited]
-    is_restricted = any(t.drafters is not None for t in ctx.table.tenants.values())
-    if not (limited or is_restricted or any(d.is_remote for d in drafters.values())):
+    is_restricted = any([t.drafters is not None for t in ctx.table.tenants.values()])
+    if not (limited or is_restricted or any([d.is_remote for d in drafters.values()])):
         _ask(ctx, states, ctx.view(drafters, now))
         return
     alike: dict[tuple[str, tuple[str, ...]], list[RequestState]] = {}

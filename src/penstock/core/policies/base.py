@@ -6,7 +6,6 @@ Everything that a `View` gives is read-only."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -116,15 +115,18 @@ class Loads(Mapping[str, int]):
 
     def __init__(self, running: Mapping[str, RequestState]) -> None:
         self._running = running
-        self._counts: Counter[str] | None = None
+        self._counts: dict[str, int] | None = None
 
-    def _counted(self) -> Counter[str]:
+    def _counted(self) -> dict[str, int]:
         if self._counts is None:
-            self._counts = Counter(s.drafter for s in self._running.values() if s.drafter)
+            counts = self._counts = {}
+            for state in self._running.values():
+                if state.drafter:
+                    counts[state.drafter] = counts.get(state.drafter, 0) + 1
         return self._counts
 
     def __getitem__(self, name: str) -> int:
-        return self._counted()[name]
+        return self._counted().get(name, 0)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._counted())
