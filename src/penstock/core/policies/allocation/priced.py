@@ -105,9 +105,9 @@ class Priced(AllocationPolicy):
             return [g.cut(c.limit) for g, c in zip(held, candidates, strict=True)]
         offers = _Offers(candidates, view, min(self.options.k_max, MOST_POSITIONS), self._values)
         lengths, rate = offers.best(self._rate)
-        if lengths.any() and offers.is_doubtful(rate) and self._is_plain_step_due():
-            return [NO_DRAFT] * len(candidates)
         is_idle = not lengths.any()
+        if not is_idle and offers.is_doubtful(rate) and self._is_plain_step_due():
+            return [NO_DRAFT] * len(candidates)
         grants = offers.grants(lengths, rate)
         drafted = [g.num_draft_tokens for g in grants]
         fade_unused(candidates, drafted, view, self._num_steps or 1, offers.trials)
@@ -161,14 +161,17 @@ class _Offers:
         self, candidates: Sequence[DraftCandidate], view: View, k_max: int, values: TokenValues
     ) -> None:
         self._candidates, self._view, self._times = candidates, view, view.learn.times
-        self._limits = np.array([min(c.limit, k_max) for c in candidates], dtype=np.int64)
-        self._survival = self._drafted(int(self._limits.max()))
-        self._looked_up = np.zeros((len(candidates), max(len(c.survival) for c in candidates)))
-        for i, candidate in enumerate(candidates):
+        limits = [min(c.limit, c.most, k_max) for c in candidates]
+        self._longest = max(limits)
+        self._survival = self._drafted(np.array(limits))
+        self._num_looked_up = np.array([len(c.survival) for c in candidates])
+        self._looked_up = np.zeros((len(candidates), max(self._num_looked_up.tolist())))
+        for i, candidate in enumerate(candidates if self._looked_up.size else ()):
             self._looked_up[i, : len(candidate.survival)] = candidate.survival
         self._price_step(values)
         self._sort_groups()
         self._reached = np.ones(len(candidates))
+        self._reads: FloatArray | None = None
         self._steps: dict[str, FloatArray] = {}
 
     # --- what is on offer -----------------------------------------------------------------------
@@ -177,7 +180,7 @@ class _Offers:
         """Return the best lengths [requests], and their value a second.
 
         rate: of the last plan."""
-        fronts = [np.count_nonzero(self._looked_up, axis=1)]
+        fronts = [self._num_looked_up]
         if self._looked_up.size and self._survival.size:
             fronts.append(self._fronts(max(rate, self.plain_value / self.plain_s)))
         plans = []
@@ -187,15 +190,15 @@ class _Offers:
         lengths, rate, self._reached = max(plans, key=lambda plan: plan[1])
         return lengths, rate
 
-    def _drafted(self, longest: int) -> FloatArray:
+    def _drafted(self, limits: IntArray) -> FloatArray:
         """Return f G [requests, positions] of the drafters, 0 beyond a request's limit."""
-        acceptance = self._view.learn.acceptance
+        acceptance, longest = self._view.learn.acceptance, self._longest
         keys = [(c.state.request.id, c.drafter or "") for c in self._candidates]
         self._found = np.array([acceptance.found(*key) for key in keys])
         rates = np.array([acceptance.mean(*key) for key in keys])
         factors = {d: acceptance.shape_of(d).factors[:longest] for _, d in keys}
         survival = survival_of(rates, np.array([factors[d] for _, d in keys]))
-        survival[np.arange(longest) >= self._limits[:, None]] = 0.0
+        survival[np.arange(longest) >= limits[:, None]] = 0.0
         return self._found[:, None] * survival
 
     def _fronts(self, rate: float) -> IntArray:
@@ -214,31 +217,34 @@ class _Offers:
 
     def _offer(self, fronts: IntArray) -> None:
         """Sort the tokens on offer, if drafts begin with so many looked-up tokens [requests]."""
-        num, most = self._looked_up.shape
-        front = np.where(np.arange(most) < fronts[:, None], self._looked_up, 0.0)
-        reached = np.ones(num)
+        most = self._looked_up.shape[1]
+        behind, worth = self._survival, self._worth[:, None]
         if most:
+            front = np.where(np.arange(most) < fronts[:, None], self._looked_up, 0.0)
             last = np.take_along_axis(self._looked_up, np.maximum(fronts - 1, 0)[:, None], axis=1)
-            reached = np.where(fronts > 0, last[:, 0], 1.0)
-        behind = reached[:, None] * self._survival
-        room = np.array([c.most for c in self._candidates]) - fronts
-        behind[np.arange(behind.shape[1]) >= room[:, None]] = 0.0
-        expected = behind.sum(axis=1)
-        gains = self._worth[:, None] * behind
-        cost = self._reading * (1 + expected) * self.plain_value / self.plain_s
-        gains[self._worth * expected <= cost] = 0.0  # reading takes more than it saves
-        gains = np.concatenate([self._worth[:, None] * front, gains], axis=1)
+            self._reached = np.where(fronts > 0, last[:, 0], 1.0)
+            behind = self._reached[:, None] * behind
+            room = np.array([c.most for c in self._candidates]) - fronts
+            behind[np.arange(behind.shape[1]) >= room[:, None]] = 0.0
+        gains = worth * behind
+        if any(self._unread):
+            expected = behind.sum(axis=1)
+            cost = self._reading * (1 + expected) * self.plain_value / self.plain_s
+            gains[self._worth * expected <= cost] = 0.0  # reading takes more than it saves
+        if most:
+            gains = np.concatenate([worth * front, gains], axis=1)
+            behind = np.concatenate([np.zeros(front.shape), behind], axis=1)
         order = np.argsort(-gains, axis=None, kind="stable")[: np.count_nonzero(gains)]
         self.owners, columns = np.divmod(order, max(1, gains.shape[1]))
         self.is_looked_up = columns < most
         self._places = np.where(self.is_looked_up, 0.0, columns - most + 1.0)
         self._gains = gains.ravel()[order]
         self._rows = np.where(self.is_looked_up, 1.0, self._found[self.owners])
-        self._reached = reached
-        more = np.concatenate([np.zeros((num, most)), behind], axis=1).ravel()[order]
-        is_first = self._places == 1.0
-        reads = self._reading[self.owners] * (is_first + more)
-        self._reads = reads + is_first * (fronts * self._read)[self.owners]
+        self._reads = None
+        if most or any(self._unread):
+            is_first = self._places == 1.0
+            reads = self._reading[self.owners] * (is_first + behind.ravel()[order])
+            self._reads = reads + is_first * (fronts * self._read)[self.owners]
         self._levels_of()
 
     def _price_step(self, values: TokenValues) -> None:
@@ -281,7 +287,7 @@ class _Offers:
         inside = [n for n in names if n not in beside]
         place = {n: inside.index(n) if n in inside else len(inside) for n in names}
         self._group = np.array([place.get(c.drafter or "", 0) for c in self._candidates])
-        caps = np.arange(self._limits.max() + 1.0)
+        caps = np.arange(self._longest + 1.0)
         self.groups = [_Group(name, caps) for name in inside]
         if len(inside) < len(names):
             self.groups.append(_Group(None, np.array([-1.0])))
@@ -316,21 +322,20 @@ class _Offers:
 
     # --- what a plan is worth -------------------------------------------------------------------
 
-    def rates(self, caps: FloatArray) -> tuple[FloatArray, IntArray]:
+    def rates(self, caps: FloatArray, varied: int) -> tuple[FloatArray, IntArray]:
         """Return V / T [plans, tokens] of prefixes of the tokens under caps [plans, groups].
 
-        With the tokens' places in the order of value: those under no cap are left out."""
+        With the tokens' places in the order of value: those under no cap are left out. varied: the
+        group whose caps differ between the plans."""
         times, view = self._times, self._view
-        most = _with_free(caps.max(axis=0)[None])[0]
-        tokens = np.flatnonzero(self.levels <= most[self.group_of])
+        caps = _with_free(caps)
+        tokens = np.flatnonzero(self.levels <= caps.max(axis=0)[self.group_of])
         levels, group_of = self.levels[tokens], self.group_of[tokens]
-        bought = levels <= _with_free(caps)[:, group_of]
+        bought = levels <= caps[:, group_of]
         is_first = self._places[tokens] == 1
         inside = beside = np.zeros((1, len(tokens)))
         for index, group in enumerate(self.groups):
-            # Caps of the other groups are the same in all plans.
-            is_same = (caps[:, index] == caps[0, index]).all()
-            own = (bought[:1] if is_same else bought) & (group_of == index)
+            own = (bought if index == varied else bought[:1]) & (group_of == index)
             longest = np.maximum.accumulate(np.where(own, levels, 0.0), axis=1)
             if group.drafter is None:
                 beside = longest
@@ -341,14 +346,16 @@ class _Offers:
                     inside = inside + start * (longest > 0)
         num_rows = view.room.num_rows
         rows = num_rows + (bought * self._rows[tokens]).cumsum(axis=1)
-        inside = inside + np.where(inside > 0, times.draft_overhead, 0.0)
-        if self._reads.any():
+        if times.draft_overhead:
+            inside = inside + np.where(inside > 0, times.draft_overhead, 0.0)
+        if self._reads is not None:
             inside = inside + (bought * self._reads[tokens]).cumsum(axis=1)
         verify = self._target_s + times.added(num_rows, rows)
         seconds = round_seconds(verify + inside, beside=beside, host=self._host)
         values = self.plain_value + (bought * self._gains[tokens]).cumsum(axis=1)
-        is_bought = bought & (bought.cumsum(axis=1) <= view.room.budget)
-        return np.where(is_bought, values / seconds, 0.0), tokens
+        if len(tokens) > view.room.budget:
+            bought &= bought.cumsum(axis=1) <= view.room.budget
+        return np.where(bought, values / seconds, 0.0), tokens
 
     def _steps_of(self, drafter: str) -> FloatArray:
         """Return the seconds of a drafter's step by its batch."""
@@ -362,10 +369,10 @@ class _Offers:
         """Return tokens [2, requests] of the prefix up to a token under caps [groups].
 
         Looked-up ones, then the drafters'."""
-        bought = self.levels[: last + 1] <= _with_free(caps[None])[0, self.group_of[: last + 1]]
+        bought = self.levels[: last + 1] <= np.append(caps, np.inf)[self.group_of[: last + 1]]
         owners, free = self.owners[: last + 1], self.is_looked_up[: last + 1]
         parts = (owners[bought & free], owners[bought & ~free])
-        return np.stack([np.bincount(part, minlength=len(self._candidates)) for part in parts])
+        return np.array([np.bincount(part, minlength=len(self._candidates)) for part in parts])
 
     def is_doubtful(self, rate: float) -> bool:
         """Return whether a step without drafts, at best, might be worth more a second."""
@@ -394,12 +401,10 @@ class _Offers:
         self._token_s = {n: float(max(0.0, row + times.curve_of(n)(num) / num)) for n in names}
         stopping = {n for n, d in self._view.drafters.items() if d.kind is DrafterKind.ENDING}
         grants = []
-        for i, (candidate, worth) in enumerate(
-            zip(self._candidates, self._worth.tolist(), strict=True)
-        ):
-            num_looked_up, num_drafted = lengths[:, i].tolist()
-            price, drafter = 0.0, candidate.drafter
+        for i, (num_looked_up, num_drafted) in enumerate(lengths.T.tolist()):
+            price, drafter = 0.0, self._candidates[i].drafter
             if num_drafted and drafter in stopping:
+                worth = float(self._worth[i])
                 reached = float(self._reached[i]) if num_looked_up else 1.0
                 price = min(1.0, rate * self._token_s[drafter] / (worth * reached))
             grants.append(Grant(num_drafted, price, num_looked_up))
@@ -438,15 +443,14 @@ class _Offers:
                     several[:, index] = groups[index].caps
                 key = (index, several.tobytes())
                 if key not in solved:
-                    rates, tokens = self.rates(several)
+                    rates, tokens = self.rates(several, index)
                     plan, last = divmod(int(rates.argmax()), len(tokens)) if len(tokens) else (0, 0)
                     solved[key] = several[plan]
                     if len(tokens) and rates[plan, last] > best_rate:
                         best = several[plan], int(tokens[last])
                         best_rate = float(rates[plan, last])
                 caps = solved[key]
-        lengths = self.lengths(*best)
-        return lengths, best_rate if lengths.any() else plain
+        return self.lengths(*best), plain if best[1] < 0 else best_rate
 
 
 def _with_free(caps: FloatArray) -> FloatArray:
