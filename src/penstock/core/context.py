@@ -59,8 +59,12 @@ class Context:
     @property
     def beside(self) -> frozenset[str]:
         """Drafters that work in lanes beside the target."""
-        lanes, drafters = self.pipeline.drafts_beside, self.table.drafters
-        return frozenset([n for n, d in drafters.items() if d.is_remote or (lanes and d.has_lane)])
+        table, lanes = self.table, self.pipeline.drafts_beside
+        known = table.beside.get(lanes)
+        if known is None:
+            own = [n for n, d in table.drafters.items() if d.is_remote or (lanes and d.has_lane)]
+            known = table.beside[lanes] = frozenset(own)
+        return known
 
     def is_beside(self, drafter: Drafter) -> bool:
         """Return True if the drafter works in a lane beside the target."""

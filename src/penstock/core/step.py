@@ -220,7 +220,7 @@ class Step:
         Nobody joins a group that is in a plan."""
         group = self._table.groups.get(key)
         if group is None:
-            is_counted = not any(s.may_group and not s.is_counted for s in solo)
+            is_counted = not any([s.may_group and not s.is_counted for s in solo])
         else:
             is_counted = group.is_counted
         if is_counted:

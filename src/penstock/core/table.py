@@ -167,7 +167,8 @@ class Table:
     admission; solo: those of them outside decode groups. groups: decode groups by key; key_of: keys
     of requests that an admission policy keeps apart, by id. in_flight: ids of unfinished plans.
     replays: orders to read verified text, by request and drafter, with the KV that each extends.
-    sent_ahead: the draft server that has got a request's text before a switch."""
+    sent_ahead: the draft server that has got a request's text before a switch. beside: drafters
+    that work in lanes, if local ones do or not; cleared when drafters come or go."""
 
     def __init__(
         self,
@@ -180,6 +181,7 @@ class Table:
     ) -> None:
         self.memory = memory
         self.drafters = drafters
+        self.beside: dict[bool, frozenset[str]] = {}
         self.tenants = tenants
         self.groups = groups
         self.accounts = accounts

@@ -106,6 +106,8 @@ class Trials:
         """Add the draft of a trial to the policy's grants."""
         if self._trial is None:
             self._begin_unused(candidates, grants, view)
+        if self._trial is None:
+            return grants
         for i, candidate in enumerate(candidates):
             if candidate.drafter is not None and self.covers(candidate.state, candidate.drafter):
                 own = grants[i].num_tokens

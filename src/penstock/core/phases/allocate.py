@@ -42,8 +42,9 @@ def of_step(ctx: Context, step: Step) -> dict[str, Grant]:
     grants |= _granted(ctx, others, room, step.now)
     for s in scheduled:
         grant = grants.get(s.state.request.id, NO_DRAFT)
-        if grant.num_tokens:
-            grants[s.state.request.id] = grant.cut(_grow(ctx, s, grant.num_tokens))
+        num_tokens = grant.num_tokens
+        if num_tokens and (length := _grow(ctx, s, num_tokens)) < num_tokens:
+            grants[s.state.request.id] = grant.cut(length)
     return grants
 
 

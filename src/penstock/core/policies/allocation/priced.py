@@ -91,7 +91,7 @@ class Priced(AllocationPolicy):
         self._values = TokenValues(options.fairness, options.in_time)
         self._plan: dict[tuple[str, str | None], Grant] = {}
         self._offers: _Offers | None = None
-        self._is_idle, self._rate = False, 0.0
+        self._is_idle, self._has_looked_up, self._rate = False, False, 0.0
         self._num_rows = self._num_steps = 0
         self._num_doubtful, self._gap = 0, _FIRST_GAP
 
@@ -101,7 +101,7 @@ class Priced(AllocationPolicy):
         keys = [(c.state.request.id, c.drafter) for c in candidates]
         if not any([c.survival for c in candidates]) and self._holds(keys, view):
             self._num_steps += 1
-            held = (self._plan.get(key, NO_DRAFT) for key in keys)
+            held = [self._plan.get(key, NO_DRAFT) for key in keys]
             return [g.cut(c.limit) for g, c in zip(held, candidates, strict=True)]
         offers = _Offers(candidates, view, min(self.options.k_max, MOST_POSITIONS), self._values)
         lengths, rate = offers.best(self._rate)
@@ -113,6 +113,7 @@ class Priced(AllocationPolicy):
         fade_unused(candidates, drafted, view, self._num_steps or 1, offers.trials)
         self._plan, self._offers, self._rate = dict(zip(keys, grants, strict=True)), offers, rate
         self._is_idle, self._num_rows, self._num_steps = is_idle, view.room.num_rows, 1
+        self._has_looked_up = bool(lengths[0].any())
         return grants
 
     @property
@@ -134,14 +135,14 @@ class Priced(AllocationPolicy):
         """Return whether the last plan is young enough, and made for nearly this step."""
         if self._num_steps >= (_IDLE_ROUNDS if self._is_idle else _HELD_ROUNDS):
             return False
-        if any([g.num_looked_up for g in self._plan.values()]):
+        if self._has_looked_up:
             return False
         if not self._is_idle:
             is_same = view.room.num_rows == self._num_rows and len(keys) == len(self._plan)
             return (
                 is_same
                 and view.room.budget >= len(keys) * self.options.k_max
-                and all(key in self._plan for key in keys)
+                and all([key in self._plan for key in keys])
             )
         most, now = len(self._plan) * _FEW, set(keys)
         return len(now - self._plan.keys()) <= most and len(self._plan.keys() - now) <= most
