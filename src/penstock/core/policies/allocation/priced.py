@@ -199,7 +199,8 @@ class _Offers:
         rates = np.array([acceptance.mean(*key) for key in keys])
         factors = {d: acceptance.shape_of(d).factors[:longest] for _, d in keys}
         survival = survival_of(rates, np.array([factors[d] for _, d in keys]))
-        survival[np.arange(longest) >= limits[:, None]] = 0.0
+        if limits.min() < longest:
+            survival[np.arange(longest) >= limits[:, None]] = 0.0
         return self._found[:, None] * survival
 
     def _fronts(self, rate: float) -> IntArray:
@@ -228,7 +229,7 @@ class _Offers:
             room = np.array([c.most for c in self._candidates]) - fronts
             behind[np.arange(behind.shape[1]) >= room[:, None]] = 0.0
         gains = worth * behind
-        if any(self._unread):
+        if self._reads_text:
             expected = behind.sum(axis=1)
             cost = self._reading * (1 + expected) * self.plain_value / self.plain_s
             gains[self._worth * expected <= cost] = 0.0  # reading takes more than it saves
@@ -242,7 +243,7 @@ class _Offers:
         self._gains = gains.ravel()[order]
         self._rows = np.where(self.is_looked_up, 1.0, self._found[self.owners])
         self._reads = None
-        if most or any(self._unread):
+        if self._reads_text:
             is_first = self._places == 1.0
             reads = self._reading[self.owners] * (is_first + behind.ravel()[order])
             self._reads = reads + is_first * (fronts * self._read)[self.owners]
@@ -254,8 +255,7 @@ class _Offers:
         self._target_s = times.target(room.num_sampled)
         self._host = max(times.overhead, _LEAST_OVERHEAD_S)
         self.plain_s = round_seconds(self._target_s, host=self._host)
-        most = np.maximum(self._survival.sum(axis=1), self._looked_up.sum(axis=1))
-        self._worth = values.of_tokens(candidates, self._view, most, self.plain_s)
+        self._worth = values.of_tokens(candidates, self._view, self._longest_gain, self.plain_s)
         # Requests that do not draft are worth as much as the others, in the mean.
         mean = float(self._worth.sum()) / len(candidates)
         self.plain_value = max(room.num_sampled, len(candidates)) * mean
@@ -264,10 +264,16 @@ class _Offers:
         self._unread = [
             0.0 if c.drafter in free else reading_seconds(c, self._view) for c in candidates
         ]
-        self._reading = np.array([self._reading_a_token(i) for i in range(len(candidates))])
-        self._read = np.array(
-            [0.0 if c.drafter in free else times.catch_up_of(c.drafter or "") for c in candidates]
-        )
+        self._reads_text = self._looked_up.size > 0 or any(self._unread)
+        if self._reads_text:
+            self._reading = np.array([self._reading_a_token(i) for i in range(len(candidates))])
+            names = ["" if c.drafter in free else c.drafter or "" for c in candidates]
+            self._read = np.array([times.catch_up_of(name) for name in names])
+
+    def _longest_gain(self) -> FloatArray:
+        """Return the tokens [requests] that the longest draft is expected to add to a step."""
+        longest = np.maximum(self._survival.sum(axis=1), self._looked_up.sum(axis=1))
+        return np.asarray(longest)
 
     def _reading_a_token(self, index: int) -> float:
         """Return the seconds of reading per token of a request's output, for which it is done once.
@@ -330,7 +336,9 @@ class _Offers:
         group whose caps differ between the plans."""
         times, view = self._times, self._view
         caps = _with_free(caps)
-        tokens = np.flatnonzero(self.levels <= caps.max(axis=0)[self.group_of])
+        tokens = np.arange(len(self.levels))
+        if len(self.groups) > 1:
+            tokens = np.flatnonzero(self.levels <= caps.max(axis=0)[self.group_of])
         levels, group_of = self.levels[tokens], self.group_of[tokens]
         bought = levels <= caps[:, group_of]
         is_first = self._places[tokens] == 1
@@ -394,22 +402,25 @@ class _Offers:
 
         At π = `rate` the least survival that pays is π times the seconds of a position over the
         value of its token."""
-        times, num = self._times, len(self._candidates)
-        rows = self._view.room.num_rows + int(lengths.sum())
-        row = float(times.added(rows, np.array([rows + num]))[0]) / num
-        self._rate = rate
-        names = {c.drafter for c in self._candidates if c.drafter is not None}
-        self._token_s = {n: float(max(0.0, row + times.curve_of(n)(num) / num)) for n in names}
+        self._rate, self._num_rows = rate, self._view.room.num_rows + int(lengths.sum())
         stopping = {n for n, d in self._view.drafters.items() if d.kind is DrafterKind.ENDING}
+        token_s = self._token_seconds() if stopping else {}
         grants = []
         for i, (num_looked_up, num_drafted) in enumerate(lengths.T.tolist()):
             price, drafter = 0.0, self._candidates[i].drafter
             if num_drafted and drafter in stopping:
                 worth = float(self._worth[i])
                 reached = float(self._reached[i]) if num_looked_up else 1.0
-                price = min(1.0, rate * self._token_s[drafter] / (worth * reached))
+                price = min(1.0, rate * token_s[drafter] / (worth * reached))
             grants.append(Grant(num_drafted, price, num_looked_up))
         return grants
+
+    def _token_seconds(self) -> dict[str, float]:
+        """Return the seconds that one more draft token adds to the step, by drafter."""
+        times, num, rows = self._times, len(self._candidates), self._num_rows
+        row = float(times.added(rows, np.array([rows + num]))[0]) / num
+        names = {c.drafter for c in self._candidates if c.drafter is not None}
+        return {n: float(max(0.0, row + times.curve_of(n)(num) / num)) for n in names}
 
     @property
     def gauges(self) -> Gauges:
@@ -420,7 +431,7 @@ class _Offers:
         return {
             "price_of_second": float(self._rate),
             "plain_step_seconds": float(self.plain_s),
-            "draft_token_seconds": self._token_s,
+            "draft_token_seconds": self._token_seconds(),
             "token_value": {r.id: v for r, v in owned},
             "tenant_token_value": {t: fmean(v for r, v in owned if r.tenant == t) for t in tenants},
         }
@@ -440,7 +451,7 @@ class _Offers:
             for index in [*range(len(groups))] * sweeps if groups else [-1]:
                 several = caps[None, :]
                 if groups:
-                    several = np.repeat(several, len(groups[index].caps), axis=0)
+                    several = caps + np.zeros((len(groups[index].caps), 1))
                     several[:, index] = groups[index].caps
                 key = (index, several.tobytes())
                 if key not in solved:
