@@ -104,15 +104,15 @@ class Drafter:
         """True if it takes orders."""
         return self.status is DrafterStatus.UP
 
-    def answered(self) -> None:
-        """Note that it lives."""
-        if self.status is DrafterStatus.SILENT:
-            self.status = DrafterStatus.UP
-
     @property
     def is_limited(self) -> bool:
         """True if there may be texts that it cannot read."""
         return self.max_len is not None or self.vocab_size is not None
+
+    def answered(self) -> None:
+        """Note that it lives."""
+        if self.status is DrafterStatus.SILENT:
+            self.status = DrafterStatus.UP
 
     def can_read(self, state: RequestState) -> bool:
         """Return True if it can read a request's known tokens, and then draft.

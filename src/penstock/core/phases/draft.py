@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from penstock.core.context import Context
-from penstock.core.policies.base import ReplayProposal, usable
+from penstock.core.policies.base import ReplayProposal
 from penstock.core.state import (
     NO_DRAFT,
     SKIPPED,
@@ -231,10 +231,11 @@ def replays(
     important first. A draft server gets the text of a request that may come to it, once."""
     if not ctx.selection.proposes_replays:
         return ()
+    beside = ctx.beside
     drafters = {
         n: d
-        for n, d in usable(ctx.table.drafters).items()
-        if lane == (n if ctx.is_beside(d) else TARGET)
+        for n, d in ctx.table.drafters.items()
+        if lane == (n if n in beside else TARGET) and d.is_up
     }
     if not drafters:
         return ()

@@ -181,7 +181,7 @@ class Auto(SelectionPolicy):
         """Return expected acceptance [S, J]."""
         accepted, decided = np.array([k.counts for k in known]).swapaxes(0, 1)
         strength = self._prior.strength
-        prior = np.stack([k.prior for k in known]).clip(1 - _HIGHEST, _HIGHEST)
+        prior = _clipped(np.array([k.prior for k in known]))
         right = accepted.sum(axis=1, keepdims=True) + strength / 2
         wrong = (decided - accepted).sum(axis=1, keepdims=True) + strength / 2
         usual = (decided * prior).sum(axis=1, keepdims=True) + strength / 2
@@ -190,7 +190,7 @@ class Auto(SelectionPolicy):
         shift = (right / wrong * unusual / usual) ** _SHARED
         odds = prior / (1 - prior) * np.where(decided > 0, 1.0, shift)
         rates = (accepted + strength * odds / (1 + odds)) / (decided + strength)
-        return np.asarray(rates.clip(1 - _HIGHEST, _HIGHEST))
+        return _clipped(np.asarray(rates))
 
     def _looked_up_shares(self, known: Sequence[_Known]) -> FloatArray:
         """Return the share of tokens that look-up makes, [1 + S], at first over all requests."""
@@ -207,7 +207,7 @@ class Auto(SelectionPolicy):
             recent[state.request.id] = row
         for request_id in list(recent)[:-_NUM_RECENT]:
             del recent[request_id]
-        return np.stack([row for row in recent.values() if len(row) == num])
+        return np.array([row for row in recent.values() if len(row) == num])
 
     def _column(self, drafter: Drafter) -> int:
         """Return the model's column: drafters with one model share what is known of it."""
@@ -244,7 +244,7 @@ class Auto(SelectionPolicy):
         # Deviation of the mean that the tokens of a replay will give.
         told = read / (self._prior.strength + decided + read) / (self._prior.strength + decided + 1)
         hopeful = rates + _TAIL * np.sqrt(rates * (1 - rates) * told)
-        better = savings.at(hopeful.clip(None, _HIGHEST), is_read=True)
+        better = savings.at(np.minimum(hopeful, _HIGHEST), is_read=True)
         best = np.maximum(0.0, values.max(axis=1, keepdims=True))
         gains = _TAIL_WEIGHT * np.maximum(0.0, better - best)
         review = _REVIEW_SHARE * view.learn.times.overhead * self._num_sharing
@@ -296,6 +296,11 @@ class Auto(SelectionPolicy):
             del self._proposals[key]
         if known is not None and any(known.totals[1]):
             self._prior.learn(known.words, known.prior, *np.array(known.totals))
+
+
+def _clipped(rates: FloatArray) -> FloatArray:
+    """Return rates within those that are expected of a drafter."""
+    return np.minimum(np.maximum(rates, 1 - _HIGHEST), _HIGHEST)
 
 
 def _words_of(request: Request) -> IntArray:
