@@ -418,7 +418,8 @@ class Step:
 
     def preempt(self, state: RequestState) -> None:
         """Free a running request's memory; it is recomputed later, first in the queue."""
-        self.displace(state)
+        self._table.preempt(state)
+        self._ready = None
         self.num_preempted += 1
 
     def _missing_blocks(self, state: RequestState, num_tokens: int) -> int:

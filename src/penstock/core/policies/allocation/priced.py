@@ -105,7 +105,7 @@ class Priced(AllocationPolicy):
             return [g.cut(c.limit) for g, c in zip(held, candidates, strict=True)]
         offers = _Offers(candidates, view, min(self.options.k_max, MOST_POSITIONS), self._values)
         lengths, rate = offers.best(self._rate)
-        is_idle = not lengths.any()
+        is_idle = not np.count_nonzero(lengths)
         if not is_idle and offers.is_doubtful(rate) and self._is_plain_step_due():
             return [NO_DRAFT] * len(candidates)
         grants = offers.grants(lengths, rate)
@@ -113,7 +113,7 @@ class Priced(AllocationPolicy):
         fade_unused(candidates, drafted, view, self._num_steps or 1, offers.trials)
         self._plan, self._offers, self._rate = dict(zip(keys, grants, strict=True)), offers, rate
         self._is_idle, self._num_rows, self._num_steps = is_idle, view.room.num_rows, 1
-        self._has_looked_up = bool(lengths[0].any())
+        self._has_looked_up = bool(np.count_nonzero(lengths[0]))
         return grants
 
     @property
@@ -164,7 +164,7 @@ class _Offers:
         self._candidates, self._view, self._times = candidates, view, view.learn.times
         limits = [min(c.limit, c.most, k_max) for c in candidates]
         self._longest = max(limits)
-        self._survival = self._drafted(np.array(limits))
+        self._survival = self._drafted(limits)
         self._num_looked_up = np.array([len(c.survival) for c in candidates])
         self._looked_up = np.zeros((len(candidates), max(self._num_looked_up.tolist())))
         for i, candidate in enumerate(candidates if self._looked_up.size else ()):
@@ -191,7 +191,7 @@ class _Offers:
         lengths, rate, self._reached = max(plans, key=lambda plan: plan[1])
         return lengths, rate
 
-    def _drafted(self, limits: IntArray) -> FloatArray:
+    def _drafted(self, limits: Sequence[int]) -> FloatArray:
         """Return f G [requests, positions] of the drafters, 0 beyond a request's limit."""
         acceptance, longest = self._view.learn.acceptance, self._longest
         keys = [(c.state.request.id, c.drafter or "") for c in self._candidates]
@@ -199,8 +199,8 @@ class _Offers:
         rates = np.array([acceptance.mean(*key) for key in keys])
         factors = {d: acceptance.shape_of(d).factors[:longest] for _, d in keys}
         survival = survival_of(rates, np.array([factors[d] for _, d in keys]))
-        if limits.min() < longest:
-            survival[np.arange(longest) >= limits[:, None]] = 0.0
+        if min(limits) < longest:
+            survival[np.arange(longest) >= np.array(limits)[:, None]] = 0.0
         return self._found[:, None] * survival
 
     def _fronts(self, rate: float) -> IntArray:
@@ -335,7 +335,8 @@ class _Offers:
         With the tokens' places in the order of value: those under no cap are left out. varied: the
         group whose caps differ between the plans."""
         times, view = self._times, self._view
-        caps = _with_free(caps)
+        if self._looked_up.size:
+            caps = _with_free(caps)
         tokens = np.arange(len(self.levels))
         if len(self.groups) > 1:
             tokens = np.flatnonzero(self.levels <= caps.max(axis=0)[self.group_of])
@@ -445,6 +446,7 @@ class _Offers:
         best, best_rate = (none, -1), (1 + _LEAST_GAIN) * plain
         # Of several groups, each in turn, twice; first from no caps, then from no drafts.
         starts, sweeps = ((-1,), 1) if len(groups) <= 1 else ((-1, 0), 2)
+        # By group and the plans that are compared: a second search would find the same.
         solved: dict[tuple[int, bytes], FloatArray] = {}
         for start in starts if len(self.owners) else ():
             caps = np.array([g.caps[start] for g in groups])
