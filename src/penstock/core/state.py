@@ -157,7 +157,7 @@ class Grant(NamedTuple):
 
     def cut(self, most: int) -> Grant:
         """Return the grant with at most so many tokens."""
-        if self.num_tokens <= most:
+        if self.num_looked_up + self.num_draft_tokens <= most:
             return self
         num_looked_up = min(self.num_looked_up, most)
         return self._replace(

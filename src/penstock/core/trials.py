@@ -122,8 +122,8 @@ class Trials:
     ) -> None:
         """Begin the trial of a drafter that all requests could use, and none does."""
         used = {c.drafter for c, g in zip(candidates, grants, strict=True) if g.num_draft_tokens}
-        for name in dict.fromkeys(c.drafter for c in candidates if c.drafter is not None):
-            if name in used or not self._may_be_due(name):
+        for name in dict.fromkeys([c.drafter for c in candidates]):
+            if name is None or name in used or not self._may_be_due(name):
                 continue
             able = [c.state for c in candidates if c.drafter == name and c.limit >= _NUM_TOKENS]
             if self._begin_if_due(name, able):
