@@ -54,7 +54,17 @@ class Context:
     @property
     def uses_lanes(self) -> bool:
         """True if a drafter drafts beside the target."""
-        return any(self.is_beside(d) for d in self.table.drafters.values())
+        return bool(self.beside)
+
+    @property
+    def beside(self) -> frozenset[str]:
+        """Drafters that work in lanes beside the target."""
+        table, lanes = self.table, self.pipeline.drafts_beside
+        known = table.beside.get(lanes)
+        if known is None:
+            own = [n for n, d in table.drafters.items() if d.is_remote or (lanes and d.has_lane)]
+            known = table.beside[lanes] = frozenset(own)
+        return known
 
     def is_beside(self, drafter: Drafter) -> bool:
         """Return True if the drafter works in a lane beside the target."""
@@ -62,7 +72,7 @@ class Context:
 
     def divide(self) -> list[RequestState]:
         """Tell the pipeline which decoding requests draft in lanes, and return them."""
-        beside = {n for n, d in self.table.drafters.items() if d.is_up and self.is_beside(d)}
+        beside = {n for n in self.beside if self.table.drafters[n].is_up}
         running = self.table.running.values()
         states = [s for s in running if s.drafter in beside and s.is_decoding]
         self.pipeline.divide(states)
@@ -98,7 +108,7 @@ class Context:
             now,
             Loads(table.running),
             table.tenants,
-            frozenset([n for n, d in table.drafters.items() if self.is_beside(d)]),
+            self.beside,
             room,
             self.fairness is not None,
         )

@@ -10,6 +10,7 @@ from penstock.core.types import DrafterUp
 def up(ctx: Context, event: DrafterUp) -> None:
     """Take in that a known drafter is back, or that a draft server has connected."""
     drafters = ctx.table.drafters
+    ctx.table.beside.clear()
     drafter = drafters.setdefault(event.drafter, Drafter(event.drafter, kind=DrafterKind.SERVER))
     if drafter.is_remote:
         drafter.max_draft_tokens, drafter.tenant = event.max_draft_tokens, event.tenant
@@ -37,6 +38,7 @@ def down(ctx: Context, name: str) -> None:
     table.sent_ahead = {i: n for i, n in table.sent_ahead.items() if n != name}
     if drafter.kind is DrafterKind.SERVER:
         del table.drafters[name]
+        table.beside.clear()
         ctx.learn.links.drop_drafter(name)
 
 

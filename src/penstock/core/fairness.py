@@ -154,7 +154,7 @@ class Fairness:
         for state in step.running.values():
             runs = turns.pop(state.request.tenant, None)
             if runs is True:
-                self._accounts.paused.discard(state.request.id)
+                step.resume(state)
             elif runs is False:
                 step.pause(state)
 
@@ -172,7 +172,7 @@ class Fairness:
             if pauses:
                 step.pause(state)
             else:
-                paused.discard(state.request.id)
+                step.resume(state)
 
     def _level(self, accounts: list[Account], step: Step) -> float:
         """Return the requests at work for a weight of 1 that slow no tenant beyond its share."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -61,11 +61,6 @@ class DrafterKind(Enum):
     SERVER = "a draft server, known while it is connected"
     COMPLETIONS = "a server that completes text, known while it is down, too"
 
-    @property
-    def is_remote(self) -> bool:
-        """True if it always drafts beside the target, and answers orders one by one."""
-        return self in (DrafterKind.SERVER, DrafterKind.COMPLETIONS)
-
 
 class DrafterStatus(Enum):
     """Readiness of a drafter to take orders."""
@@ -98,6 +93,11 @@ class Drafter:
     max_num_seqs: int | None = None
     max_len: int | None = None
     vocab_size: int | None = None
+    is_remote: bool = field(init=False)
+    """True if it always drafts beside the target, and answers orders one by one."""
+
+    def __post_init__(self) -> None:
+        self.is_remote = self.kind in (DrafterKind.SERVER, DrafterKind.COMPLETIONS)
 
     @property
     def is_up(self) -> bool:
@@ -105,18 +105,14 @@ class Drafter:
         return self.status is DrafterStatus.UP
 
     @property
-    def is_remote(self) -> bool:
-        return self.kind.is_remote
+    def is_limited(self) -> bool:
+        """True if there may be texts that it cannot read."""
+        return self.max_len is not None or self.vocab_size is not None
 
     def answered(self) -> None:
         """Note that it lives."""
         if self.status is DrafterStatus.SILENT:
             self.status = DrafterStatus.UP
-
-    @property
-    def is_limited(self) -> bool:
-        """True if there may be texts that it cannot read."""
-        return self.max_len is not None or self.vocab_size is not None
 
     def can_read(self, state: RequestState) -> bool:
         """Return True if it can read a request's known tokens, and then draft.
@@ -132,8 +128,8 @@ class Drafter:
         It reads all of its draft but the last token."""
         most = min(state.most_draft_tokens, self.max_draft_tokens)
         if self.max_len is not None:
-            most = min(most, self.max_len - state.num_known_tokens + 1)
-        return max(0, most)
+            most = max(0, min(most, self.max_len - state.num_known_tokens + 1))
+        return most
 
     def may_serve(self, tenant: Tenant) -> bool:
         """Return True if the tenant may use the drafter and its prompts may go there.
@@ -161,7 +157,7 @@ class Grant(NamedTuple):
 
     def cut(self, most: int) -> Grant:
         """Return the grant with at most so many tokens."""
-        if self.num_tokens <= most:
+        if self.num_looked_up + self.num_draft_tokens <= most:
             return self
         num_looked_up = min(self.num_looked_up, most)
         return self._replace(
@@ -367,9 +363,11 @@ class RequestState:
     @property
     def most_draft_tokens(self) -> int:
         """Longest draft that could be of use: the target adds one token itself."""
-        most = self.num_remaining_tokens - 1
-        asked = self.request.max_draft_tokens
-        return max(0, most if asked is None else min(most, asked))
+        request = self.request
+        most, asked = request.max_tokens - self.num_output_tokens - 1, request.max_draft_tokens
+        if asked is not None and asked < most:
+            most = asked
+        return most if most > 0 else 0
 
     def hold(self, grant: Grant, token_ids: tuple[int, ...], drafter: str | None = None) -> None:
         """Hold a draft, of which the first tokens are known.

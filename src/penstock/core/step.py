@@ -50,19 +50,18 @@ class Step:
     """One target step being composed.
 
     running: all admitted requests, oldest first. scheduled: known tokens of requests in this step,
-    by id; decoding: decode groups in it. num_tokens: known tokens scheduled so far. num_reserved:
-    draft positions that the scheduled requests would use. wake_at: compose again at this time even
-    if nothing happens before. stalled: reason why no request can run again unless one is cancelled
-    or arrives."""
+    by id; decoding: decode groups in it. num_tokens: known tokens scheduled so far. wake_at:
+    compose again at this time even if nothing happens before. stalled: reason why no request can
+    run again unless one is cancelled or arrives."""
 
     __slots__ = (
+        "_ready",
         "_rules",
         "_table",
         "decoding",
         "learn",
         "now",
         "num_preempted",
-        "num_reserved",
         "num_tokens",
         "pool",
         "running",
@@ -82,15 +81,21 @@ class Step:
         self.now = now
         self.scheduled: dict[str, ScheduledTokens] = {}
         self.decoding: list[DecodeGroup] = []
-        self.num_tokens = self.num_reserved = self.num_preempted = 0
+        self.num_tokens = self.num_preempted = 0
         self.wake_at: float | None = None
         self.stalled: str | None = None
+        self._ready: tuple[list[RequestState], list[RequestState]] | None = None
 
     # --- who is there ---------------------------------------------------------------------------
 
     @property
     def scheduled_states(self) -> list[RequestState]:
         return [s.state for s in self.scheduled.values()]
+
+    @property
+    def num_reserved(self) -> int:
+        """Draft positions that the scheduled requests would use."""
+        return sum([self._rules.reserve(s.state) for s in self.scheduled.values()])
 
     @property
     def num_known_tokens(self) -> int:
@@ -150,12 +155,22 @@ class Step:
 
     def _solo_decodes(self, key: Hashable) -> list[RequestState]:
         """Return those of them outside the group, oldest first."""
-        key_of, may_run = self._table.key_of, self._rules.may_run
-        return [
-            s
-            for i, s in self._table.solo.items()
-            if s.is_decoding and key_of.get(i) == key and may_run(s)
-        ]
+        key_of, (decoding, _) = self._table.key_of, self._split()
+        if key is None and not key_of:
+            return decoding
+        return [s for s in decoding if key_of.get(s.request.id) == key]
+
+    def _split(self) -> tuple[list[RequestState], list[RequestState]]:
+        """Return requests outside groups that may run, oldest first: decoding, and the others.
+
+        They are looked at again after a change of the requests that run."""
+        if self._ready is None:
+            may_run = self._rules.may_run
+            ready = [s for s in self._table.solo.values() if may_run(s)]
+            decoding = [s for s in ready if s.is_decoding]
+            others = [] if len(decoding) == len(ready) else [s for s in ready if not s.is_decoding]
+            self._ready = decoding, others
+        return self._ready
 
     def can_schedule_decodes(self, key: Hashable = None) -> bool:
         """Return True if memory holds the next token of each of them."""
@@ -175,6 +190,7 @@ class Step:
         joins = self._can_group(key, solo, budget)
         if not joins and group is not None and group.plan_id is None and group.members:
             self._table.dissolve(group)
+            self._ready = None
             solo = self._solo_decodes(key)
         alone = []
         for state in solo:
@@ -187,10 +203,13 @@ class Step:
                 alone.append(state)
         if group is not None and group.plan_id is not None:
             group = None
-        self._make_room_together(alone[:budget], group)
+        if len(alone) < len(solo):
+            self._ready = None
+        has_room = self._make_room_together(alone[:budget], group)
         for state in alone:
-            if state.status is Status.RUNNING and before + budget > self.num_tokens:
-                self._schedule_decode(state)
+            may_join = state.status is Status.RUNNING and before + budget > self.num_tokens
+            if may_join and (has_room or self.make_room(state, 1)):
+                self.schedule(state, 1)
         if group is not None and group.members:
             self._schedule_group(group, budget)
         return self.num_tokens - before
@@ -201,7 +220,7 @@ class Step:
         Nobody joins a group that is in a plan."""
         group = self._table.groups.get(key)
         if group is None:
-            is_counted = not any(s.may_group and not s.is_counted for s in solo)
+            is_counted = not any([s.may_group and not s.is_counted for s in solo])
         else:
             is_counted = group.is_counted
         if is_counted:
@@ -212,24 +231,21 @@ class Step:
             return len(solo) <= budget
         return len(group) + len(solo) <= budget and group.plan_id is None
 
-    def _make_room_together(self, alone: list[RequestState], group: DecodeGroup | None) -> None:
-        """Make room for the next token of each, so that arriving first is no protection."""
+    def _make_room_together(self, alone: list[RequestState], group: DecodeGroup | None) -> bool:
+        """Make room for the next token of each, so that arriving first is no protection.
+
+        Returns True if there is room for all that are left."""
         if self.pool.num_free_blocks >= len(alone) + (len(group) if group is not None else 0):
-            return
+            return True
         while True:
             wanted = sum(self._missing_blocks(s, 1) for s in alone if s.status is Status.RUNNING)
             wanted += 0 if group is None else group.num_new_blocks()
             if self.pool.can_allocate(wanted):
-                return
+                return True
             victim = self._rules.victim(self)
             if victim is None:
-                return
+                return False
             self.preempt(victim)
-
-    def _schedule_decode(self, state: RequestState) -> None:
-        if self.make_room(state, 1):
-            self.schedule(state, 1)
-            self.num_reserved += self._rules.reserve(state)
 
     def _schedule_group(self, group: DecodeGroup, budget: int) -> None:
         num = len(group.members)
@@ -244,8 +260,7 @@ class Step:
 
     def prefills(self) -> list[RequestState]:
         """Return running requests with more than their next token to compute, oldest first."""
-        may_run = self._rules.may_run
-        return [s for s in self._table.solo.values() if not s.is_decoding and may_run(s)]
+        return self._split()[1]
 
     def schedule_prefills(self, budget: int) -> int:
         """Continue partly computed prompts, in chunks as large as the budget allows.
@@ -309,6 +324,7 @@ class Step:
         if not state.num_output_tokens:
             state.admitted_at = self.now
         self._table.admit(state)
+        self._ready = None
         self.schedule(state, num_tokens)
         if cached:
             self.scheduled[state.request.id].new_blocks = list(kv.blocks)
@@ -388,14 +404,22 @@ class Step:
         """Let a running request keep its memory, but not run."""
         self._table.leave_group(state)
         self._table.accounts.paused.add(state.request.id)
+        self._ready = None
+
+    def resume(self, state: RequestState) -> None:
+        """Let a paused request run again."""
+        self._table.accounts.paused.discard(state.request.id)
+        self._ready = None
 
     def displace(self, state: RequestState) -> None:
         """Preempt a running request for a waiting one, before anything is scheduled."""
         self._table.preempt(state)
+        self._ready = None
 
     def preempt(self, state: RequestState) -> None:
         """Free a running request's memory; it is recomputed later, first in the queue."""
         self._table.preempt(state)
+        self._ready = None
         self.num_preempted += 1
 
     def _missing_blocks(self, state: RequestState, num_tokens: int) -> int:

@@ -11,7 +11,7 @@ from penstock.core.accounts import Accounts
 from penstock.core.groups import DecodeGroup
 from penstock.core.kv import BlockPool, SequenceKV, hash_blocks
 from penstock.core.queues import WaitingRequests
-from penstock.core.state import OPEN, Drafter, Grant, RequestState
+from penstock.core.state import OPEN, Drafter, DrafterStatus, Grant, RequestState
 from penstock.core.types import TARGET, DraftOrder, Request, Status, Tenant
 
 
@@ -167,7 +167,8 @@ class Table:
     admission; solo: those of them outside decode groups. groups: decode groups by key; key_of: keys
     of requests that an admission policy keeps apart, by id. in_flight: ids of unfinished plans.
     replays: orders to read verified text, by request and drafter, with the KV that each extends.
-    sent_ahead: the draft server that has got a request's text before a switch."""
+    sent_ahead: the draft server that has got a request's text before a switch. beside: drafters
+    that work in lanes, if local ones do or not; cleared when drafters come or go."""
 
     def __init__(
         self,
@@ -180,6 +181,7 @@ class Table:
     ) -> None:
         self.memory = memory
         self.drafters = drafters
+        self.beside: dict[bool, frozenset[str]] = {}
         self.tenants = tenants
         self.groups = groups
         self.accounts = accounts
@@ -210,7 +212,7 @@ class Table:
     def drafter_of(self, state: RequestState) -> Drafter | None:
         """Return the request's drafter while it is up and answers."""
         drafter = self.drafters.get(state.drafter) if state.drafter else None
-        return drafter if drafter is not None and drafter.is_up else None
+        return drafter if drafter is not None and drafter.status is DrafterStatus.UP else None
 
     def new_group(self, key: Hashable, state: RequestState) -> DecodeGroup:
         """Add an empty decode group for requests like this one."""

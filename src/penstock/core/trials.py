@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.core.learn.times import Times
-from penstock.core.policies.base import DraftCandidate, View, usable
+from penstock.core.policies.base import DraftCandidate, View
 from penstock.core.state import Grant, RequestState
 from penstock.core.types import TARGET, StepResult
 
@@ -82,18 +82,20 @@ class Trials:
 
     def after_choice(self, states: Sequence[RequestState], view: View) -> None:
         """Let a trial's request use its drafter, or begin a trial of an unused drafter."""
-        open_to = usable(view.drafters)
         if self._trial is None:
-            used = {s.drafter for s in states} | {n for n, num in view.loads.items() if num}
-            readers = [s for s in states if s.is_decoding and s.num_remaining_tokens > _NUM_TOKENS]
-            for name, drafter in open_to.items():
-                able = [s for s in readers if drafter.can_read(s)]
-                if name not in used and self._begin_if_due(name, able):
+            used = {s.drafter for s in states}
+            for name, drafter in view.drafters.items():
+                may_try = name not in used and drafter.is_up and self._may_be_due(name)
+                if not may_try or view.loads.get(name):
+                    continue
+                readers = [s for s in states if s.is_decoding and drafter.can_read(s)]
+                able = [s for s in readers if s.num_remaining_tokens > _NUM_TOKENS]
+                if self._begin_if_due(name, able):
                     break
         trial = self._trial
-        if trial is not None and any(state is trial.state for state in states):
+        if trial is not None and any([state is trial.state for state in states]):
             trial.chosen = trial.state.drafter
-            if trial.drafter in open_to:
+            if trial.drafter in view.drafters and view.drafters[trial.drafter].is_up:
                 trial.state.drafter = trial.drafter
 
     # --- allocation -----------------------------------------------------------------------------
@@ -104,6 +106,8 @@ class Trials:
         """Add the draft of a trial to the policy's grants."""
         if self._trial is None:
             self._begin_unused(candidates, grants, view)
+        if self._trial is None:
+            return grants
         for i, candidate in enumerate(candidates):
             if candidate.drafter is not None and self.covers(candidate.state, candidate.drafter):
                 own = grants[i].num_tokens
@@ -118,9 +122,11 @@ class Trials:
     ) -> None:
         """Begin the trial of a drafter that all requests could use, and none does."""
         used = {c.drafter for c, g in zip(candidates, grants, strict=True) if g.num_draft_tokens}
-        for name in dict.fromkeys(c.drafter for c in candidates if c.drafter is not None):
+        for name in dict.fromkeys([c.drafter for c in candidates]):
+            if name is None or name in used or not self._may_be_due(name):
+                continue
             able = [c.state for c in candidates if c.drafter == name and c.limit >= _NUM_TOKENS]
-            if name not in used and self._begin_if_due(name, able):
+            if self._begin_if_due(name, able):
                 return
 
     # --- when -----------------------------------------------------------------------------------
@@ -139,6 +145,12 @@ class Trials:
         self._begin(state, drafter)
         return True
 
+    def _may_be_due(self, drafter: str) -> bool:
+        """Return False where not even a trial without reading is due."""
+        watch, pace = self._watches.get(drafter), self._times.target(1)
+        is_same = watch is not None and 1 / _OTHER_PACE <= pace / watch.pace <= _OTHER_PACE
+        return watch is None or not is_same or self._is_in_budget(watch, watch.cost)
+
     def _is_due(self, drafter: str, reading: float) -> bool:
         """Return whether the budget allows a trial that begins with seconds of reading."""
         pace = self._times.target(1)
@@ -150,8 +162,10 @@ class Trials:
             watch = self._watches[drafter] = _Watch(self._target_s, pace, first)
         if not 1 / _OTHER_PACE <= pace / watch.pace <= _OTHER_PACE:
             watch.pace, watch.num_trials = pace, 0
+        return self._is_in_budget(watch, max(watch.cost, reading))
+
+    def _is_in_budget(self, watch: _Watch, cost: float) -> bool:
         share = _DOUBTFUL_SHARE if watch.num_trials < _MOST_DOUBTFUL else _SHARE
-        cost = max(watch.cost, reading)
         return self._target_s - watch.since >= cost * len(self._watches) / share
 
     def _begin(self, state: RequestState, drafter: str) -> None:

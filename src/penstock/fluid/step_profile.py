@@ -113,11 +113,16 @@ class StepProfile:
 
     def linear_at(self, sizes: FloatArray | npt.NDArray[np.int64]) -> FloatArray:
         """Return the same for several sizes."""
+        counts, seconds, slope = self._table
         rounded = np.ceil(sizes / self.granularity) * self.granularity
-        within = np.interp(rounded, self.token_counts, self.token_seconds)
-        beyond = np.maximum(rounded - self.token_counts[-1], 0.0)
+        within = np.interp(rounded, counts, seconds)
+        return np.asarray(within + slope * np.maximum(rounded - counts[-1], 0.0))
+
+    @cached_property
+    def _table(self) -> tuple[FloatArray, FloatArray, float]:
+        """Return positions, their seconds, and the slope beyond."""
         slope = _tail_slope(self.token_counts, self.token_seconds)
-        return np.asarray(within + slope * beyond)
+        return np.array(self.token_counts, dtype=np.float64), np.array(self.token_seconds), slope
 
     def seconds(self, work: StepWork) -> float:
         """Return the seconds of a whole step; 0 for an empty one."""

@@ -1,7 +1,6 @@
 """What `priced` counts as the cost of drafts: rows and drafting steps, not the step's prefill, but
 the drafter's own reading, and drafts that come to nothing."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -65,7 +64,7 @@ def test_each_drafter_is_charged_for_its_own_longest_draft() -> None:
 
 
 def with_prompt_rows(view: View, num_rows: int) -> View:
-    return replace(view, room=Room(1000, num_rows, view.room.num_sampled))
+    return view._replace(room=Room(1000, num_rows, view.room.num_sampled))
 
 
 @pytest.mark.parametrize("rate", [0.2, 0.3])
@@ -108,7 +107,7 @@ def test_one_request_that_is_not_worth_reading_keeps_no_other_from_drafting() ->
     estimators = learned([0.8, 0.6], verify=FLAT, draft=1e-4)
     long, view = unread(5000, 20, estimators)
     short = DraftCandidate(RequestState(Request("r1", 2, 20), 1), "d", 8)
-    view = replace(view, room=Room(100, 2, 2))
+    view = view._replace(room=Room(100, 2, 2))
     first, second = lengths_of(priced(), [long, short], view)
     assert (first, second > 0) == (0, True)
 

@@ -1,8 +1,6 @@
 """Drafters with lanes of their own, and draft servers, work at the same time: a step waits for the
 slowest, not for the sum, and not for one that is late."""
 
-from dataclasses import replace
-
 from tests.core.test_allocation import candidates, lengths_of, work
 
 from penstock.core.learn import Estimators
@@ -26,7 +24,7 @@ def granted(*beside: str) -> list[int]:
         candidate._replace(drafter=name)
         for candidate, name in zip(candidates(4, 4, 4, 4), NAMES, strict=True)
     ]
-    step = replace(work(estimators()), beside=frozenset(beside))
+    step = work(estimators())._replace(beside=frozenset(beside))
     return lengths_of(Priced(Priced.Options()), offered, step)
 
 
@@ -58,7 +56,7 @@ def of_servers(
     asked = [c._replace(drafter=f"s{i}") for i, c in enumerate(candidates(*[6] * num))]
     asked[-1] = asked[-1]._replace(num_at_hand=at_hand)
     servers = frozenset(c.drafter for c in asked)
-    step = replace(work(known, budget=budget, num_rows=num), beside=servers)
+    step = work(known, budget=budget, num_rows=num)._replace(beside=servers)
     return lengths_of(Priced(Priced.Options()), asked, step)
 
 

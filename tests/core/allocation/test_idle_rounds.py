@@ -1,7 +1,5 @@
 """Estimates hardly move from step to step, so draft lengths are not worked out in each."""
 
-from dataclasses import replace
-
 import pytest
 from tests.core.test_allocation import candidates, work
 
@@ -59,7 +57,7 @@ def test_lengths_are_kept_for_some_steps_of_the_same_requests_and_rows() -> None
     kept = [policy.allocate(candidates(4, 2), now) for _ in range(MOST_STEPS)]
     assert [g.num_draft_tokens for g in kept[0]] == [4, 2], "within new limits"
     assert not any(g.num_draft_tokens for g in kept[-1])
-    for changed in (replace(now, room=Room(1000, 9, 2)), replace(now, room=Room(3, 4, 4))):
+    for changed in (now._replace(room=Room(1000, 9, 2)), now._replace(room=Room(3, 4, 4))):
         policy = Priced(Priced.Options())
         policy.allocate(candidates(4, 4), work(cheap()))
         found = policy.allocate(candidates(4, 4), changed)

@@ -3,7 +3,7 @@
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -67,7 +67,7 @@ class Scene:
         ]
         num = len(asked) + self.num_others
         view = View({}, self.learn, tenants=tenants, beside=self.beside)
-        view = replace(view, room=Room(self.budget, num, num))
+        view = view._replace(room=Room(self.budget, num, num))
         return lengths_of(priced(fairness=0, k_max=self.limit), asked, view)
 
     def value_a_second(self, lengths: Sequence[int]) -> float:
@@ -162,7 +162,7 @@ def rounds(
     tenants = {name: Tenant(name, weight) for name, weight in weights.items()}
     num = len(asked)
     view = work(learned([0.7] * num, verify=FLAT, draft=1e-4), budget=budget, num_rows=num)
-    view, policy = replace(view, tenants=tenants), priced(**options)
+    view, policy = view._replace(tenants=tenants), priced(**options)
     drafted = np.zeros(num, dtype=int)
     for t in range(100):
         found = lengths_of(policy, asked, view)

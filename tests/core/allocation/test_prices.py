@@ -1,7 +1,6 @@
 """Drafters that end their drafts get a price, and those whose drafts do not pay are left out."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -52,7 +51,7 @@ def test_a_draft_ends_with_the_token_that_no_longer_pays() -> None:
 
 def test_a_tenant_of_more_weight_pays_less() -> None:
     view = view_of(learned([], verify=rows_of(1e-4)))
-    view = replace(view, tenants={"a": Tenant("a", 1.0), "b": Tenant("b", 4.0)})
+    view = view._replace(tenants={"a": Tenant("a", 1.0), "b": Tenant("b", 4.0)})
     light, heavy = granted(of_tenants({"a": 1, "b": 1}), view, fairness=0)
     assert light.min_survival == pytest.approx(4 * heavy.min_survival)
 
@@ -62,7 +61,7 @@ def test_they_do_not_draft_because_a_step_takes_long_anyway(row: float, pays: bo
     """The time of its prefill is lost either way."""
     view = view_of(learned([], verify=rows_of(row), draft=1e-3))
     for num_rows in (3, 500):
-        grants = granted(candidates(20, 20, 20), replace(view, room=Room(1000, num_rows, 3)))
+        grants = granted(candidates(20, 20, 20), view._replace(room=Room(1000, num_rows, 3)))
         assert [g.num_draft_tokens > 0 for g in grants] == [pays] * 3
 
 
@@ -83,7 +82,7 @@ def drafting(
     num = len(accepted)
     learn = learned([], verify={r: 0.004 + row * r for r in (1, 3, 6, 9, 12, 30)}, draft=1e-4)
     asked, policy = candidates(*[20] * num), make_policy("allocation", "priced")
-    view = replace(view_of(learn), room=Room(1000, num, num))
+    view = view_of(learn)._replace(room=Room(1000, num, num))
     steps = []
     for _ in range(num_steps):
         grants = policy.allocate(asked, view)

@@ -1,6 +1,5 @@
 """Draft lengths that keep requests within their targets."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,7 +28,7 @@ def offered(*targets: float | None, tenants: str = "") -> list[DraftCandidate]:
 
 def at_one_second(rates: list[float], verify: dict[int, float], **changes: Any) -> View:
     view = work(learned(rates, verify=verify, draft=2e-4), num_rows=len(rates))
-    return replace(view, now=1.0, **changes)
+    return view._replace(now=1.0, **changes)
 
 
 def drafts(asked: list[DraftCandidate], view: View, **options: Any) -> list[int]:
@@ -56,6 +55,6 @@ def test_a_target_that_drafts_change_nothing_about_is_none(tpot: float, in_time:
 def test_a_target_of_a_heavy_tenant_comes_first() -> None:
     tenants = {"a": Tenant("a", 8.0), "b": Tenant("b")}
     view = at_one_second([0.7] * 2, {1: 0.01, 8: 0.011, 64: 0.04}, tenants=tenants)
-    view = replace(view, room=view.room._replace(budget=3))
+    view = view._replace(room=view.room._replace(budget=3))
     own = drafts(offered(0.008, 0.008, tenants="ab"), view, fairness=0)
     assert own[0] > own[1]

@@ -27,9 +27,10 @@ class Beta:
     accepted: float = 0.0
     rejected: float = 0.0
 
-    def add_counts(self, num_accepted: float, num_rejected: float) -> None:
-        self.accepted += num_accepted
-        self.rejected += num_rejected
+    def add_round(self, num_accepted: float, num_rejected: float, discount: float) -> None:
+        """Add a round's counts to those before it, which fade."""
+        self.accepted = discount * self.accepted + num_accepted
+        self.rejected = discount * self.rejected + num_rejected
 
     def fade(self, discount: float) -> None:
         self.accepted *= discount
@@ -121,12 +122,8 @@ class _Rates:
     def add_evidence(
         self, request_id: str, drafter: str, num_right: float, num_wrong: float
     ) -> None:
-        overall = self._by_drafter[drafter]
-        overall.fade(_DRAFTER_DISCOUNT)
-        overall.add_counts(num_right, num_wrong)
-        own = self._by_request[request_id][drafter]
-        own.fade(self._discount)
-        own.add_counts(num_right, num_wrong)
+        self._by_drafter[drafter].add_round(num_right, num_wrong, _DRAFTER_DISCOUNT)
+        self._by_request[request_id][drafter].add_round(num_right, num_wrong, self._discount)
 
     def fade(self, request_id: str, drafter: str, num_rounds: float, trial: float) -> None:
         own = self._by_request.get(request_id, _NOTHING).get(drafter)

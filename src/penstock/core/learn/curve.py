@@ -52,6 +52,7 @@ class StepTimeCurve:
 
     def __init__(self, cell_width: float = 0.08) -> None:
         self._cell_width = cell_width
+        self._num_exact = round(1 / cell_width)
         self._scale = 1.0
         self._num_sure = _MATURE
         self._cells: dict[int, _Cell] = {}
@@ -185,10 +186,9 @@ class StepTimeCurve:
 
     def _cell_of(self, size: float) -> int:
         """Return the cell of a size: single integers while small, then geometric."""
-        exact = round(1 / self._cell_width)
-        if size <= exact:
+        if size <= self._num_exact:
             return round(size)
-        cell, edge = exact, float(exact)
+        cell, edge = self._num_exact, float(self._num_exact)
         while edge < size:
             edge *= 1 + self._cell_width
             cell += 1

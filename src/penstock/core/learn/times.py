@@ -284,9 +284,9 @@ class Times:
             # round drafts there is hardly another step without drafts.
             return
         pause = self._gap - self._waited + result.phases.other
-        has_drafts = bool(result.draft_times) and any(t.steps for t in result.draft_times)
+        has_drafts = any([t.steps for t in result.draft_times])
         if has_drafts:
-            pause += result.phases.draft - sum(t.seconds for t in result.draft_times)
+            pause += result.phases.draft - sum([t.seconds for t in result.draft_times])
         if not 0 <= pause < _MOST_OVERHEAD_S:
             return
         plain, drafting = self._plain_pause, self._drafting_pause

@@ -22,6 +22,7 @@ def of_step(ctx: Context, step: Step) -> dict[str, Grant]:
         return {}
     num_rows = step.num_tokens
     budget = ctx.admission.draft_budget(num_rows)
+    beside = ctx.beside
     grants: dict[str, Grant] = {}
     others: list[tuple[RequestState, Drafter | None]] = []
     for s in scheduled:
@@ -34,15 +35,16 @@ def of_step(ctx: Context, step: Step) -> dict[str, Grant]:
             budget -= grant.num_tokens
             num_rows += grant.num_tokens
         elif s.samples:
-            is_inside = drafter is not None and not ctx.is_beside(drafter)
+            is_inside = drafter is not None and drafter.name not in beside
             others.append((s.state, drafter if is_inside else None))
     num_sampled = sum([s.samples for s in scheduled])
     room = Room(max(0, budget), num_rows, num_sampled)
     grants |= _granted(ctx, others, room, step.now)
     for s in scheduled:
         grant = grants.get(s.state.request.id, NO_DRAFT)
-        if grant.num_tokens:
-            grants[s.state.request.id] = grant.cut(_grow(ctx, s, grant.num_tokens))
+        num_tokens = grant.num_tokens
+        if num_tokens and (length := _grow(ctx, s, num_tokens)) < num_tokens:
+            grants[s.state.request.id] = grant.cut(length)
     return grants
 
 
@@ -103,7 +105,7 @@ def _candidate(ctx: Context, state: RequestState, drafter: Drafter | None) -> Dr
         found = ctx.learn.acceptance.matches.survival(state.request.id, match)[:most]
         return DraftCandidate(state, None, 0, survival=found, most=most) if found else None
     longest = drafter.longest_draft(state)
-    at_hand = min(len(state.at_hand(drafter.name)), longest)
+    at_hand = min(len(state.at_hand(drafter.name)), longest) if state.ahead else 0
     survival: list[float] = []
     if match is not None:
         survival = ctx.learn.acceptance.matches.survival(state.request.id, match)[:most]
@@ -121,6 +123,8 @@ def _candidate(ctx: Context, state: RequestState, drafter: Drafter | None) -> Dr
 
 def _match(ctx: Context, state: RequestState) -> Match | None:
     """Return what follows the same words as a request's text, asked once for each text."""
+    if ctx.look_up is None and state.prediction is None:
+        return None
     known = state.num_known_tokens
     if state.matched_at != known:
         state.matched_at, state.match = known, None

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from penstock.core.context import Context
-from penstock.core.policies.base import ReplayProposal, usable
+from penstock.core.policies.base import ReplayProposal
 from penstock.core.state import (
     NO_DRAFT,
     SKIPPED,
@@ -71,11 +71,16 @@ def order(
         catch_up = _catch_up(ctx, state, drafter, num_known + len(front), length)
     if catch_up is None:
         return None
-    given = _order(state, drafter, catch_up, length)
-    return given._replace(min_survival=grant.min_survival, front_token_ids=front)
+    return _order(state, drafter, catch_up, grant, front)
 
 
-def _order(state: RequestState, drafter: Drafter, catch_up: CatchUp, length: int = 0) -> DraftOrder:
+def _order(
+    state: RequestState,
+    drafter: Drafter,
+    catch_up: CatchUp,
+    grant: Grant = NO_DRAFT,
+    front: tuple[int, ...] = (),
+) -> DraftOrder:
     return DraftOrder(
         state.request.id,
         state.epoch,
@@ -83,8 +88,12 @@ def _order(state: RequestState, drafter: Drafter, catch_up: CatchUp, length: int
         drafter.name,
         catch_up.start,
         catch_up.num_tokens,
-        length,
+        grant.num_draft_tokens,
         catch_up.new_blocks,
+        grant.min_survival,
+        None,
+        False,
+        front,
     )
 
 
@@ -222,10 +231,11 @@ def replays(
     important first. A draft server gets the text of a request that may come to it, once."""
     if not ctx.selection.proposes_replays:
         return ()
+    beside = ctx.beside
     drafters = {
         n: d
-        for n, d in usable(ctx.table.drafters).items()
-        if lane == (n if ctx.is_beside(d) else TARGET)
+        for n, d in ctx.table.drafters.items()
+        if lane == (n if n in beside else TARGET) and d.is_up
     }
     if not drafters:
         return ()

@@ -28,10 +28,11 @@ from penstock.core.types import (
 def observe(ctx: Context, plan: StepPlan, result: StepResult) -> list[Output]:
     """Take in the result of a plan in flight and return the outputs."""
     table = ctx.table
-    for order in plan.drafts:
-        _plan_ended(ctx, order.request_id, plan.id)
-    for item in plan.items:
-        _plan_ended(ctx, item.request_id, plan.id)
+    parts: tuple[DraftOrder | VerifyItem, ...] = (*plan.drafts, *plan.items)
+    for part in parts:
+        state = table.requests.get(part.request_id)
+        if state is not None:
+            state.plans.pop(plan.id, None)
     table.memory.plan_ended(plan.id)
     times = ctx.learn.times
     if ctx.may_draft:
@@ -47,25 +48,22 @@ def observe(ctx: Context, plan: StepPlan, result: StepResult) -> list[Output]:
         _end_orders(ctx, plan, result)
     outputs: list[Output] = []
     if plan.items:
-        outputs = _judge(ctx, plan, result)
+        outputs, outcomes = _judge(ctx, plan, result)
+        ctx.allocation.on_step(outcomes, result.finished_at)
         if table.drafters:
             view = ctx.view(table.drafters, result.finished_at)
+            ctx.selection.on_step(outcomes, view)
             ctx.pipeline.stepped(table.running.values(), view, result)
     if plan.decodes is not None:
         outputs += _advance_groups(ctx, plan.decodes, result)
     return outputs
 
 
-def _plan_ended(ctx: Context, request_id: str, plan_id: int) -> None:
-    state = ctx.table.requests.get(request_id)
-    if state is not None:
-        state.plans.pop(plan_id, None)
-
-
 # --- verdicts -----------------------------------------------------------------------------------
 
 
-def _judge(ctx: Context, plan: StepPlan, result: StepResult) -> list[Output]:
+def _judge(ctx: Context, plan: StepPlan, result: StepResult) -> tuple[list[Output], list[Outcome]]:
+    """Advance requests by their verdicts; return outputs, and what policies learn from."""
     verdicts = {v.request_id: v for v in result.verdicts}
     failures = {f.request_id: f.reason for f in result.failures} if result.failures else {}
     outputs, outcomes = [], []
@@ -86,10 +84,7 @@ def _judge(ctx: Context, plan: StepPlan, result: StepResult) -> list[Output]:
                 # What had to come tells nothing.
                 if item.drafter is not None or not item.token_ids:
                     outcomes.append(Outcome(state, verdict))
-    ctx.allocation.on_step(outcomes, result.finished_at)
-    if ctx.table.drafters:
-        ctx.selection.on_step(outcomes, ctx.view(ctx.table.drafters, result.finished_at))
-    return outputs
+    return outputs, outcomes
 
 
 def _advance(
@@ -105,7 +100,8 @@ def _advance(
         # Roll back: positions of rejected drafts are written over in the next round.
         verified = state.num_known_tokens + verdict.num_accepted
         for kv in state.kv.values():
-            kv.num_computed_tokens = min(kv.num_computed_tokens, verified)
+            if kv.num_computed_tokens > verified:
+                kv.num_computed_tokens = verified
     target = state.kv[TARGET]
     target.num_computed_tokens = known + verdict.num_accepted
     memory, accounts = ctx.table.memory, ctx.table.accounts

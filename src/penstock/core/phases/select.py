@@ -43,11 +43,11 @@ def select(ctx: Context, states: Iterable[RequestState], now: float) -> None:
 def _choose(ctx: Context, states: list[RequestState], now: float) -> None:
     """Ask the policy once for all requests with the same permitted drafters."""
     drafters = ctx.table.drafters
-    limited = [d for d in drafters.values() if d.is_limited]
-    is_restricted = any(t.drafters is not None for t in ctx.table.tenants.values())
-    if not (limited or is_restricted or any(d.is_remote for d in drafters.values())):
+    is_restricted = any([t.drafters is not None for t in ctx.table.tenants.values()])
+    if not (is_restricted or any([d.is_remote or d.is_limited for d in drafters.values()])):
         _ask(ctx, states, ctx.view(drafters, now))
         return
+    limited = [d for d in drafters.values() if d.is_limited]
     alike: dict[tuple[str, tuple[str, ...]], list[RequestState]] = {}
     for state in states:
         closed = tuple([d.name for d in limited if not d.can_read(state)])

@@ -48,8 +48,8 @@ def decodes(ctx: Context, step: Step, plan_id: int) -> DecodeRun:
 def _item(
     ctx: Context, scheduled: ScheduledTokens, grant: Grant, order: DraftOrder | None
 ) -> VerifyItem:
-    state, held = scheduled.state, scheduled.state.draft
-    if not grant.num_tokens and held.stage is not DraftStage.HELD:
+    state, held, num_tokens = scheduled.state, scheduled.state.draft, grant.num_tokens
+    if not num_tokens and held.stage is not DraftStage.HELD:
         # Most items of a large batch: by position, which takes half as long as by keyword.
         return VerifyItem(
             state.request.id,
@@ -67,18 +67,18 @@ def _item(
     source, drafter = DraftSource.NONE, state.drafter
     known: tuple[int, ...] = ()
     if held.stage is DraftStage.HELD:
-        known, drafter = held.token_ids[: grant.num_tokens], held.drafter
-        source = DraftSource.HELD if grant.num_tokens > len(known) else DraftSource.KNOWN
+        known, drafter = held.token_ids[:num_tokens], held.drafter
+        source = DraftSource.HELD if num_tokens > len(known) else DraftSource.KNOWN
         if not held.num_looked_up and drafter is not None:
             ctx.table.counters.ahead_used += len(known)
         state.draft = CHOSEN
-    elif grant.num_tokens:
+    elif num_tokens:
         known = state.looked_up(grant.num_looked_up)
         source = DraftSource.INLINE
         if order is None:
             grant, source = Grant(0, num_looked_up=len(known)), DraftSource.KNOWN
-    is_looked_up = grant.num_looked_up == grant.num_tokens > 0
-    if is_looked_up:
+            num_tokens = len(known)
+    if grant.num_looked_up == num_tokens > 0:
         assert state.match is not None
         drafter = PREDICTION if state.match.source == PREDICTION else LOOK_UP
     return VerifyItem(
@@ -88,9 +88,9 @@ def _item(
         start=scheduled.start,
         num_scheduled_tokens=scheduled.num_tokens,
         samples=scheduled.samples,
-        source=source if grant.num_tokens else DraftSource.NONE,
-        drafter=drafter if grant.num_tokens else None,
-        num_draft_tokens=grant.num_tokens,
+        source=source if num_tokens else DraftSource.NONE,
+        drafter=drafter if num_tokens else None,
+        num_draft_tokens=num_tokens,
         draft=order,
         new_blocks=tuple(scheduled.new_blocks),
         token_ids=known,

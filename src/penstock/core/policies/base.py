@@ -6,9 +6,9 @@ Everything that a `View` gives is read-only."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -64,8 +64,7 @@ class Room(NamedTuple):
 NO_ROOM = Room()
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(NamedTuple):
     """Read-only state at the moment of a decision.
 
     drafters: by name; some may be down or silent. loads: running requests by drafter, those to be
@@ -75,8 +74,8 @@ class View:
     drafters: Mapping[str, Drafter]
     learn: Estimators
     now: float = 0.0
-    loads: Mapping[str, int] = field(default_factory=dict)
-    tenants: Mapping[str, Tenant] = field(default_factory=dict)
+    loads: Mapping[str, int] = MappingProxyType({})
+    tenants: Mapping[str, Tenant] = MappingProxyType({})
     beside: frozenset[str] = frozenset()
     room: Room = NO_ROOM
     is_fair: bool = False
@@ -116,15 +115,18 @@ class Loads(Mapping[str, int]):
 
     def __init__(self, running: Mapping[str, RequestState]) -> None:
         self._running = running
-        self._counts: Counter[str] | None = None
+        self._counts: dict[str, int] | None = None
 
-    def _counted(self) -> Counter[str]:
+    def _counted(self) -> dict[str, int]:
         if self._counts is None:
-            self._counts = Counter(s.drafter for s in self._running.values() if s.drafter)
+            counts = self._counts = {}
+            for state in self._running.values():
+                if state.drafter:
+                    counts[state.drafter] = counts.get(state.drafter, 0) + 1
         return self._counts
 
     def __getitem__(self, name: str) -> int:
-        return self._counted()[name]
+        return self._counted().get(name, 0)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._counted())

@@ -165,7 +165,10 @@ class FluidGuided(AdmissionPolicy):
     def _prompts(self, step: Step, in_order: list[RequestState] | None) -> list[RequestState]:
         """Return running prompts, and waiting ones that memory should hold, in order of service."""
         if in_order is None:
-            return step.prefills() + self._admissible(step, step.waiting.queue())
+            prompts = step.prefills()
+            return (
+                prompts + self._admissible(step, step.waiting.queue()) if step.waiting else prompts
+            )
         others = [s for s in in_order if s.status is not Status.RUNNING]
         admissible = set(map(id, self._admissible(step, others)))
         return [s for s in in_order if s.status is Status.RUNNING or id(s) in admissible]

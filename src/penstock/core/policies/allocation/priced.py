@@ -91,7 +91,7 @@ class Priced(AllocationPolicy):
         self._values = TokenValues(options.fairness, options.in_time)
         self._plan: dict[tuple[str, str | None], Grant] = {}
         self._offers: _Offers | None = None
-        self._is_idle, self._rate = False, 0.0
+        self._is_idle, self._has_looked_up, self._rate = False, False, 0.0
         self._num_rows = self._num_steps = 0
         self._num_doubtful, self._gap = 0, _FIRST_GAP
 
@@ -101,18 +101,19 @@ class Priced(AllocationPolicy):
         keys = [(c.state.request.id, c.drafter) for c in candidates]
         if not any([c.survival for c in candidates]) and self._holds(keys, view):
             self._num_steps += 1
-            held = (self._plan.get(key, NO_DRAFT) for key in keys)
+            held = [self._plan.get(key, NO_DRAFT) for key in keys]
             return [g.cut(c.limit) for g, c in zip(held, candidates, strict=True)]
         offers = _Offers(candidates, view, min(self.options.k_max, MOST_POSITIONS), self._values)
         lengths, rate = offers.best(self._rate)
-        if lengths.any() and offers.is_doubtful(rate) and self._is_plain_step_due():
+        is_idle = not np.count_nonzero(lengths)
+        if not is_idle and offers.is_doubtful(rate) and self._is_plain_step_due():
             return [NO_DRAFT] * len(candidates)
-        is_idle = not lengths.any()
         grants = offers.grants(lengths, rate)
         drafted = [g.num_draft_tokens for g in grants]
         fade_unused(candidates, drafted, view, self._num_steps or 1, offers.trials)
         self._plan, self._offers, self._rate = dict(zip(keys, grants, strict=True)), offers, rate
         self._is_idle, self._num_rows, self._num_steps = is_idle, view.room.num_rows, 1
+        self._has_looked_up = bool(np.count_nonzero(lengths[0]))
         return grants
 
     @property
@@ -134,14 +135,14 @@ class Priced(AllocationPolicy):
         """Return whether the last plan is young enough, and made for nearly this step."""
         if self._num_steps >= (_IDLE_ROUNDS if self._is_idle else _HELD_ROUNDS):
             return False
-        if any([g.num_looked_up for g in self._plan.values()]):
+        if self._has_looked_up:
             return False
         if not self._is_idle:
             is_same = view.room.num_rows == self._num_rows and len(keys) == len(self._plan)
             return (
                 is_same
                 and view.room.budget >= len(keys) * self.options.k_max
-                and all(key in self._plan for key in keys)
+                and all([key in self._plan for key in keys])
             )
         most, now = len(self._plan) * _FEW, set(keys)
         return len(now - self._plan.keys()) <= most and len(self._plan.keys() - now) <= most
@@ -161,14 +162,18 @@ class _Offers:
         self, candidates: Sequence[DraftCandidate], view: View, k_max: int, values: TokenValues
     ) -> None:
         self._candidates, self._view, self._times = candidates, view, view.learn.times
-        self._limits = np.array([min(c.limit, k_max) for c in candidates], dtype=np.int64)
-        self._survival = self._drafted(int(self._limits.max()))
-        self._looked_up = np.zeros((len(candidates), max(len(c.survival) for c in candidates)))
-        for i, candidate in enumerate(candidates):
+        limits = [min(c.limit, c.most, k_max) for c in candidates]
+        self._longest = max(limits)
+        self._survival = self._drafted(limits)
+        self._num_looked_up = np.array([len(c.survival) for c in candidates])
+        self._looked_up = np.zeros((len(candidates), max(self._num_looked_up.tolist())))
+        for i, candidate in enumerate(candidates if self._looked_up.size else ()):
             self._looked_up[i, : len(candidate.survival)] = candidate.survival
         self._price_step(values)
         self._sort_groups()
         self._reached = np.ones(len(candidates))
+        self._reads: FloatArray | None = None
+        self._steps: dict[str, FloatArray] = {}
 
     # --- what is on offer -----------------------------------------------------------------------
 
@@ -176,7 +181,7 @@ class _Offers:
         """Return the best lengths [requests], and their value a second.
 
         rate: of the last plan."""
-        fronts = [np.count_nonzero(self._looked_up, axis=1)]
+        fronts = [self._num_looked_up]
         if self._looked_up.size and self._survival.size:
             fronts.append(self._fronts(max(rate, self.plain_value / self.plain_s)))
         plans = []
@@ -186,15 +191,16 @@ class _Offers:
         lengths, rate, self._reached = max(plans, key=lambda plan: plan[1])
         return lengths, rate
 
-    def _drafted(self, longest: int) -> FloatArray:
+    def _drafted(self, limits: Sequence[int]) -> FloatArray:
         """Return f G [requests, positions] of the drafters, 0 beyond a request's limit."""
-        acceptance = self._view.learn.acceptance
+        acceptance, longest = self._view.learn.acceptance, self._longest
         keys = [(c.state.request.id, c.drafter or "") for c in self._candidates]
         self._found = np.array([acceptance.found(*key) for key in keys])
         rates = np.array([acceptance.mean(*key) for key in keys])
         factors = {d: acceptance.shape_of(d).factors[:longest] for _, d in keys}
         survival = survival_of(rates, np.array([factors[d] for _, d in keys]))
-        survival[np.arange(longest) >= self._limits[:, None]] = 0.0
+        if min(limits) < longest:
+            survival[np.arange(longest) >= np.array(limits)[:, None]] = 0.0
         return self._found[:, None] * survival
 
     def _fronts(self, rate: float) -> IntArray:
@@ -213,31 +219,34 @@ class _Offers:
 
     def _offer(self, fronts: IntArray) -> None:
         """Sort the tokens on offer, if drafts begin with so many looked-up tokens [requests]."""
-        num, most = self._looked_up.shape
-        front = np.where(np.arange(most) < fronts[:, None], self._looked_up, 0.0)
-        reached = np.ones(num)
+        most = self._looked_up.shape[1]
+        behind, worth = self._survival, self._worth[:, None]
         if most:
+            front = np.where(np.arange(most) < fronts[:, None], self._looked_up, 0.0)
             last = np.take_along_axis(self._looked_up, np.maximum(fronts - 1, 0)[:, None], axis=1)
-            reached = np.where(fronts > 0, last[:, 0], 1.0)
-        behind = reached[:, None] * self._survival
-        room = np.array([c.most for c in self._candidates]) - fronts
-        behind[np.arange(behind.shape[1]) >= room[:, None]] = 0.0
-        expected = behind.sum(axis=1)
-        gains = self._worth[:, None] * behind
-        cost = self._reading * (1 + expected) * self.plain_value / self.plain_s
-        gains[self._worth * expected <= cost] = 0.0  # reading takes more than it saves
-        gains = np.concatenate([self._worth[:, None] * front, gains], axis=1)
+            self._reached = np.where(fronts > 0, last[:, 0], 1.0)
+            behind = self._reached[:, None] * behind
+            room = np.array([c.most for c in self._candidates]) - fronts
+            behind[np.arange(behind.shape[1]) >= room[:, None]] = 0.0
+        gains = worth * behind
+        if self._reads_text:
+            expected = behind.sum(axis=1)
+            cost = self._reading * (1 + expected) * self.plain_value / self.plain_s
+            gains[self._worth * expected <= cost] = 0.0  # reading takes more than it saves
+        if most:
+            gains = np.concatenate([worth * front, gains], axis=1)
+            behind = np.concatenate([np.zeros(front.shape), behind], axis=1)
         order = np.argsort(-gains, axis=None, kind="stable")[: np.count_nonzero(gains)]
         self.owners, columns = np.divmod(order, max(1, gains.shape[1]))
         self.is_looked_up = columns < most
         self._places = np.where(self.is_looked_up, 0.0, columns - most + 1.0)
         self._gains = gains.ravel()[order]
         self._rows = np.where(self.is_looked_up, 1.0, self._found[self.owners])
-        self._reached = reached
-        more = np.concatenate([np.zeros((num, most)), behind], axis=1).ravel()[order]
-        is_first = self._places == 1.0
-        reads = self._reading[self.owners] * (is_first + more)
-        self._reads = reads + is_first * (fronts * self._read)[self.owners]
+        self._reads = None
+        if self._reads_text:
+            is_first = self._places == 1.0
+            reads = self._reading[self.owners] * (is_first + behind.ravel()[order])
+            self._reads = reads + is_first * (fronts * self._read)[self.owners]
         self._levels_of()
 
     def _price_step(self, values: TokenValues) -> None:
@@ -246,8 +255,7 @@ class _Offers:
         self._target_s = times.target(room.num_sampled)
         self._host = max(times.overhead, _LEAST_OVERHEAD_S)
         self.plain_s = round_seconds(self._target_s, host=self._host)
-        most = np.maximum(self._survival.sum(axis=1), self._looked_up.sum(axis=1))
-        self._worth = values.of_tokens(candidates, self._view, most, self.plain_s)
+        self._worth = values.of_tokens(candidates, self._view, self._longest_gain, self.plain_s)
         # Requests that do not draft are worth as much as the others, in the mean.
         mean = float(self._worth.sum()) / len(candidates)
         self.plain_value = max(room.num_sampled, len(candidates)) * mean
@@ -256,10 +264,16 @@ class _Offers:
         self._unread = [
             0.0 if c.drafter in free else reading_seconds(c, self._view) for c in candidates
         ]
-        self._reading = np.array([self._reading_a_token(i) for i in range(len(candidates))])
-        self._read = np.array(
-            [0.0 if c.drafter in free else times.catch_up_of(c.drafter or "") for c in candidates]
-        )
+        self._reads_text = self._looked_up.size > 0 or any(self._unread)
+        if self._reads_text:
+            self._reading = np.array([self._reading_a_token(i) for i in range(len(candidates))])
+            names = ["" if c.drafter in free else c.drafter or "" for c in candidates]
+            self._read = np.array([times.catch_up_of(name) for name in names])
+
+    def _longest_gain(self) -> FloatArray:
+        """Return the tokens [requests] that the longest draft is expected to add to a step."""
+        longest = np.maximum(self._survival.sum(axis=1), self._looked_up.sum(axis=1))
+        return np.asarray(longest)
 
     def _reading_a_token(self, index: int) -> float:
         """Return the seconds of reading per token of a request's output, for which it is done once.
@@ -280,7 +294,7 @@ class _Offers:
         inside = [n for n in names if n not in beside]
         place = {n: inside.index(n) if n in inside else len(inside) for n in names}
         self._group = np.array([place.get(c.drafter or "", 0) for c in self._candidates])
-        caps = np.arange(self._limits.max() + 1.0)
+        caps = np.arange(self._longest + 1.0)
         self.groups = [_Group(name, caps) for name in inside]
         if len(inside) < len(names):
             self.groups.append(_Group(None, np.array([-1.0])))
@@ -315,39 +329,60 @@ class _Offers:
 
     # --- what a plan is worth -------------------------------------------------------------------
 
-    def rates(self, caps: FloatArray) -> FloatArray:
-        """Return V / T [plans, tokens] of all prefixes of the tokens under caps [plans, groups]."""
+    def rates(self, caps: FloatArray, varied: int) -> tuple[FloatArray, IntArray]:
+        """Return V / T [plans, tokens] of prefixes of the tokens under caps [plans, groups].
+
+        With the tokens' places in the order of value: those under no cap are left out. varied: the
+        group whose caps differ between the plans."""
         times, view = self._times, self._view
-        bought = self.levels <= _with_free(caps)[:, self.group_of]
-        inside, beside = np.zeros(bought.shape), np.zeros(bought.shape)
+        if self._looked_up.size:
+            caps = _with_free(caps)
+        tokens = np.arange(len(self.levels))
+        if len(self.groups) > 1:
+            tokens = np.flatnonzero(self.levels <= caps.max(axis=0)[self.group_of])
+        levels, group_of = self.levels[tokens], self.group_of[tokens]
+        bought = levels <= caps[:, group_of]
+        is_first = self._places[tokens] == 1
+        inside = beside = np.zeros((1, len(tokens)))
         for index, group in enumerate(self.groups):
-            own = bought & (self.group_of == index)
-            longest = np.maximum.accumulate(np.where(own, self.levels, 0.0), axis=1)
+            own = (bought if index == varied else bought[:1]) & (group_of == index)
+            longest = np.maximum.accumulate(np.where(own, levels, 0.0), axis=1)
             if group.drafter is None:
                 beside = longest
             else:
-                batch = (own & (self._places == 1)).cumsum(axis=1)
-                inside += longest * times.curve_of(group.drafter).at(batch)
+                steps = self._steps_of(group.drafter)
+                inside = inside + longest * steps[(own & is_first).cumsum(axis=1)]
                 if start := times.start_of(group.drafter):
-                    inside += start * (longest > 0)
+                    inside = inside + start * (longest > 0)
         num_rows = view.room.num_rows
-        rows = num_rows + (bought * self._rows).cumsum(axis=1)
-        inside += np.where(inside > 0, times.draft_overhead, 0.0)
-        inside += (bought * self._reads).cumsum(axis=1)
+        rows = num_rows + (bought * self._rows[tokens]).cumsum(axis=1)
+        if times.draft_overhead:
+            inside = inside + np.where(inside > 0, times.draft_overhead, 0.0)
+        if self._reads is not None:
+            inside = inside + (bought * self._reads[tokens]).cumsum(axis=1)
         verify = self._target_s + times.added(num_rows, rows)
         seconds = round_seconds(verify + inside, beside=beside, host=self._host)
-        values = self.plain_value + (bought * self._gains).cumsum(axis=1)
-        affordable = bought.cumsum(axis=1) <= view.room.budget
-        return np.where(bought & affordable, values / seconds, 0.0)
+        values = self.plain_value + (bought * self._gains[tokens]).cumsum(axis=1)
+        if len(tokens) > view.room.budget:
+            bought &= bought.cumsum(axis=1) <= view.room.budget
+        return np.where(bought, values / seconds, 0.0), tokens
+
+    def _steps_of(self, drafter: str) -> FloatArray:
+        """Return the seconds of a drafter's step by its batch."""
+        known = self._steps.get(drafter)
+        if known is None:
+            batches = np.arange(len(self._candidates) + 1)
+            known = self._steps[drafter] = self._times.curve_of(drafter).at(batches)
+        return known
 
     def lengths(self, caps: FloatArray, last: int) -> IntArray:
         """Return tokens [2, requests] of the prefix up to a token under caps [groups].
 
         Looked-up ones, then the drafters'."""
-        bought = self.levels[: last + 1] <= _with_free(caps[None])[0, self.group_of[: last + 1]]
+        bought = self.levels[: last + 1] <= np.append(caps, np.inf)[self.group_of[: last + 1]]
         owners, free = self.owners[: last + 1], self.is_looked_up[: last + 1]
         parts = (owners[bought & free], owners[bought & ~free])
-        return np.stack([np.bincount(part, minlength=len(self._candidates)) for part in parts])
+        return np.array([np.bincount(part, minlength=len(self._candidates)) for part in parts])
 
     def is_doubtful(self, rate: float) -> bool:
         """Return whether a step without drafts, at best, might be worth more a second."""
@@ -368,24 +403,25 @@ class _Offers:
 
         At π = `rate` the least survival that pays is π times the seconds of a position over the
         value of its token."""
-        times, num = self._times, len(self._candidates)
-        rows = self._view.room.num_rows + int(lengths.sum())
-        row = float(times.added(rows, np.array([rows + num]))[0]) / num
-        self._rate = rate
-        names = {c.drafter for c in self._candidates if c.drafter is not None}
-        self._token_s = {n: float(max(0.0, row + times.curve_of(n)(num) / num)) for n in names}
+        self._rate, self._num_rows = rate, self._view.room.num_rows + int(lengths.sum())
         stopping = {n for n, d in self._view.drafters.items() if d.kind is DrafterKind.ENDING}
+        token_s = self._token_seconds() if stopping else {}
         grants = []
-        for i, (candidate, worth) in enumerate(
-            zip(self._candidates, self._worth.tolist(), strict=True)
-        ):
-            num_looked_up, num_drafted = lengths[:, i].tolist()
-            price, drafter = 0.0, candidate.drafter
+        for i, (num_looked_up, num_drafted) in enumerate(lengths.T.tolist()):
+            price, drafter = 0.0, self._candidates[i].drafter
             if num_drafted and drafter in stopping:
+                worth = float(self._worth[i])
                 reached = float(self._reached[i]) if num_looked_up else 1.0
-                price = min(1.0, rate * self._token_s[drafter] / (worth * reached))
+                price = min(1.0, rate * token_s[drafter] / (worth * reached))
             grants.append(Grant(num_drafted, price, num_looked_up))
         return grants
+
+    def _token_seconds(self) -> dict[str, float]:
+        """Return the seconds that one more draft token adds to the step, by drafter."""
+        times, num, rows = self._times, len(self._candidates), self._num_rows
+        row = float(times.added(rows, np.array([rows + num]))[0]) / num
+        names = {c.drafter for c in self._candidates if c.drafter is not None}
+        return {n: float(max(0.0, row + times.curve_of(n)(num) / num)) for n in names}
 
     @property
     def gauges(self) -> Gauges:
@@ -396,7 +432,7 @@ class _Offers:
         return {
             "price_of_second": float(self._rate),
             "plain_step_seconds": float(self.plain_s),
-            "draft_token_seconds": self._token_s,
+            "draft_token_seconds": self._token_seconds(),
             "token_value": {r.id: v for r, v in owned},
             "tenant_token_value": {t: fmean(v for r, v in owned if r.tenant == t) for t in tenants},
         }
@@ -410,20 +446,25 @@ class _Offers:
         best, best_rate = (none, -1), (1 + _LEAST_GAIN) * plain
         # Of several groups, each in turn, twice; first from no caps, then from no drafts.
         starts, sweeps = ((-1,), 1) if len(groups) <= 1 else ((-1, 0), 2)
+        # By group and the plans that are compared: a second search would find the same.
+        solved: dict[tuple[int, bytes], FloatArray] = {}
         for start in starts if len(self.owners) else ():
             caps = np.array([g.caps[start] for g in groups])
             for index in [*range(len(groups))] * sweeps if groups else [-1]:
                 several = caps[None, :]
                 if groups:
-                    several = np.repeat(several, len(groups[index].caps), axis=0)
+                    several = caps + np.zeros((len(groups[index].caps), 1))
                     several[:, index] = groups[index].caps
-                rates = self.rates(several)
-                plan, last = divmod(int(rates.argmax()), rates.shape[1])
-                caps, rate = several[plan], float(rates[plan, last])
-                if rate > best_rate:
-                    best, best_rate = (caps, last), rate
-        lengths = self.lengths(*best)
-        return lengths, best_rate if lengths.any() else plain
+                key = (index, several.tobytes())
+                if key not in solved:
+                    rates, tokens = self.rates(several, index)
+                    plan, last = divmod(int(rates.argmax()), len(tokens)) if len(tokens) else (0, 0)
+                    solved[key] = several[plan]
+                    if len(tokens) and rates[plan, last] > best_rate:
+                        best = several[plan], int(tokens[last])
+                        best_rate = float(rates[plan, last])
+                caps = solved[key]
+        return self.lengths(*best), plain if best[1] < 0 else best_rate
 
 
 def _with_free(caps: FloatArray) -> FloatArray:

@@ -56,8 +56,8 @@ class _Known:
 
     words: IntArray
     prior: FloatArray  # [J] acceptance to expect
-    counts: FloatArray  # [2, J] accepted and decided tokens, faded by rounds
-    totals: FloatArray  # not faded
+    counts: list[list[float]]  # [2, J] accepted and decided tokens, faded by rounds
+    totals: list[list[float]]  # not faded
     next_round: int  # of the next decision
     gap: int = _FIRST_GAP
     looked_up: float = 0.0  # tokens by look-up, faded
@@ -67,7 +67,11 @@ class _Known:
     def note(self, column: int, accepted: float, decided: float) -> None:
         """Count draft tokens, drafted or replayed."""
         for counts in (self.counts, self.totals):
-            counts[:, column] += accepted, decided
+            counts[0][column] += accepted
+            counts[1][column] += decided
+
+    def fade(self) -> None:
+        self.counts = [[_OWN_DECAY * num for num in row] for row in self.counts]
 
 
 class Auto(SelectionPolicy):
@@ -158,17 +162,14 @@ class Auto(SelectionPolicy):
         known = self._known.get(state.request.id)
         num = len(self._models)
         if known is None:
-            counts, totals = np.zeros((2, 2, num))
-            known = _Known(_words_of(state.request), np.empty(0), counts, totals, 0)
+            counts: list[list[float]] = [[], []]
+            known = _Known(_words_of(state.request), np.empty(0), counts, [[], []], 0)
             self._known[state.request.id] = known
         known.next_round = state.round + known.gap
         known.gap = min(2 * known.gap, _LONGEST_GAP)
         if len(known.prior) < num:
-            if known.counts.shape[1] < num:
-                missing = ((0, 0), (0, num - known.counts.shape[1]))
-                known.counts, known.totals = (
-                    np.pad(c, missing) for c in (known.counts, known.totals)
-                )
+            for row in (*known.counts, *known.totals):
+                row += [0.0] * (num - len(row))
             self._prior.grow(num)
             by_column = {column: name for name, column in self._columns.items()}
             first = [view.learn.acceptance.mean("", by_column[j]) for j in range(num)]
@@ -178,9 +179,9 @@ class Auto(SelectionPolicy):
 
     def _rates(self, known: Sequence[_Known]) -> FloatArray:
         """Return expected acceptance [S, J]."""
-        accepted, decided = np.stack([k.counts for k in known], axis=1)
+        accepted, decided = np.array([k.counts for k in known]).swapaxes(0, 1)
         strength = self._prior.strength
-        prior = np.stack([k.prior for k in known]).clip(1 - _HIGHEST, _HIGHEST)
+        prior = _clipped(np.array([k.prior for k in known]))
         right = accepted.sum(axis=1, keepdims=True) + strength / 2
         wrong = (decided - accepted).sum(axis=1, keepdims=True) + strength / 2
         usual = (decided * prior).sum(axis=1, keepdims=True) + strength / 2
@@ -189,7 +190,7 @@ class Auto(SelectionPolicy):
         shift = (right / wrong * unusual / usual) ** _SHARED
         odds = prior / (1 - prior) * np.where(decided > 0, 1.0, shift)
         rates = (accepted + strength * odds / (1 + odds)) / (decided + strength)
-        return np.asarray(rates.clip(1 - _HIGHEST, _HIGHEST))
+        return _clipped(np.asarray(rates))
 
     def _looked_up_shares(self, known: Sequence[_Known]) -> FloatArray:
         """Return the share of tokens that look-up makes, [1 + S], at first over all requests."""
@@ -206,7 +207,7 @@ class Auto(SelectionPolicy):
             recent[state.request.id] = row
         for request_id in list(recent)[:-_NUM_RECENT]:
             del recent[request_id]
-        return np.stack([row for row in recent.values() if len(row) == num])
+        return np.array([row for row in recent.values() if len(row) == num])
 
     def _column(self, drafter: Drafter) -> int:
         """Return the model's column: drafters with one model share what is known of it."""
@@ -237,13 +238,13 @@ class Auto(SelectionPolicy):
     ) -> None:
         """Propose replays whose answer should save more than their reading takes."""
         columns = [self._columns[n] for n in drafters]
-        decided = np.stack([k.counts[1, columns] for k in known])
+        decided = np.array([k.counts[1] for k in known])[:, columns]
         outputs = np.array([[s.num_output_tokens] for s in states])
         read = np.minimum(savings.unread, outputs)
         # Deviation of the mean that the tokens of a replay will give.
         told = read / (self._prior.strength + decided + read) / (self._prior.strength + decided + 1)
         hopeful = rates + _TAIL * np.sqrt(rates * (1 - rates) * told)
-        better = savings.at(hopeful.clip(None, _HIGHEST), is_read=True)
+        better = savings.at(np.minimum(hopeful, _HIGHEST), is_read=True)
         best = np.maximum(0.0, values.max(axis=1, keepdims=True))
         gains = _TAIL_WEIGHT * np.maximum(0.0, better - best)
         review = _REVIEW_SHARE * view.learn.times.overhead * self._num_sharing
@@ -285,7 +286,7 @@ class Auto(SelectionPolicy):
                 self._looked_up = (1 - _STEP_WEIGHT) * self._looked_up + made
                 self._tokens = (1 - _STEP_WEIGHT) * self._tokens + num
             if column is not None and known is not None and verdict.num_decided:
-                known.counts *= _OWN_DECAY
+                known.fade()
                 known.note(column, verdict.evidence, verdict.num_decided)
 
     def release_request(self, request_id: str) -> None:
@@ -293,8 +294,13 @@ class Auto(SelectionPolicy):
         self._saved.pop(request_id, None)
         for key in [k for k in self._proposals if k[0] == request_id]:
             del self._proposals[key]
-        if known is not None and known.totals.any():
-            self._prior.learn(known.words, known.prior, *known.totals)
+        if known is not None and any(known.totals[1]):
+            self._prior.learn(known.words, known.prior, *np.array(known.totals))
+
+
+def _clipped(rates: FloatArray) -> FloatArray:
+    """Return rates within those that are expected of a drafter."""
+    return np.minimum(np.maximum(rates, 1 - _HIGHEST), _HIGHEST)
 
 
 def _words_of(request: Request) -> IntArray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,12 +51,16 @@ class TokenValues:
         self._ended_at = now
 
     def of_tokens(
-        self, candidates: Sequence[DraftCandidate], view: View, longest: FloatArray, plain: float
+        self,
+        candidates: Sequence[DraftCandidate],
+        view: View,
+        longest: Callable[[], FloatArray],
+        plain: float,
     ) -> FloatArray:
         """Return v [requests], with mean 1.
 
-        longest: [requests] tokens that the longest draft is expected to add to a step; plain:
-        seconds of a step without drafts."""
+        longest: returns [requests] tokens that the longest draft is expected to add to a step;
+        plain: seconds of a step without drafts."""
         self._begun = view.now
         names = dict.fromkeys(c.state.request.tenant for c in candidates)
         weights = {name: tenant_weight(view.tenants, name) for name in names}
@@ -66,7 +70,7 @@ class TokenValues:
             return np.ones(len(candidates))
         values = np.array([slopes[c.state.request.tenant] for c in candidates])
         if has_targets:
-            values *= 1 + self._in_time * self._urgency(candidates, view, longest, plain)
+            values *= 1 + self._in_time * self._urgency(candidates, view, longest(), plain)
         return np.asarray(values / values.mean())
 
     def _urgency(
