@@ -160,7 +160,7 @@ class _Timeline:
     def pop_due(self, now: float) -> list[Event]:
         due: list[Event] = []
         remote = self._executor.remote
-        if remote.sends_ahead or remote.next_time <= now:
+        if remote.next_time <= now:
             due += remote.pop_due(now)
         while self._next_given <= now:
             request, event = self._request, self._event
