@@ -477,6 +477,20 @@ class Replayed(NamedTuple):
     num_matched: int = 0
 
 
+class AuditFinding(NamedTuple):
+    """Result of recomputing a draft server's draft by the same model.
+
+    num_false_draws: tokens that differ from the draw of the reported distribution, or, without one
+    (`weighted`), from the model's guess. distance: mean total variation of the distributions; 0
+    without any."""
+
+    drafter: str
+    weighted: bool
+    num_tokens: int
+    num_false_draws: int
+    distance: float
+
+
 class StepResult(NamedTuple):
     """Result of a plan.
 

@@ -41,7 +41,7 @@ class SimulationResult:
 
 
 @dataclass(slots=True)
-class _Recorder:
+class _Recorder(Instrument):
     clock: VirtualClock
     records: dict[str, RequestRecord] = field(default_factory=dict)
     num_steps: int = 0
@@ -53,9 +53,6 @@ class _Recorder:
                 if event.request.id in self.records:
                     raise ValueError(f"request id {event.request.id!r} is used twice in one trace")
                 self.records[event.request.id] = RequestRecord(event.request)
-
-    def on_plan(self, plan: StepPlan) -> None:
-        """Ignore plans; results have all that is recorded."""
 
     def on_result(self, plan: StepPlan, result: StepResult) -> None:
         self.num_steps += result.repeats
