@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,10 @@ class StepWork(NamedTuple):
         return self.num_prefill_tokens + self.num_decodes + self.num_draft_tokens
 
 
+# Of pydantic, which reads files of profiles.
+_STRICT = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
+
+
 @dataclass(frozen=True)
 class DrafterProfile:
     """Step times of one drafter, in seconds.
@@ -46,6 +50,8 @@ class DrafterProfile:
     slowdown: its step beside a working target over its step alone; `target_slowdown`: the target's
         step beside this drafter over its step alone. 1 where each has its own device."""
 
+    __pydantic_config__: ClassVar = _STRICT
+
     name: str
     batch_counts: tuple[int, ...]
     batch_seconds: tuple[float, ...]
@@ -54,7 +60,7 @@ class DrafterProfile:
     target_slowdown: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_table(f"drafter {self.name!r}", self.batch_counts, self.batch_seconds)
+        _check_table("drafter", self.name, self.batch_counts, self.batch_seconds)
         if any(b < a for a, b in itertools.pairwise(self.batch_seconds)):
             raise ValueError(f"drafter {self.name!r}: a larger step cannot be faster")
         if self.per_catch_up_token < 0 or min(self.slowdown, self.target_slowdown) <= 0:
@@ -77,6 +83,8 @@ class StepProfile:
     kv_tokens: KV memory of the measured machine.
     drafters: models measured with it."""
 
+    __pydantic_config__: ClassVar = _STRICT
+
     name: str
     kv_tokens: int
     token_counts: tuple[int, ...]
@@ -91,7 +99,7 @@ class StepProfile:
     drafters: tuple[DrafterProfile, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_table(f"profile {self.name!r}", self.token_counts, self.token_seconds)
+        _check_table("profile", self.name, self.token_counts, self.token_seconds)
         coefficients = (
             self.decode_fixed,
             self.per_decode,
@@ -163,7 +171,10 @@ class StepProfile:
         return {}
 
 
-def _check_table(what: str, counts: Sequence[int], seconds: Sequence[float]) -> None:
+def _check_table(kind: str, name: str, counts: Sequence[int], seconds: Sequence[float]) -> None:
+    if not name:
+        raise ValueError(f"a {kind} needs a name")
+    what = f"{kind} {name!r}"
     if not counts or len(counts) != len(seconds):
         raise ValueError(f"{what}: a table needs as many times as token counts")
     if any(b <= a for a, b in itertools.pairwise(counts)) or counts[0] < 0:
