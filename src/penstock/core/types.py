@@ -46,6 +46,10 @@ class FinishReason(StrEnum):
 
 MAX_LOGPROBS = 20
 """Limit of alternatives reported per token."""
+MIN_TEMPERATURE = 1e-5
+"""Lowest temperature that is not greedy."""
+MOST_EVALUATED = 256
+"""Most tokens of one replay that are evaluated, the latest ones: each needs a row of logits."""
 MAX_STOP_STRINGS = 16
 """Limit of stop strings per request."""
 MAX_STOP_CHARS = 1024

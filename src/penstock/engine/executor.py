@@ -60,9 +60,6 @@ from penstock.engine.verifier import PromptScores, Verifier
 
 T = TypeVar("T")
 
-_MOST_FAILURES = 3
-"""Failed steps in a row after which a drafter is given up."""
-
 
 class LocalExecutor(ABC):
     """Drafters of this process, and a target that a subclass computes.
@@ -93,7 +90,7 @@ class LocalExecutor(ABC):
         """Compiler for the target's vocabulary."""
         self.tokenizer: LazyTokenizer | None = None
         """The target's tokenizer, which finds stop strings."""
-        self._failures = Failures(_MOST_FAILURES)
+        self._failures = Failures()
         self._clock = clock
         self._texts: dict[str, TokenBuffer] = {}
         self._held = HeldDrafts()

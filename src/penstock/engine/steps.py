@@ -35,6 +35,8 @@ from penstock.engine.sequences import TokenBuffer
 from penstock.engine.verifier import Decided, Drafted
 
 NO_DRAFT = Draft([], [])
+MOST_FAILURES = 3
+"""Failed steps or calls in a row after which a drafter gets no orders."""
 
 NOT_FINITE = (
     "the model's logits are not finite (NaN or infinity): its weights are broken, or need a wider "
@@ -285,15 +287,14 @@ class Totals:
 class Failures:
     """Drafters that fail in several steps in a row."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._num: Counter[str] = Counter()
         self._broken: list[str] = []
 
     def note(self, drafter: str, *, has_failed: bool) -> None:
         """Note a step in which the drafter was used."""
         self._num[drafter] = self._num[drafter] + 1 if has_failed else 0
-        if self._num[drafter] == self._most:
+        if self._num[drafter] == MOST_FAILURES:
             self._broken.append(drafter)
 
     def pop(self) -> list[str]:

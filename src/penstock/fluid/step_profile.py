@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, NamedTuple
 
@@ -160,11 +160,6 @@ class StepProfile:
         context = prompt_len + output_len / 2
         token = self.per_position + self.per_decode + self.per_kv_token * context
         return prompt + output_len * token
-
-    def slower(self, seconds: float) -> StepProfile:
-        """Return the profile with a constant added to every step."""
-        table = tuple(s + seconds for s in self.token_seconds)
-        return replace(self, token_seconds=table)
 
     @cached_property
     def _cache(self) -> dict[int, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.core.loop import Instrument, Loop
@@ -67,6 +67,20 @@ class _Recorder(Instrument):
         if output.finish_reason is not None:
             record.finish_time = self.clock.now()
             record.finish_reason = output.finish_reason
+
+
+@dataclass(slots=True)
+class FinishedRequests(Instrument):
+    """Calls `advance` per 100 finished requests."""
+
+    advance: Callable[[int], None]
+    _num: int = 0
+
+    def on_output(self, output: Output) -> None:
+        self._num += output.finish_reason is not None
+        if self._num == 100:
+            self.advance(100)
+            self._num = 0
 
 
 def simulate(

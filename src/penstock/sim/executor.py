@@ -11,6 +11,7 @@ from penstock.core.learn.times import step_work
 from penstock.core.loop import Clock
 from penstock.core.state import Drafter
 from penstock.core.types import (
+    MOST_EVALUATED,
     TARGET,
     DecodeRun,
     DraftOrder,
@@ -29,8 +30,6 @@ from penstock.sim.links import RemoteDrafting
 
 _DRAFT_SHARE = 0.05
 """Assumed step of a drafter without a profile, in smallest steps of the target."""
-_MOST_EVALUATED = 256
-"""Most tokens of one replay that are evaluated, the latest ones; as in the live engine."""
 
 
 class StepTimeModel(Protocol):
@@ -240,7 +239,7 @@ class SimulatedExecutor:
                 first = max(
                     self._prompt_len[order.request_id],
                     read.get(order.drafter, 0),
-                    known - _MOST_EVALUATED,
+                    known - MOST_EVALUATED,
                 )
                 replays.append(self._replayed(order, range(first, known)))
             read[order.drafter] = known
