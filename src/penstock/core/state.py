@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from penstock.core.ahead import LinesAhead, Text
 from penstock.core.kv import BlockPool, CountedKV, SequenceKV
@@ -20,9 +20,6 @@ from penstock.core.types import (
     Tenant,
     Verdict,
 )
-
-if TYPE_CHECKING:
-    from penstock.core.groups import DecodeGroup
 
 
 class DraftStage(Enum):
@@ -183,6 +180,17 @@ class Outcome(NamedTuple):
     verdict: Verdict
 
 
+class TokenGroup(Protocol):
+    """A group that counts its members' tokens (`groups.DecodeGroup`)."""
+
+    ticks: int
+    plan_id: int | None
+
+    def leave(self, state: RequestState) -> None:
+        """Let a member go, with its counters."""
+        ...
+
+
 class RequestState:
     """Mutable state of a request.
 
@@ -226,7 +234,7 @@ class RequestState:
         self.order = order
         self.may_group = may_group
         self.is_counted = may_group and request.prompt_token_ids is None
-        self.decode_group: DecodeGroup | None = None
+        self.decode_group: TokenGroup | None = None
         self.leaves_at = 0
         """Tick of the group at which it leaves."""
         self.until: int | None = None
@@ -298,7 +306,7 @@ class RequestState:
         computed = kv.num_computed_tokens if kv else 0
         return computed + 1 == self.request.prompt_len + num_output
 
-    def enter(self, group: DecodeGroup) -> None:
+    def enter(self, group: TokenGroup) -> None:
         """Let a group count its tokens."""
         self.decode_group = group
         self._num_output -= group.ticks

@@ -60,7 +60,7 @@ class DrafterProfile:
     target_slowdown: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_table("drafter", self.name, self.batch_counts, self.batch_seconds)
+        _check_table(f"drafter {self.name!r}", self.batch_counts, self.batch_seconds)
         if any(b < a for a, b in itertools.pairwise(self.batch_seconds)):
             raise ValueError(f"drafter {self.name!r}: a larger step cannot be faster")
         if self.per_catch_up_token < 0 or min(self.slowdown, self.target_slowdown) <= 0:
@@ -99,7 +99,7 @@ class StepProfile:
     drafters: tuple[DrafterProfile, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_table("profile", self.name, self.token_counts, self.token_seconds)
+        _check_table(f"profile {self.name!r}", self.token_counts, self.token_seconds)
         coefficients = (
             self.decode_fixed,
             self.per_decode,
@@ -166,10 +166,7 @@ class StepProfile:
         return {}
 
 
-def _check_table(kind: str, name: str, counts: Sequence[int], seconds: Sequence[float]) -> None:
-    if not name:
-        raise ValueError(f"a {kind} needs a name")
-    what = f"{kind} {name!r}"
+def _check_table(what: str, counts: Sequence[int], seconds: Sequence[float]) -> None:
     if not counts or len(counts) != len(seconds):
         raise ValueError(f"{what}: a table needs as many times as token counts")
     if any(b <= a for a, b in itertools.pairwise(counts)) or counts[0] < 0:
