@@ -22,7 +22,7 @@ from lab.bench.native_kernels import parameters
 from lab.common.live import load, make_loop, request_of
 from lab.common.results import Results, parser, table, tell
 from penstock.config import PolicyConfig
-from penstock.core.loop import Loop
+from penstock.core.loop import Instrument, Loop
 from penstock.core.types import NO_DRAFTER, StepPlan, StepResult
 from penstock.engine.build import Engine
 from penstock.engine.tokenizer import load_tokenizer
@@ -49,19 +49,13 @@ class Parts:
     tokens_per_s: float
 
 
-class Watch:
+class Watch(Instrument):
     """Sums over the decoding steps that follow each other."""
 
     def __init__(self) -> None:
         self.steps = self.rows = self.tokens = 0
         self.draft = self.target = self.batching = self.between = 0.0
         self._last: float | None = None
-
-    def on_plan(self, plan: StepPlan) -> None:
-        """Nothing to note."""
-
-    def on_output(self, output: object) -> None:
-        """Nothing to note."""
 
     def on_result(self, plan: StepPlan, result: StepResult) -> None:
         is_decoding = all(i.num_scheduled_tokens == 1 for i in plan.items)

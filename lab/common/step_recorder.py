@@ -5,13 +5,13 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from penstock.core.loop import Clock
-from penstock.core.types import Output, StepPlan, StepResult
+from penstock.core.loop import Clock, Instrument
+from penstock.core.types import StepPlan, StepResult
 from penstock.fluid.step_profile import StepWork
 
 
-class StepRecorder:
-    """An instrument that keeps what every target step computed, and the seconds it took.
+class StepRecorder(Instrument):
+    """Keeps what every target step computed, and the seconds it took.
 
     They are those of the whole turn, from the arrivals that it took in to the end of its update:
     scheduling, batching and bookkeeping are part of a step as clients know it. Drafting is left
@@ -22,12 +22,6 @@ class StepRecorder:
     def __init__(self, clock: Clock) -> None:
         self.steps: list[tuple[StepWork, float]] = []
         self._clock = clock
-
-    def on_plan(self, plan: StepPlan) -> None:
-        """Plans show in results."""
-
-    def on_output(self, output: Output) -> None:
-        """Outputs take no part in a step's time."""
 
     def on_result(self, plan: StepPlan, result: StepResult) -> None:
         if result.work is not None:

@@ -21,7 +21,8 @@ from lab.common.experiment import Experiment, Trial
 from lab.common.loads import PROFILES, SEED, Scene, setup_of
 from lab.common.report import Plot, draw, write_table
 from lab.common.thresholds import unit_traffic, work_of
-from penstock.core.types import Output, StepPlan, StepResult
+from penstock.core.loop import Instrument
+from penstock.core.types import StepPlan, StepResult
 from penstock.sim.capacity import Criterion, LoadVerdict
 from penstock.sim.run import Setup
 from penstock.sim.run import run as simulate
@@ -39,18 +40,12 @@ _LEAST_ARRIVALS = 4_000
 _ALL = {"max_num_seqs": 4096, "max_num_batched_tokens": 4096}
 
 
-class _Steps:
+class _Steps(Instrument):
     """Counts target steps that are planned after a time."""
 
     def __init__(self, after: float) -> None:
         self.num = 0
         self._after = after
-
-    def on_plan(self, plan: StepPlan) -> None:
-        """Plans show in results."""
-
-    def on_output(self, output: Output) -> None:
-        """Outputs take no part."""
 
     def on_result(self, plan: StepPlan, result: StepResult) -> None:
         if plan.created_at > self._after:

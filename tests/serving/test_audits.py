@@ -1,5 +1,5 @@
+from penstock.core.types import AuditFinding
 from penstock.serving.draft_access import Audits
-from penstock.serving.messages import AuditFinding
 
 GOOD = AuditFinding("edge#2", True, 4, 0, 0.01)
 FALSE_DRAW = AuditFinding("edge#2", True, 4, 1, 0.01)

@@ -125,7 +125,7 @@ def test_read_records(tmp_path: Path) -> None:
         ("a=0.5,0.9", "an acceptance curve falls"),
         ("a=none.jsonl", "none.jsonl cannot be read"),
         ("a=bad.jsonl", "bad.jsonl, line 1: not JSON"),
-        ("a=list.jsonl", "line 1: not an object"),
+        ("a=list.jsonl", "line 1: not a JSON object"),
         ("a=zero.jsonl", "line 1: a is not an array of 1 or more"),
     ],
 )

@@ -94,21 +94,6 @@ def test_loss_and_bandwidth_cost_time() -> None:
     assert np.mean(jittered) == pytest.approx(0.015, rel=0.05)
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"latency": -1.0}, {"jitter": float("inf")}, {"loss": 1.0}, {"bandwidth": 0.0}]
-)
-def test_links_that_cannot_be(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=r"latency|loss|bandwidth"):
-        Link(**wrong)
-
-
-def test_servers_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match="seconds_per_token"):
-        DraftServer("a", 0.0)
-    with pytest.raises(ValueError, match="max_draft_tokens"):
-        DraftServer("a", 0.1, max_draft_tokens=0)
-
-
 def test_drifting_acceptance_changes_every_dwell_rounds() -> None:
     drifting = DriftingAcceptance({"a": [1.0, 0.0]}, dwell=10_000)
     steady = GeometricAcceptance({"a": 1.0})

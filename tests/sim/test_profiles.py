@@ -81,7 +81,8 @@ def test_a_profile_survives_its_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"speed": 1}, "speed: Extra inputs"),
+        ({"speed": 1}, r"profile .*bad\.json: speed: unknown field"),
+        ({"name": ""}, "a profile needs a name"),
         ({"kv_tokens": 1.5}, "kv_tokens: Input should be"),
         ({"per_decode": "fast"}, "per_decode: Input should be"),
         ({"per_decode": -1.0}, "no coefficient may be negative"),

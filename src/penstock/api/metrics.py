@@ -209,8 +209,8 @@ class RequestMeter:
 
     def __init__(self, metrics: Metrics, request: Request) -> None:
         self._metrics = metrics
-        self._request = request
-        self._record = metrics.recent.begin(request)
+        self.request = request
+        metrics.recent.begin(self)
         self.tenant = metrics.tenant(request.tenant)
         self._arrived_at = time.perf_counter()
         self._first_at = 0.0
@@ -219,10 +219,11 @@ class RequestMeter:
         self._trace = None if metrics.tracer is None else metrics.tracer.begin(request)
         self.num_tokens = self._num_cached = self._num_preemptions = 0
         self._drafter: str | None = None
+        self._drafts: dict[str, list[int]] = {}
+        """Drafts, draft tokens and accepted tokens of each drafter."""
         self._is_finished = self.is_complete = False
 
     def on_output(self, output: Output) -> None:
-        self._record.on_output(output)
         if self._trace is not None and output.token_ids:
             self._trace.on_output(output)
         if output.token_ids:
@@ -230,6 +231,10 @@ class RequestMeter:
         self._num_preemptions += output.num_preemptions
         for drafter, num_proposed, num_accepted in output.drafts:
             self._metrics.count_draft(drafter, num_proposed, num_accepted)
+            counts = self._drafts.setdefault(drafter, [0, 0, 0])
+            counts[0] += 1
+            counts[1] += num_proposed
+            counts[2] += num_accepted
             if drafter not in (self._drafter, PREDICTION, LOOK_UP):
                 name = "drafter_requests" if self._drafter is None else "drafter_switches"
                 self._metrics.drafter(drafter)[name].inc()
@@ -243,9 +248,9 @@ class RequestMeter:
         self.is_complete = reason in (FinishReason.STOP, FinishReason.LENGTH)
         if self._trace is not None:
             self._trace.finish(reason)
-        self._record.end(reason)
+        self._metrics.recent.end(self, reason)
         metrics = self._metrics
-        metrics.finished.labels(metrics.model_name, self._request.tenant, _REASONS[reason]).inc()
+        metrics.finished.labels(metrics.model_name, self.request.tenant, _REASONS[reason]).inc()
         seconds, mean = time.perf_counter() - self._arrived_at, 0.0
         if self.num_tokens > 1:
             mean = (self._last_at - self._first_at) / (self.num_tokens - 1)
@@ -253,10 +258,30 @@ class RequestMeter:
             self._observe_whole(seconds)
             if self.num_tokens > 1:
                 self.tenant["request_time_per_output_token_seconds"].observe(mean)
-        if self._request.latency != NO_TARGET and reason is not FinishReason.CANCELLED:
+        if self.request.latency != NO_TARGET and reason is not FinishReason.CANCELLED:
             self.tenant["latency_target_requests"].inc()
-            if self.is_complete and self._request.latency.is_met(mean, seconds):
+            if self.is_complete and self.request.latency.is_met(mean, seconds):
                 self.tenant["latency_target_met"].inc()
+
+    def describe(self, reason: FinishReason | None = None) -> JsonDict:
+        """Return the request as the dashboard shows it. reason: of its end, if it has ended."""
+        request = self.request
+        names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+        running = "running" if self.num_tokens else "waiting"
+        return {
+            "id": request.id,
+            "tenant": request.tenant,
+            "state": running if reason is None else "ended",
+            "reason": reason,
+            "seconds": time.perf_counter() - self._arrived_at,
+            "num_prompt_tokens": request.prompt_len,
+            "num_tokens": self.num_tokens,
+            "asked": request.drafter,
+            "drafters": {
+                drafter: dict(zip(names, counts, strict=True))
+                for drafter, counts in self._drafts.items()
+            },
+        }
 
     def _observe_whole(self, seconds: float) -> None:
         started_at = self._arrived_at + self._queued_s
@@ -266,10 +291,10 @@ class RequestMeter:
             ("request_prefill_time_seconds", max(0.0, self._first_at - started_at)),
             ("request_decode_time_seconds", self._last_at - self._first_at),
             ("request_inference_time_seconds", max(0.0, self._last_at - started_at)),
-            ("request_prompt_tokens", self._request.prompt_len),
+            ("request_prompt_tokens", self.request.prompt_len),
             ("request_generation_tokens", self.num_tokens),
-            ("request_params_max_tokens", self._request.max_tokens),
-            ("request_prefill_kv_computed_tokens", self._request.prompt_len - self._num_cached),
+            ("request_params_max_tokens", self.request.max_tokens),
+            ("request_prefill_kv_computed_tokens", self.request.prompt_len - self._num_cached),
             ("request_num_preemptions", self._num_preemptions),
         ):
             self.tenant[name].observe(value)
@@ -282,7 +307,7 @@ class RequestMeter:
             self._first_at = now
             self._queued_s = output.queued_s
             tenant["time_to_first_token_seconds"].observe(now - self._arrived_at)
-            self._count_prompt(self._request.prompt_len, output.num_cached_tokens)
+            self._count_prompt(self.request.prompt_len, output.num_cached_tokens)
         self._last_at = now
         self.num_tokens += len(output.token_ids)
         tenant["generation_tokens"].inc(len(output.token_ids))
@@ -294,7 +319,7 @@ class RequestMeter:
         tenant["prefix_cache_queries"].inc(num_tokens)
         tenant["prefix_cache_hits"].inc(num_cached)
         tenant["prompt_tokens_cached"].inc(num_cached)
-        computed, hit, on_device = self._metrics.sources(self._request.tenant)
+        computed, hit, on_device = self._metrics.sources(self.request.tenant)
         computed.inc(num_tokens - num_cached)
         hit.inc(num_cached)
         on_device.inc(num_cached)
@@ -309,77 +334,28 @@ def count_response(meters: Sequence[RequestMeter]) -> None:
         tenant["request_max_num_generation_tokens"].observe(longest)
 
 
-class RequestRecord:
-    """Record of one request, from now on."""
-
-    __slots__ = ("__weakref__", "_began_at", "_drafts", "_num_tokens", "_recent", "_request")
-
-    def __init__(self, request: Request, recent: RecentRequests) -> None:
-        self._request = request
-        self._recent = recent
-        self._began_at = time.perf_counter()
-        self._num_tokens = 0
-        self._drafts: dict[str, list[int]] = {}
-        """Drafts, draft tokens and accepted tokens of each drafter."""
-
-    @property
-    def tenant(self) -> str:
-        return self._request.tenant
-
-    def on_output(self, output: Output) -> None:
-        self._num_tokens += len(output.token_ids)
-        for drafter, num_proposed, num_accepted in output.drafts:
-            counts = self._drafts.setdefault(drafter, [0, 0, 0])
-            counts[0] += 1
-            counts[1] += num_proposed
-            counts[2] += num_accepted
-
-    def end(self, reason: FinishReason) -> None:
-        self._recent.ended(self._request.id, self.describe(reason))
-
-    def describe(self, reason: FinishReason | None = None) -> JsonDict:
-        request = self._request
-        names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
-        running = "running" if self._num_tokens else "waiting"
-        return {
-            "id": request.id,
-            "tenant": request.tenant,
-            "state": running if reason is None else "ended",
-            "reason": reason,
-            "seconds": time.perf_counter() - self._began_at,
-            "num_prompt_tokens": request.prompt_len,
-            "num_tokens": self._num_tokens,
-            "asked": request.drafter,
-            "drafters": {
-                drafter: dict(zip(names, counts, strict=True))
-                for drafter, counts in self._drafts.items()
-            },
-        }
-
-
 class RecentRequests:
-    """Requests of one server. A running one is kept as long as its record is referenced."""
+    """Requests of one server. A running one is kept as long as its meter is referenced."""
 
     def __init__(self) -> None:
-        self._open: WeakValueDictionary[str, RequestRecord] = WeakValueDictionary()
+        self._open: WeakValueDictionary[str, RequestMeter] = WeakValueDictionary()
         self._ended: deque[JsonDict] = deque(maxlen=_MAX_ENDED)
 
-    def begin(self, request: Request) -> RequestRecord:
-        """Return a new record of a running request."""
-        record = self._open[request.id] = RequestRecord(request, self)
-        return record
+    def begin(self, meter: RequestMeter) -> None:
+        """Take in a running request."""
+        self._open[meter.request.id] = meter
 
-    def ended(self, request_id: str, told: JsonDict) -> None:
+    def end(self, meter: RequestMeter, reason: FinishReason) -> None:
         """Keep the final description of a request."""
-        self._open.pop(request_id, None)
-        self._ended.append(told)
+        self._open.pop(meter.request.id, None)
+        self._ended.append(meter.describe(reason))
 
     def rows_of(self, tenant: str | None) -> list[JsonDict]:
         """Return a tenant's requests (None: all): running ones, then ended ones, newest first."""
         return [told for told, _ in zip(self._all(tenant), range(_MAX_TOLD), strict=False)]
 
     def _all(self, tenant: str | None) -> Iterator[JsonDict]:
-        for record in reversed(list(self._open.values())):
-            if tenant is None or record.tenant == tenant:
-                yield record.describe()
+        for meter in reversed(list(self._open.values())):
+            if tenant is None or meter.request.tenant == tenant:
+                yield meter.describe()
         yield from (r for r in reversed(self._ended) if tenant is None or r["tenant"] == tenant)

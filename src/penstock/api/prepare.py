@@ -27,7 +27,14 @@ from penstock.api.http import Caller
 from penstock.api.reasoning import reasoning_of
 from penstock.api.token_bodies import DetokenizeBody, TokenizeBody
 from penstock.api.tool_use import tool_use
-from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, Request, SamplingParams, StopStrings
+from penstock.core.types import (
+    AUTO_DRAFTER,
+    MIN_TEMPERATURE,
+    NO_DRAFTER,
+    Request,
+    SamplingParams,
+    StopStrings,
+)
 from penstock.engine.fill import FillTokens
 from penstock.engine.grammar import GrammarCompiler, GrammarError, behind, grammar_of
 from penstock.serving.limits import Quotas
@@ -39,7 +46,6 @@ _T = TypeVar("_T")
 _U = TypeVar("_U")
 
 _DEFAULT_COMPLETION_TOKENS = 16
-_GREEDY_BELOW = 1e-5
 
 _LONG_TEXT = 8192
 """Characters. Longer texts are tokenised in a thread, so that streams do not stand still."""
@@ -443,7 +449,7 @@ class RequestBuilder:
 
     def _sampling(self, body: CompletionBody | ChatBody, n: int, prompt: _Prompt) -> SamplingParams:
         seed = secrets.randbits(64) if body.seed is None else derived_seed(body.seed % 2**64, n)
-        is_greedy = body.temperature < _GREEDY_BELOW or body.top_p == 0
+        is_greedy = body.temperature < MIN_TEMPERATURE or body.top_p == 0
         by_seed: Literal["coupled", "ratio"] = "ratio" if body.seed is None else "coupled"
         return SamplingParams(
             # Of the most likely tokens, at least one is kept.

@@ -19,7 +19,7 @@ from penstock.cli.simulator import (
     with_thresholds,
     workers_of,
 )
-from penstock.cli.terminal import one_line, progress
+from penstock.cli.terminal import one_line, progress, with_progress
 from penstock.json_text import dumps
 
 if TYPE_CHECKING:
@@ -195,11 +195,8 @@ def _plot(
     from penstock.sim.plots import plot_load
 
     rates = [share * capacity for share in _PLOTTED if capacity > 0]
-    points = []
-    with progress(len(rates), "measuring") as advance:
-        for point in workers.map(partial(measure, base, lengths.at), rates):
-            points += [] if point is None else [point]
-            advance(1)
+    found = workers.map(partial(measure, base, lengths.at), rates)
+    points = [p for p in with_progress(found, len(rates), "measuring") if p is not None]
     title = f"{lengths.workload.name}, {base.admission.name}, {base.profile.name}"
     with bad_input():
         plot_load(points, capacity, bound, path, title)

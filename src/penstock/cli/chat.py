@@ -50,10 +50,10 @@ def chat(
         config = engine_with(options)
         with Console(stderr=True).status("loading the models"):
             generator = Generator(config)
-        if not generator.has_chat_template:
+        if not generator.tokenizer.has_chat_template:
             raise ConfigError(f"{config.target} has no chat template; use penstock generate")
-        if generator.template_fault is not None:
-            raise ConfigError(f"{config.target}: {generator.template_fault}")
+        if generator.tokenizer.template_fault is not None:
+            raise ConfigError(f"{config.target}: {generator.tokenizer.template_fault}")
         conversation: list[dict[str, str]] = []
         for line in _lines(console):
             if line == "/clear":

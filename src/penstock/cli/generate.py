@@ -56,7 +56,7 @@ def generate(
         sampling = sampling_of(temperature, seed)
         generator = Generator(engine_with(options))
         messages = [{"role": "user", "content": prompt}]
-        is_chat = generator.has_chat_template and not raw
+        is_chat = generator.tokenizer.has_chat_template and not raw
         given = generator.chat(messages) if is_chat else generator.text(prompt)
         made = generator.run(
             given, max_tokens, sampling, show if not as_json else lambda text: None
@@ -149,17 +149,9 @@ class Generator:
             with ThreadPoolExecutor(max_workers=1) as beside:
                 tokenizer = beside.submit(load_tokenizer, config.target)
                 self._engine = load_engine(config)
-            self._tokenizer = tokenizer.result()
+            self.tokenizer = tokenizer.result()
         except CheckpointError as error:
             raise ConfigError(str(error)) from error
-
-    @property
-    def has_chat_template(self) -> bool:
-        return self._tokenizer.has_chat_template
-
-    @property
-    def template_fault(self) -> str | None:
-        return self._tokenizer.template_fault
 
     @property
     def context(self) -> int:
@@ -168,15 +160,15 @@ class Generator:
 
     def text(self, text: str) -> EncodedText:
         """Encode a text to continue."""
-        token_ids = tuple(self._tokenizer.encode(text))
-        return EncodedText(token_ids, self._tokenizer.last_of_text(token_ids))
+        token_ids = tuple(self.tokenizer.encode(text))
+        return EncodedText(token_ids, self.tokenizer.last_of_text(token_ids))
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> EncodedText:
         """Encode a chat up to the assistant's turn. Raises: ConfigError."""
         from penstock.config import ConfigError
 
         try:
-            return EncodedText(tuple(self._tokenizer.apply_chat_template(messages)))
+            return EncodedText(tuple(self.tokenizer.apply_chat_template(messages)))
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
@@ -203,7 +195,7 @@ class Generator:
             stop_token_ids=frozenset(self._engine.eos_token_ids),
             sampling=sampling,
         )
-        detokenizer = self._tokenizer.detokenizer(previous=prompt.previous)
+        detokenizer = self.tokenizer.detokenizer(previous=prompt.previous)
         pieces: list[str] = []
 
         def take(output: Output) -> None:

@@ -12,9 +12,6 @@ from penstock.json_text import dumps
 
 app = typer.Typer(no_args_is_help=True, help="API keys of tenants.")
 
-_BYTES = 32
-"""Random bytes of a key: 256 bits."""
-
 
 @app.callback()
 def _group() -> None:
@@ -29,7 +26,7 @@ def new(
     """Create an API key. It is printed once; the server's file has only its hash."""
     from penstock.config import hash_of_key
 
-    key = f"sk-{secrets.token_urlsafe(_BYTES)}"
+    key = f"sk-{secrets.token_urlsafe()}"
     line = f"engine: {{tenants: {{{dumps(tenant)}: {{api_keys: [{hash_of_key(key)!r}]}}}}}}"
     if as_json:
         print(dumps({"tenant": tenant, "key": key, "hash": hash_of_key(key)}))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -21,12 +20,11 @@ from penstock.cli.simulator import (
     with_thresholds,
     workers_of,
 )
-from penstock.cli.terminal import progress
+from penstock.cli.terminal import with_progress
 from penstock.json_text import dumps
 
 if TYPE_CHECKING:
     from penstock.config import PolicyConfig
-    from penstock.sim.parallel import Workers
     from penstock.sim.planner import DeploymentPlan
     from penstock.sim.run import FloatArray, Setup
     from penstock.sim.workloads import Workload
@@ -76,7 +74,9 @@ def plan(
             configurations[f"policy {policy}"] = with_thresholds(bundled, shown).admission
     with workers_of(load.workers, load.ray) as pool:
         job = partial(_figures_of, base, shown, load, least)
-        expected = _expected(configurations, job, pool)
+        found = pool.map(job, configurations.values())
+        each = with_progress(found, len(configurations), "simulating")
+        expected = dict(zip(configurations, each, strict=True))
     flags = planned.serve_flags({name: figures["kv_tokens"] for name, figures in expected.items()})
     advised = expected["penstock"]
     bound = load_bound(base.profile, made, advised["kv_tokens"], base.acceptance, base.drafters)
@@ -90,21 +90,6 @@ def plan(
     print(f"  penstock serve MODEL {flags['penstock']}")
     _print_expected(expected, flags)
     _print_how_sure(planned, offered, bound, advised)
-
-
-def _expected(
-    configurations: Mapping[str, PolicyConfig],
-    job: Callable[[PolicyConfig], dict[str, Any]],
-    workers: Workers,
-) -> dict[str, dict[str, Any]]:
-    """Return the figures of a run per configuration."""
-    expected = {}
-    with progress(len(configurations), "simulating") as advance:
-        found = workers.map(job, configurations.values())
-        for name, figures in zip(configurations, found, strict=True):
-            expected[name] = figures
-            advance(1)
-    return expected
 
 
 def _figures_of(

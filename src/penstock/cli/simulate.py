@@ -20,11 +20,10 @@ from penstock.cli.simulator import (
     with_thresholds,
     workers_of,
 )
-from penstock.cli.terminal import FinishedRequests, progress
+from penstock.cli.terminal import progress, with_progress
 from penstock.json_text import dumps
 
 if TYPE_CHECKING:
-    from penstock.sim.parallel import Workers
     from penstock.sim.plots import Sampler
     from penstock.sim.run import Setup
     from penstock.sim.workloads import Workload
@@ -77,7 +76,8 @@ def simulate(
     title = f"{made.name}, {setup.admission.name}, {setup.profile.name}"
     if seeds > 1:
         with workers_of(scenario.workers, scenario.ray) as pool:
-            by_seed = _run_each(runs, scenario, pool)
+            found = pool.map(partial(_figures, scenario), runs)
+            by_seed = list(with_progress(found, len(runs), "simulating"))
         if scenario.json:
             both = {"over_seeds": over_seeds(by_seed), "by_seed": by_seed}
             print(dumps({**describe(setup, made), **both}))
@@ -96,17 +96,6 @@ def simulate(
         print_explanation(figures["explain"], f"request {explain}")
 
 
-def _run_each(
-    runs: list[tuple[Setup, Workload]], load: Load, workers: Workers
-) -> list[dict[str, Any]]:
-    found = []
-    with progress(len(runs), "simulating") as advance:
-        for figures in workers.map(partial(_figures, load), runs):
-            found.append(figures)
-            advance(1)
-    return found
-
-
 def _figures(load: Load, run: tuple[Setup, Workload]) -> dict[str, Any]:
     return _run(*run, load)[0]
 
@@ -121,6 +110,7 @@ def _run(
 ) -> tuple[dict[str, Any], Sampler | None]:
     """Return the figures of a run, `explain` of a request among them, and samples for a plot."""
     from penstock.sim.drafters import DrafterCounts
+    from penstock.sim.driver import FinishedRequests
     from penstock.sim.explain import Explanation
     from penstock.sim.planner import length_classes
     from penstock.sim.plots import Sampler

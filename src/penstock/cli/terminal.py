@@ -6,13 +6,11 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import typer
 
-if TYPE_CHECKING:
-    from penstock.core.types import Output, StepPlan, StepResult
+_T = TypeVar("_T")
 
 SERVE_EXTRA = frozenset(
     {
@@ -101,21 +99,9 @@ def progress(total: int | None, what: str) -> Iterator[Callable[[int], None]]:
         yield lambda num: bar.advance(task, num)
 
 
-@dataclass(slots=True)
-class FinishedRequests:
-    """Instrument of a run that advances a bar per 100 finished requests."""
-
-    advance: Callable[[int], None]
-    _num: int = 0
-
-    def on_plan(self, plan: StepPlan) -> None:
-        """Ignore plans."""
-
-    def on_result(self, plan: StepPlan, result: StepResult) -> None:
-        """Ignore results: outputs tell which requests finish."""
-
-    def on_output(self, output: Output) -> None:
-        self._num += output.finish_reason is not None
-        if self._num == 100:
-            self.advance(100)
-            self._num = 0
+def with_progress(items: Iterable[_T], total: int, what: str) -> Iterator[_T]:
+    """Yield the items, with a progress bar."""
+    with progress(total, what) as advance:
+        for item in items:
+            yield item
+            advance(1)

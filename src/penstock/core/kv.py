@@ -73,12 +73,9 @@ class BlockPool:
         return num_blocks <= self._num_free
 
     def count(self, num_blocks: int) -> None:
-        """Take blocks (give back, if negative) by number only, where nothing reads their ids.
+        """Take blocks (give back, if negative) by number: all there is where nothing reads ids.
 
         Ask `can_allocate` first."""
-        self._take(num_blocks)
-
-    def _take(self, num_blocks: int) -> None:
         self._num_free -= num_blocks
         used = self.num_blocks - self._num_free
         if used > self.peak_used_blocks:
@@ -91,7 +88,7 @@ class BlockPool:
         if not self.can_allocate(num_blocks):
             raise RuntimeError(f"{num_blocks} blocks wanted, {self._num_free} free")
         taken = [self._next_free() for _ in range(num_blocks)]
-        self._take(num_blocks)
+        self.count(num_blocks)
         return taken
 
     def _next_free(self) -> int:
@@ -124,7 +121,7 @@ class BlockPool:
                 del self._cached[block]
                 num_idle += 1
             self._refs[block] += 1
-        self._take(num_idle)
+        self.count(num_idle)
 
     def num_idle(self, blocks: Iterable[int]) -> int:
         """Return how many of `blocks` have no reader: sharing takes them off the free list."""

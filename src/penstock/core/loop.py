@@ -44,13 +44,18 @@ class Executor(Protocol):
 
 
 class Instrument(Protocol):
-    """Interface of what watches the loop without changing it, called in the loop's thread."""
+    """Watches the loop without changing it, called in the loop's thread.
 
-    def on_plan(self, plan: StepPlan) -> None: ...
+    A subclass has the methods that it needs; the others do nothing."""
 
-    def on_result(self, plan: StepPlan, result: StepResult) -> None: ...
+    def on_plan(self, plan: StepPlan) -> None:
+        return
 
-    def on_output(self, output: Output) -> None: ...
+    def on_result(self, plan: StepPlan, result: StepResult) -> None:
+        return
+
+    def on_output(self, output: Output) -> None:
+        return
 
 
 class Turn(NamedTuple):

@@ -46,6 +46,10 @@ class FinishReason(StrEnum):
 
 MAX_LOGPROBS = 20
 """Limit of alternatives reported per token."""
+MIN_TEMPERATURE = 1e-5
+"""Lowest temperature that is not greedy."""
+MOST_EVALUATED = 256
+"""Most tokens of one replay that are evaluated, the latest ones: each needs a row of logits."""
 MAX_STOP_STRINGS = 16
 """Limit of stop strings per request."""
 MAX_STOP_CHARS = 1024
@@ -475,6 +479,20 @@ class Replayed(NamedTuple):
     drafter: str
     num_tokens: int = 0
     num_matched: int = 0
+
+
+class AuditFinding(NamedTuple):
+    """Result of recomputing a draft server's draft by the same model.
+
+    num_false_draws: tokens that differ from the draw of the reported distribution, or, without one
+    (`weighted`), from the model's guess. distance: mean total variation of the distributions; 0
+    without any."""
+
+    drafter: str
+    weighted: bool
+    num_tokens: int
+    num_false_draws: int
+    distance: float
 
 
 class StepResult(NamedTuple):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from penstock.core.types import SamplingParams
+from penstock.core.types import AuditFinding, SamplingParams
 from penstock.engine.eager import EagerRunner
 from penstock.engine.kv_cache import BLOCK_SIZE
 from penstock.engine.runner import BatchWriter
@@ -41,19 +41,6 @@ class Audit(NamedTuple):
     weights: Sequence[Weights] | None
 
 
-class AuditResult(NamedTuple):
-    """Result of an audit.
-
-    num_false_draws: tokens that differ from the draw of the reported distribution, or, without one,
-    from the model's guess. distance: mean total variation of the distributions; 0 without any."""
-
-    drafter: str
-    weighted: bool
-    num_tokens: int
-    num_false_draws: int
-    distance: float
-
-
 class Auditor:
     """Recomputes drafts in its own thread; drops some when it falls behind."""
 
@@ -61,7 +48,7 @@ class Auditor:
         self._models = dict(models)
         self._runners: dict[str, EagerRunner] = {}
         self._waiting: queue.Queue[Audit] = queue.Queue(_MAX_WAITING)
-        self._found: queue.Queue[AuditResult] = queue.Queue()
+        self._found: queue.Queue[AuditFinding] = queue.Queue()
         self._thread: threading.Thread | None = None
 
     def submit(
@@ -85,7 +72,7 @@ class Auditor:
             sampling = replace(text.request.sampling, min_p=0.0)
             self._waiting.put_nowait(Audit(drafter, model, known, sampling, token_ids, weights))
 
-    def findings(self) -> list[AuditResult]:
+    def findings(self) -> list[AuditFinding]:
         """Return the results since the last call."""
         found = []
         while not self._found.empty():
@@ -98,13 +85,13 @@ class Auditor:
             self._found.put(self.check(audit))
 
     @torch.inference_mode()
-    def check(self, audit: Audit) -> AuditResult:
+    def check(self, audit: Audit) -> AuditFinding:
         """Recompute one draft now."""
         num_tokens = len(audit.token_ids)
         logits = self._logits(audit)
         beyond = [ids for ids, _ in audit.weights or () if max(ids) >= logits.shape[1]]
         if beyond:
-            return AuditResult(audit.drafter, True, num_tokens, num_tokens, 1.0)
+            return AuditFinding(audit.drafter, True, num_tokens, num_tokens, 1.0)
         rows = SamplingRows.from_params([audit.sampling] * num_tokens)
         positions = np.arange(len(audit.text), len(audit.text) + num_tokens)
         tokens = torch.tensor(audit.token_ids)
@@ -121,7 +108,7 @@ class Auditor:
             own = _cut(filtered_probs(logits, rows), [len(ids) for ids, _ in audit.weights])
             distance = float((own - reported).abs().sum(dim=-1).mean()) / 2
         num_false = int((expected != tokens).sum())
-        return AuditResult(
+        return AuditFinding(
             audit.drafter, audit.weights is not None, num_tokens, num_false, distance
         )
 

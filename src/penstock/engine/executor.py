@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -24,7 +24,6 @@ from penstock.core.types import (
     DraftSource,
     Event,
     Failure,
-    GroupTokens,
     PhaseTimes,
     Replayed,
     Request,
@@ -42,13 +41,13 @@ from penstock.engine.runner import BatchWriter, Model, ModelRunner, RaggedBatch
 from penstock.engine.sequences import BlockTables, TokenBuffer
 from penstock.engine.steps import (
     NO_DRAFT,
+    Computed,
     Done,
     DraftsAtHand,
     Failures,
     HeldDrafts,
     RemoteOrders,
     StepJob,
-    StepMarks,
     Totals,
     Weights,
     draft_time,
@@ -57,26 +56,9 @@ from penstock.engine.steps import (
     verdicts_of,
     verified,
 )
-from penstock.engine.verifier import Decided, Drafted, PromptScores, Verifier
+from penstock.engine.verifier import PromptScores, Verifier
 
 T = TypeVar("T")
-
-_MOST_FAILURES = 3
-"""Failed steps in a row after which a drafter is given up."""
-
-
-class Computed(NamedTuple):
-    """The target's results of a step.
-
-    sampled, decided: of items that sample; num_rows: of the batch; built_at, verified_at: start and
-    end of the forward pass; decoded: of the decode group."""
-
-    sampled: Sequence[Drafted]
-    decided: Sequence[Decided]
-    num_rows: int
-    built_at: float
-    verified_at: float
-    decoded: GroupTokens | None = None
 
 
 class LocalExecutor(ABC):
@@ -108,7 +90,7 @@ class LocalExecutor(ABC):
         """Compiler for the target's vocabulary."""
         self.tokenizer: LazyTokenizer | None = None
         """The target's tokenizer, which finds stop strings."""
-        self._failures = Failures(_MOST_FAILURES)
+        self._failures = Failures()
         self._clock = clock
         self._texts: dict[str, TokenBuffer] = {}
         self._held = HeldDrafts()
@@ -325,10 +307,8 @@ class LocalExecutor(ABC):
             computed = self._compute(job, drafts, drafted.joined_probs())
             verdicts = verdicts_of(plan.items, computed.sampled, computed.decided)
             self._learn(job, drafted, verdicts)
-            built_at, verified_at = computed.built_at, computed.verified_at
-            marks = StepMarks(started_at, drafted_at, built_at, verified_at, self._clock.now())
-            num_rows, decoded = computed.num_rows, computed.decoded
-            return verified(job, drafted, verdicts, num_rows, marks, replays, decoded)
+            times = (started_at, drafted_at, self._clock.now())
+            return verified(job, drafted, computed, *times, verdicts, replays)
 
     def _learn(self, job: StepJob, drafted: DraftsAtHand, verdicts: Sequence[Verdict]) -> None:
         """Pass verdicts to drafters that report confidences."""

@@ -35,6 +35,8 @@ from penstock.engine.sequences import TokenBuffer
 from penstock.engine.verifier import Decided, Drafted
 
 NO_DRAFT = Draft([], [])
+MOST_FAILURES = 3
+"""Failed steps or calls in a row after which a drafter gets no orders."""
 
 NOT_FINITE = (
     "the model's logits are not finite (NaN or infinity): its weights are broken, or need a wider "
@@ -237,15 +239,18 @@ class Done:
     drafted: DraftsAtHand
 
 
-@dataclass(frozen=True, slots=True)
-class StepMarks:
-    """Times in a target step: start, drafts made, batch built, batch verified, end."""
+class Computed(NamedTuple):
+    """The target's results of a step.
 
-    started_at: float
-    drafted_at: float
+    sampled, decided: of items that sample; num_rows: of the batch; built_at, verified_at: start and
+    end of the forward pass; decoded: of the decode group."""
+
+    sampled: Sequence[Drafted]
+    decided: Sequence[Decided]
+    num_rows: int
     built_at: float
     verified_at: float
-    finished_at: float
+    decoded: GroupTokens | None = None
 
 
 @dataclass(slots=True)
@@ -282,15 +287,14 @@ class Totals:
 class Failures:
     """Drafters that fail in several steps in a row."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._num: Counter[str] = Counter()
         self._broken: list[str] = []
 
     def note(self, drafter: str, *, has_failed: bool) -> None:
         """Note a step in which the drafter was used."""
         self._num[drafter] = self._num[drafter] + 1 if has_failed else 0
-        if self._num[drafter] == self._most:
+        if self._num[drafter] == MOST_FAILURES:
             self._broken.append(drafter)
 
     def pop(self) -> list[str]:
@@ -389,37 +393,37 @@ def _is_finite(answer: Decided) -> bool:
 def verified(
     job: StepJob,
     drafted: DraftsAtHand,
-    verdicts: Sequence[Verdict],
-    num_rows: int,
-    marks: StepMarks,
-    replays: Sequence[Replayed],
-    decoded: GroupTokens | None = None,
+    computed: Computed,
+    started_at: float,
+    drafted_at: float,
+    finished_at: float,
+    verdicts: Sequence[Verdict] = (),
+    replays: Sequence[Replayed] = (),
 ) -> Done:
-    """Return a finished target step. num_rows: of the target's batch."""
-    plan, started_at = job.plan, marks.started_at
-    since = started_at if job.receiving_since is None else job.receiving_since
+    """Return a finished target step. drafted_at: when its drafts were made."""
+    plan, since = job.plan, job.receiving_since
     result = StepResult(
         plan_id=plan.id,
         lane=plan.lane,
         started_at=started_at,
-        finished_at=marks.finished_at,
+        finished_at=finished_at,
         verdicts=tuple(verdicts),
         replays=tuple(replays),
         failures=tuple(_failures(job)),
         phases=PhaseTimes(
-            draft=marks.drafted_at - started_at,
-            receive=started_at - since,
-            verify=marks.verified_at - marks.built_at,
-            sample=marks.finished_at - marks.verified_at,
-            other=marks.built_at - marks.drafted_at,
+            draft=drafted_at - started_at,
+            receive=0.0 if since is None else started_at - since,
+            verify=computed.verified_at - computed.built_at,
+            sample=finished_at - computed.verified_at,
+            other=computed.built_at - drafted_at,
         ),
         draft_times=tuple(drafted.times),
-        num_rows=num_rows,
+        num_rows=computed.num_rows,
         work=step_work(plan, verdicts),
-        work_seconds=marks.finished_at - marks.drafted_at,
+        work_seconds=finished_at - drafted_at,
         failed_drafters=tuple(sorted(drafted.failed)),
         unread=tuple(drafted.unread),
-        decoded=decoded,
+        decoded=computed.decoded,
     )
     return Done(plan, result, drafted)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,10 @@ class StepWork(NamedTuple):
         return self.num_prefill_tokens + self.num_decodes + self.num_draft_tokens
 
 
+# Of pydantic, which reads files of profiles.
+_STRICT = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
+
+
 @dataclass(frozen=True)
 class DrafterProfile:
     """Step times of one drafter, in seconds.
@@ -45,6 +49,8 @@ class DrafterProfile:
     per_catch_up_token: for each verified token that it has to read first.
     slowdown: its step beside a working target over its step alone; `target_slowdown`: the target's
         step beside this drafter over its step alone. 1 where each has its own device."""
+
+    __pydantic_config__: ClassVar = _STRICT
 
     name: str
     batch_counts: tuple[int, ...]
@@ -76,6 +82,8 @@ class StepProfile:
     decode_fixed: added once if any request decodes.
     kv_tokens: KV memory of the measured machine.
     drafters: models measured with it."""
+
+    __pydantic_config__: ClassVar = _STRICT
 
     name: str
     kv_tokens: int
@@ -157,11 +165,6 @@ class StepProfile:
         context = prompt_len + output_len / 2
         token = self.per_position + self.per_decode + self.per_kv_token * context
         return prompt + output_len * token
-
-    def slower(self, seconds: float) -> StepProfile:
-        """Return the profile with a constant added to every step."""
-        table = tuple(s + seconds for s in self.token_seconds)
-        return replace(self, token_seconds=table)
 
     @cached_property
     def _cache(self) -> dict[int, float]:

@@ -10,7 +10,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, Self
 
 from penstock.config import EngineConfig, TenantConfig, as_tenants
-from penstock.core.types import Arrive, Cancel, Event, FinishReason, Output, Reconfigure, Request
+from penstock.core.types import (
+    Arrive,
+    AuditFinding,
+    Cancel,
+    Event,
+    FinishReason,
+    Output,
+    Reconfigure,
+    Request,
+)
 from penstock.serving.fork_context import LOAD_ENGINE
 from penstock.serving.limits import (
     NotAllowed,
@@ -22,7 +31,6 @@ from penstock.serving.limits import (
 )
 from penstock.serving.logs import LogFormat
 from penstock.serving.messages import (
-    AuditFinding,
     DraftOrders,
     EngineStats,
     Events,

@@ -14,8 +14,8 @@ from urllib.parse import unquote
 import grpc.aio
 
 from penstock.config import DEFAULT_TENANT, DraftersConfig
+from penstock.core.types import AuditFinding
 from penstock.serving.limits import network_of_host
-from penstock.serving.messages import AuditFinding
 from penstock.transport.checks import Refusal, TokenBucket
 
 ANONYMOUS = "loopback"

@@ -120,17 +120,6 @@ class DraftOrders:
 
 
 @dataclass(frozen=True, slots=True)
-class AuditFinding:
-    """Result of recomputing a draft server's draft, as `engine.audit.AuditResult`."""
-
-    drafter: str
-    weighted: bool
-    num_tokens: int
-    num_false_draws: int
-    distance: float
-
-
-@dataclass(frozen=True, slots=True)
 class Heartbeat:
     """A sign of life. step_s: seconds that the loop's present step has taken so far."""
 

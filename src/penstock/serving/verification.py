@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 
 from penstock.config import ConfigError, DraftersConfig, TenantConfig
-from penstock.core.types import DrafterDown, DraftOrder, Output, Request
+from penstock.core.types import AuditFinding, DrafterDown, DraftOrder, Output, Request
 from penstock.serving.client import EngineClient
 from penstock.serving.draft_access import Audits, ConnectionLimits, Identities, Identity, peer_of
 from penstock.serving.draft_streams import (
@@ -25,7 +25,7 @@ from penstock.serving.draft_streams import (
     Meter,
     StreamEnd,
 )
-from penstock.serving.messages import AuditFinding, DraftOrders, RemoteDraft, RequestText
+from penstock.serving.messages import DraftOrders, RemoteDraft, RequestText
 from penstock.transport import service
 from penstock.transport.checks import Limits, Refusal, TokenBucket
 from penstock.transport.v1 import drafting_pb2 as pb

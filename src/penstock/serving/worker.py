@@ -24,7 +24,6 @@ from penstock.core.loop import Turn
 from penstock.core.types import Arrive, Cancel, DrafterDown, DraftOrder, DraftReady, Event
 from penstock.serving.logs import LogFormat, configure_logging
 from penstock.serving.messages import (
-    AuditFinding,
     DraftOrders,
     EngineStats,
     Events,
@@ -163,7 +162,7 @@ class EngineServer:
                 self._channel.send(Outputs(turn.outputs))
             if self._audits:
                 for finding in self._engine.auditor.findings():
-                    self._channel.send(AuditFinding(*finding))
+                    self._channel.send(finding)
             for message in messages:
                 if isinstance(message, StatsRequest):
                     self._channel.send(self.stats())

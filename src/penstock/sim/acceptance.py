@@ -4,11 +4,8 @@ They depend on the request, its position and its round, not on the batch or the 
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import json
 import math
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +19,7 @@ from numpy.typing import NDArray
 
 from penstock.core.types import DraftOrder, VerifyItem
 from penstock.sim.domains import AcceptanceFit
-from penstock.sim.traces import WorkloadError
+from penstock.sim.traces import WorkloadError, read_json_lines
 
 _Array = NDArray[np.floating[Any]]
 
@@ -346,7 +343,7 @@ def read_records(path: Path, drafters: Sequence[str]) -> dict[str, list[list[int
     of different length (of different texts), are left out. Raises: WorkloadError."""
     rows: dict[str, list[list[int]]] = {name: [] for name in drafters}
     found: set[str] = set()
-    for number, record in enumerate(_json_lines(path), 1):
+    for number, record in read_json_lines(path):
         found |= {name for name, values in record.items() if isinstance(values, list)}
         arrays = [record.get(name) for name in drafters]
         if not all(arrays) or len({len(a) for a in arrays if a}) > 1:
@@ -360,26 +357,6 @@ def read_records(path: Path, drafters: Sequence[str]) -> dict[str, list[list[int
         known = ", ".join(sorted(found)) or "none"
         raise WorkloadError(f"{path} has no records of {wanted}; it has {known}")
     return rows
-
-
-def _json_lines(path: Path) -> list[dict[str, Any]]:
-    opener = gzip.open if path.suffix == ".gz" else open
-    records = []
-    try:
-        with opener(path, "rt", encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                record = json.loads(line)
-                if not isinstance(record, dict):
-                    raise WorkloadError(f"{path}, line {number}: not an object")
-                records.append(record)
-    except json.JSONDecodeError as error:
-        raise WorkloadError(f"{path}, line {len(records) + 1}: not JSON") from error
-    except UnicodeDecodeError as error:
-        raise WorkloadError(f"{path} is not text in UTF-8") from error
-    except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise WorkloadError(f"{path} cannot be read: {reason}") from error
-    return records
 
 
 def _numbers(text: str) -> list[float] | None:

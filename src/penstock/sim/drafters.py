@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.config import each_once
+from penstock.core.loop import Instrument
 from penstock.core.types import LOOK_UP, Output, StepPlan, StepResult
 from penstock.fluid.step_profile import DrafterProfile
 from penstock.sim.traces import WorkloadError
@@ -33,8 +34,8 @@ class DrafterCapacity:
 
 
 @dataclass(slots=True)
-class DrafterCounts:
-    """Instrument that counts each drafter's work and the requests' changes of drafter."""
+class DrafterCounts(Instrument):
+    """Counts each drafter's work and the requests' changes of drafter."""
 
     rounds: Counter[str] = field(default_factory=Counter)
     accepted: Counter[str] = field(default_factory=Counter)
@@ -42,9 +43,6 @@ class DrafterCounts:
     taken_up: Counter[str] = field(default_factory=Counter)
     num_switches: int = 0
     _last: dict[str, str] = field(default_factory=dict)
-
-    def on_plan(self, plan: StepPlan) -> None:
-        """Ignore plans; results have all that is counted."""
 
     def on_result(self, plan: StepPlan, result: StepResult) -> None:
         for timed in result.draft_times:

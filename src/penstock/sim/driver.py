@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.core.loop import Instrument, Loop
@@ -41,7 +41,7 @@ class SimulationResult:
 
 
 @dataclass(slots=True)
-class _Recorder:
+class _Recorder(Instrument):
     clock: VirtualClock
     records: dict[str, RequestRecord] = field(default_factory=dict)
     num_steps: int = 0
@@ -53,9 +53,6 @@ class _Recorder:
                 if event.request.id in self.records:
                     raise ValueError(f"request id {event.request.id!r} is used twice in one trace")
                 self.records[event.request.id] = RequestRecord(event.request)
-
-    def on_plan(self, plan: StepPlan) -> None:
-        """Ignore plans; results have all that is recorded."""
 
     def on_result(self, plan: StepPlan, result: StepResult) -> None:
         self.num_steps += result.repeats
@@ -70,6 +67,20 @@ class _Recorder:
         if output.finish_reason is not None:
             record.finish_time = self.clock.now()
             record.finish_reason = output.finish_reason
+
+
+@dataclass(slots=True)
+class FinishedRequests(Instrument):
+    """Calls `advance` per 100 finished requests."""
+
+    advance: Callable[[int], None]
+    _num: int = 0
+
+    def on_output(self, output: Output) -> None:
+        self._num += output.finish_reason is not None
+        if self._num == 100:
+            self.advance(100)
+            self._num = 0
 
 
 def simulate(
@@ -160,7 +171,7 @@ class _Timeline:
     def pop_due(self, now: float) -> list[Event]:
         due: list[Event] = []
         remote = self._executor.remote
-        if remote.sends_ahead or remote.next_time <= now:
+        if remote.next_time <= now:
             due += remote.pop_due(now)
         while self._next_given <= now:
             request, event = self._request, self._event

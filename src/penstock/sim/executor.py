@@ -11,6 +11,7 @@ from penstock.core.learn.times import step_work
 from penstock.core.loop import Clock
 from penstock.core.state import Drafter
 from penstock.core.types import (
+    MOST_EVALUATED,
     TARGET,
     DecodeRun,
     DraftOrder,
@@ -29,8 +30,6 @@ from penstock.sim.links import RemoteDrafting
 
 _DRAFT_SHARE = 0.05
 """Assumed step of a drafter without a profile, in smallest steps of the target."""
-_MOST_EVALUATED = 256
-"""Most tokens of one replay that are evaluated, the latest ones; as in the live engine."""
 
 
 class StepTimeModel(Protocol):
@@ -127,12 +126,10 @@ class SimulatedExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         for request_id in plan.forgotten:
-            self.remote.told(request_id, None, self._clock.now())
             del self._prompt_len[request_id]
             self._num_read.pop(request_id, None)
         for request in plan.new_requests:
             self._prompt_len[request.id] = request.prompt_len
-            self.remote.opened(request, self._clock.now())
         if plan.is_empty:
             return
         if self.remote.serves(plan.lane):
@@ -176,16 +173,12 @@ class SimulatedExecutor:
         if plan.decodes is not None and plan.decodes.max_repeats > 1:
             repeats, finished_at = self._repeat(plan.decodes, finished_at)
             verify_all = finished_at - started_at
-        verdicts = tuple(map(self._verdict, plan.items))
-        for verdict in verdicts:
-            if verdict.token_ids:
-                self.remote.told(verdict.request_id, verdict.token_ids[-1] + 1, finished_at)
         return StepResult(
             plan.id,
             plan.lane,
             started_at,
             finished_at,
-            verdicts,
+            tuple(map(self._verdict, plan.items)),
             _ready(plan.drafts) if plan.drafts else (),
             self._read(orders) if orders else (),
             (),
@@ -246,7 +239,7 @@ class SimulatedExecutor:
                 first = max(
                     self._prompt_len[order.request_id],
                     read.get(order.drafter, 0),
-                    known - _MOST_EVALUATED,
+                    known - MOST_EVALUATED,
                 )
                 replays.append(self._replayed(order, range(first, known)))
             read[order.drafter] = known

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.core.loop import Instrument
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import RequestState
 from penstock.core.types import TARGET, Output, Status, StepPlan, StepResult
@@ -30,8 +31,8 @@ def check_request(name: str, num_requests: int, num_runs: int) -> None:
 
 
 @dataclass(slots=True)
-class Explanation:
-    """Instrument that records a row for each step of the target while the request is there.
+class Explanation(Instrument):
+    """Records a row for each step of the target while the request is there.
 
     _verified: rows by plan, until its result. _left_out: kind of the last row's reason, if any."""
 

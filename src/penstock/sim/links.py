@@ -5,21 +5,12 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 
-from penstock.core.types import (
-    DraftAhead,
-    DrafterUp,
-    DraftOrder,
-    DraftReady,
-    Request,
-    VerifyItem,
-)
-from penstock.sim.ahead import LinesDrafting
+from penstock.core.types import DrafterUp, DraftOrder, DraftReady, VerifyItem
 
 _BYTES_AHEAD = 60
 """Message size without its tokens: framing, ids, the prefix's digest."""
@@ -28,28 +19,17 @@ _RETRANSMISSION_S = 0.2
 """Least retransmission timeout of TCP in common systems (RFC 6298 allows a second)."""
 
 
-Rank = Callable[[str, str, int], int]
-
-
 @dataclass(frozen=True, slots=True)
 class Link:
     """Link between a draft server and the verification server, alike in both directions.
 
     latency: seconds. jitter: mean of an exponential extra delay, in seconds. loss: probability that
-    a message is sent again. bandwidth: bytes a second. Raises: ValueError."""
+    a message is sent again. bandwidth: bytes a second."""
 
     latency: float = 0.0
     jitter: float = 0.0
     loss: float = 0.0
     bandwidth: float = math.inf
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.latency < math.inf and 0 <= self.jitter < math.inf):
-            raise ValueError("latency and jitter are seconds, not negative")
-        if not 0 <= self.loss < 1:
-            raise ValueError(f"loss is a probability under 1, not {self.loss}")
-        if not self.bandwidth > 0:
-            raise ValueError(f"bandwidth is bytes a second, not {self.bandwidth}")
 
     def seconds(self, num_tokens: int, rng: np.random.Generator) -> float:
         """Return the time that one message takes."""
@@ -67,8 +47,7 @@ class DraftServer:
     """Machine with a small model that drafts for one request at a time, in order of arrival.
 
     draft_ahead: tokens drafted on, as if all were accepted, while a draft is sent and verified.
-    sends_ahead: it grows lines and sends them instead (`sim.ahead`). row_seconds: of a step, for
-    each line beside the first. tenant: only its requests are drafted for (None: all tenants')."""
+    tenant: only its requests are drafted for (None: all tenants')."""
 
     name: str
     seconds_per_token: float
@@ -76,24 +55,6 @@ class DraftServer:
     max_draft_tokens: int = 16
     draft_ahead: int = 0
     tenant: str | None = None
-    sends_ahead: bool = False
-    row_seconds: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.seconds_per_token < math.inf:
-            raise ValueError(
-                f"draft server {self.name!r}: seconds_per_token is a time over 0, "
-                f"not {self.seconds_per_token}"
-            )
-        if not 0 <= self.row_seconds < math.inf:
-            raise ValueError(
-                f"draft server {self.name!r}: row_seconds is a time, not {self.row_seconds}"
-            )
-        if self.max_draft_tokens < 1 or self.draft_ahead < 0:
-            raise ValueError(
-                f"draft server {self.name!r}: max_draft_tokens is at least 1, "
-                "draft_ahead at least 0"
-            )
 
     def up(self) -> DrafterUp:
         """Return its registration, with the mean round trip of an empty message."""
@@ -108,7 +69,6 @@ class _Server:
     free_at: float = 0.0
     sent: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Length of each request's last draft, and when it was sent."""
-    sent_until: float = 0.0
     confirmed: dict[str, int] = field(default_factory=dict)
     """Round whose draft was all right, the guess of the next token included, by request."""
 
@@ -116,10 +76,7 @@ class _Server:
 class RemoteDrafting:
     """Simulated draft servers, which answer orders after their time."""
 
-    def __init__(
-        self, servers: Iterable[DraftServer], seed: int = 0, rank: Rank | None = None
-    ) -> None:
-        """rank: of a text's position, by server and request; for servers that send ahead."""
+    def __init__(self, servers: Iterable[DraftServer], seed: int = 0) -> None:
         self._servers = {
             s.name: _Server(s, np.random.default_rng((seed, i))) for i, s in enumerate(servers)
         }
@@ -127,27 +84,6 @@ class RemoteDrafting:
         """Time of the next draft's arrival; infinity if there is none."""
         self._coming: list[tuple[float, int, DraftReady]] = []
         self._count = itertools.count()
-        self._lines: dict[str, LinesDrafting] = {}
-        self._ahead: list[tuple[float, int, DraftAhead]] = []
-        self._prompt_len: dict[str, int] = {}
-        self._server_of: dict[str, str] = {}
-        for name, server in self._servers.items():
-            if server.spec.sends_ahead:
-                if rank is None:
-                    raise ValueError(f"draft server {name!r} sends ahead: ranks must be known")
-                self._lines[name] = LinesDrafting(
-                    name,
-                    server.spec.max_draft_tokens,
-                    server.spec.seconds_per_token,
-                    server.spec.row_seconds,
-                    partial(self._rank, rank, name),
-                    partial(self._send, server),
-                )
-
-    @property
-    def sends_ahead(self) -> bool:
-        """True if drafts may arrive without an order."""
-        return bool(self._lines)
 
     def serves(self, lane: str) -> bool:
         """Return whether a lane is a draft server's."""
@@ -159,11 +95,6 @@ class RemoteDrafting:
             server = self._servers[order.drafter]
             spec = server.spec
             heard_at = now + spec.link.seconds(0, server.rng)
-            if spec.sends_ahead:
-                self._server_of[order.request_id] = spec.name
-                self._lines[spec.name].hear_order(order, heard_at)
-                self._run(now)
-                continue
             num = order.max_draft_tokens
             missing = num - min(num, self._kept(server, order, heard_at))
             made_at = max(heard_at, server.free_at) + missing * spec.seconds_per_token
@@ -188,56 +119,13 @@ class RemoteDrafting:
         if server is not None and num_right == item.num_draft_tokens + 1:
             server.confirmed[item.request_id] = item.round
 
-    def opened(self, request: Request, now: float) -> None:
-        """Note a new request; its own draft server already has it from the user."""
-        self._prompt_len[request.id] = request.prompt_len
-        if request.drafter in self._lines:
-            self._server_of[request.id] = request.drafter
-            self.told(request.id, request.prompt_len, now)
-
-    def told(self, request_id: str, length: int | None, at: float) -> None:
-        """Tell a request's server its new length, or that it has ended (None)."""
-        name = self._server_of.get(request_id)
-        if name is None:
-            return
-        server, lines = self._servers[name], self._lines[name]
-        heard_at = at + server.spec.link.seconds(0, server.rng)
-        if length is None:
-            del self._server_of[request_id]
-            lines.hear_end(request_id, heard_at)
-        else:
-            lines.hear_text(request_id, length, heard_at)
-
-    def _rank(self, rank: Rank, server: str, request_id: str, at: int) -> int:
-        return rank(server, request_id, at - self._prompt_len[request_id])
-
-    def _send(
-        self, server: _Server, at: float, num_tokens: int, message: DraftReady | DraftAhead
-    ) -> None:
-        # Messages of one stream do not overtake each other.
-        arrives_at = max(server.sent_until, at + server.spec.link.seconds(num_tokens, server.rng))
-        server.sent_until = arrives_at
-        if isinstance(message, DraftReady):
-            heapq.heappush(self._coming, (arrives_at, next(self._count), message))
-        else:
-            heapq.heappush(self._ahead, (arrives_at, next(self._count), message))
-
-    def _run(self, now: float) -> None:
-        """Run the servers as far as later messages cannot change."""
-        for name, lines in self._lines.items():
-            lines.run(now + self._servers[name].spec.link.latency)
-
-    def pop_due(self, now: float) -> list[DraftReady | DraftAhead]:
-        """Return what has arrived. Lines do not count for `next_time`: they start nothing."""
-        self._run(now)
-        arrived: list[DraftReady | DraftAhead] = []
-        while self._ahead and self._ahead[0][0] <= now:
-            arrived.append(heapq.heappop(self._ahead)[2])
+    def pop_due(self, now: float) -> list[DraftReady]:
+        """Return what has arrived."""
+        arrived = []
         while self._coming and self._coming[0][0] <= now:
             arrived.append(heapq.heappop(self._coming)[2])
         self._look_ahead()
         return arrived
 
     def _look_ahead(self) -> None:
-        coming = self._coming[0][0] if self._coming else math.inf
-        self.next_time = min([coming, *[lines.next_time for lines in self._lines.values()]])
+        self.next_time = self._coming[0][0] if self._coming else math.inf

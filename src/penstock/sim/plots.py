@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from penstock.core.loop import Instrument
 from penstock.core.scheduler import Scheduler
-from penstock.core.types import Output, StepPlan, StepResult
+from penstock.core.types import StepPlan, StepResult
 
 
 class PlotError(ValueError):
@@ -19,8 +20,8 @@ class PlotError(ValueError):
 
 
 @dataclass(slots=True)
-class Sampler:
-    """Instrument that samples the scheduler after steps, at most once in `every` seconds.
+class Sampler(Instrument):
+    """Samples the scheduler after steps, at most once in `every` seconds.
 
     ends: output tokens at which a request leaves each class, rising, [classes]; the last class also
     has the longer ones. Samples: `times` in seconds; `kv_tokens` in use; numbers of `waiting`
@@ -34,12 +35,6 @@ class Sampler:
     waiting: list[int] = field(default_factory=list)
     running: list[list[int]] = field(default_factory=list)
     _due: float = 0.0
-
-    def on_plan(self, plan: StepPlan) -> None:
-        """Ignore plans; the scheduler is sampled at results."""
-
-    def on_output(self, output: Output) -> None:
-        """Ignore outputs; the scheduler counts them."""
 
     def on_result(self, plan: StepPlan, result: StepResult) -> None:
         if result.finished_at < self._due:

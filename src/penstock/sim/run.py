@@ -38,7 +38,6 @@ from penstock.sim.drafters import DrafterCapacity
 from penstock.sim.driver import SimulationResult, simulate
 from penstock.sim.executor import ProfiledStepTimes, SimulatedExecutor
 from penstock.sim.links import DraftServer, RemoteDrafting
-from penstock.sim.ranks import RankedAcceptance
 from penstock.sim.slowdown import by_prompt_len, seconds_alone
 from penstock.sim.workloads import Workload
 
@@ -299,12 +298,11 @@ def make_executor(
     acceptance = setup.acceptance
     if acceptance is not None and workload.tenants is not None:
         acceptance = of_tenants(acceptance, workload.tenants.tolist())
-    ranked = acceptance.rank if isinstance(acceptance, RankedAcceptance) else None
     return kind(
         clock,
         ProfiledStepTimes(setup.profile, profiles),
         acceptance,
-        RemoteDrafting(setup.draft_servers, setup.seed, ranked),
+        RemoteDrafting(setup.draft_servers, setup.seed),
         drafters,
         profiles,
     )

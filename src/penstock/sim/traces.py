@@ -10,10 +10,12 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+_Row = TypeVar("_Row")
 
 MAX_LENGTH = 10_000_000
 """Largest number of tokens in a column: beyond any context length, so a wrong unit."""
@@ -137,14 +139,32 @@ class TraceTable:
 
 def read_table(path: Path) -> TraceTable:
     """Read a CSV or JSON lines file. Raises: WorkloadError."""
+    found = _read_lines(path, _json_rows if ".jsonl" in path.suffixes else _csv_rows)
+    if not found:
+        raise WorkloadError(f"{path} is empty")
+    lines, rows = map(list, zip(*found, strict=True))
+    width = len(rows[0])
+    for row, line in zip(rows, lines, strict=True):
+        if len(row) != width:
+            raise WorkloadError(f"{path}, line {line}: {len(row)} columns instead of {width}")
+    return TraceTable(path, [name.strip() for name in rows[0]], rows[1:], lines[1:])
+
+
+def read_json_lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
+    """Return the objects of a file of JSON lines, and their lines' numbers. Raises: WorkloadError.
+
+    Empty lines are left out."""
+    return _read_lines(path, _json_objects)
+
+
+def _read_lines(
+    path: Path, read: Callable[[Iterable[str]], Iterator[tuple[int, _Row]]]
+) -> list[tuple[int, _Row]]:
+    """Return what `read` yields of a text file, gzipped or not. Raises: WorkloadError."""
     opener = gzip.open if path.suffix == ".gz" else open
-    read = _json_rows if ".jsonl" in path.suffixes else _csv_rows
-    rows, lines = [], []
     try:
         with opener(path, "rt", encoding="utf-8-sig", newline="") as file:
-            for line, row in read(file):
-                rows.append(row)
-                lines.append(line)
+            return list(read(file))
     except UnicodeDecodeError as error:
         raise WorkloadError(f"{path} is not text in UTF-8") from error
     except _BadLine as error:
@@ -152,13 +172,6 @@ def read_table(path: Path) -> TraceTable:
     except (OSError, EOFError, zlib.error, csv.Error) as error:
         reason = getattr(error, "strerror", None) or error
         raise WorkloadError(f"{path} cannot be read: {reason}") from error
-    if not rows:
-        raise WorkloadError(f"{path} is empty")
-    width = len(rows[0])
-    for row, line in zip(rows, lines, strict=True):
-        if len(row) != width:
-            raise WorkloadError(f"{path}, line {line}: {len(row)} columns instead of {width}")
-    return TraceTable(path, [name.strip() for name in rows[0]], rows[1:], lines[1:])
 
 
 class _BadLine(ValueError):
@@ -174,9 +187,7 @@ def _csv_rows(file: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
             yield reader.line_num, row
 
 
-def _json_rows(file: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
-    """Yield line numbers and cells of JSON objects, the keys first. Raises: _BadLine."""
-    names: list[str] = []
+def _json_objects(file: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     for number, line in enumerate(file, 1):
         if not line.strip():
             continue
@@ -186,6 +197,13 @@ def _json_rows(file: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
             raise _BadLine(number, "not JSON") from error
         if not isinstance(record, dict):
             raise _BadLine(number, "not a JSON object")
+        yield number, record
+
+
+def _json_rows(file: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+    """Yield line numbers and cells of JSON objects, the keys first. Raises: _BadLine."""
+    names: list[str] = []
+    for number, record in _json_objects(file):
         if not names:
             names = list(record)
             yield number, names

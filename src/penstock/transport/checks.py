@@ -14,7 +14,12 @@ from google.protobuf.message import DecodeError
 
 from penstock.core.ahead import MAX_AHEAD_TOKENS, MAX_LINES
 from penstock.core.policies.options import LONGEST_DRAFT
-from penstock.core.types import MAX_LOGPROBS, MAX_STOP_CHARS, MAX_STOP_STRINGS
+from penstock.core.types import (
+    MAX_LOGPROBS,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    MIN_TEMPERATURE,
+)
 from penstock.transport.v1 import drafting_pb2 as pb
 from penstock.transport.wire import DIGEST_BYTES, MAX_WEIGHTS, WEIGHT_SUM, PrefixDigest
 
@@ -27,7 +32,6 @@ ASSIGNED_PREFIX = "@"
 _MAX_ID_CHARS = 64
 _MAX_NAME_CHARS = 256
 _MAX_STOP_TOKENS = 64
-_MIN_TEMPERATURE = 1e-5
 _MAX_TEMPERATURE = 100.0
 _MAX_TOKEN_BYTES = 5
 _MAX_FIXED_BYTES = 8192
@@ -234,9 +238,9 @@ def _problem_of_sampling(message: pb.Open) -> str | None:
     if not message.HasField("sampling"):
         return "sampling is missing"
     temperature, top_p = message.sampling.temperature, message.sampling.top_p
-    if temperature != 0.0 and not _MIN_TEMPERATURE <= temperature <= _MAX_TEMPERATURE:
+    if temperature != 0.0 and not MIN_TEMPERATURE <= temperature <= _MAX_TEMPERATURE:
         return (
-            f"temperature {temperature:g}; it must be 0 (greedy) or from {_MIN_TEMPERATURE:g} to "
+            f"temperature {temperature:g}; it must be 0 (greedy) or from {MIN_TEMPERATURE:g} to "
             f"{_MAX_TEMPERATURE:g}"
         )
     if not 0.0 < top_p <= 1.0 or not math.isfinite(top_p):

@@ -71,14 +71,6 @@ class Session:
     branches: list[Session] = field(default_factory=list)  # the request's other lines
     num_lines: int = 1  # how many there ever were
 
-    def fork(self, at: int, name: int) -> Session:
-        """Return a line that leaves this one instead of its guess `at`."""
-        start = len(self.text) + at
-        self.line.left.add(start)
-        line = Line(name, self.line.name, start, barred=self.guesses[at].token_id)
-        text = self.tokens(0, start)
-        return Session(self.key, text, self.sampling, kv_key=f"{self.key}\0{name}", line=line)
-
     @property
     def barred(self) -> int | None:
         """Token that the next guess must not be."""
@@ -134,9 +126,13 @@ def begin_line(session: Session) -> None:
 
 
 def fork(session: Session, line: Session, at: int) -> Session:
-    """Return a new line of a session that leaves another at its guess `at`."""
+    """Return a new line of a session that leaves another instead of its guess `at`."""
     session.num_lines += 1
-    branch = line.fork(at, session.num_lines)
+    name, start = session.num_lines, len(line.text) + at
+    line.line.left.add(start)
+    left = Line(name, line.line.name, start, barred=line.guesses[at].token_id)
+    text, kv_key = line.tokens(0, start), f"{line.key}\0{name}"
+    branch = Session(line.key, text, line.sampling, kv_key=kv_key, line=left)
     session.branches.append(branch)
     return branch
 

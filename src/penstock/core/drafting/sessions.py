@@ -60,11 +60,6 @@ class Proposer(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    @property
-    def kv_usage(self) -> float:
-        """Share of its KV blocks in use."""
-        ...
-
     def limit_vocab(self, size: int) -> None:
         """Exclude token ids of `size` or above, which the target does not have."""
         ...

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from penstock.core.learn.confidence import Calibrations, Floats, Stop
-from penstock.core.types import DraftOrder, Replayed, SamplingParams, Verdict
+from penstock.core.types import MOST_EVALUATED, DraftOrder, Replayed, SamplingParams, Verdict
 from penstock.engine.drafters.base import LocalDrafter
 from penstock.engine.drafters.drafts import Draft, DraftBuilder, Drafts
 from penstock.engine.runner import BatchWriter, ModelRunner, RaggedBatch
@@ -18,9 +18,6 @@ from penstock.engine.runner import IntArray as Int32Array
 from penstock.engine.sampling import Changed, SamplingRows, TextSoFar, change_logits, sample_draft
 from penstock.engine.sampling.params import BoolArray, IntArray
 from penstock.engine.sequences import BlockTables, SamplingTable, TokenBuffer
-
-MOST_EVALUATED = 256
-"""Limit of the tokens of a replay that are evaluated: each needs a row of logits."""
 
 
 class Readable(Protocol):

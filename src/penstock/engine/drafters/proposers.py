@@ -47,10 +47,6 @@ class ModelProposer:
     def vocab_size(self) -> int:
         return self._drafter.runner.config.vocab_size
 
-    @property
-    def kv_usage(self) -> float:
-        return self._kv.pool.num_used_blocks / self._kv.pool.num_blocks
-
     def limit_vocab(self, size: int) -> None:
         self._drafter.limit_vocab(size)
 
@@ -195,10 +191,6 @@ class LookupProposer:
     @property
     def vocab_size(self) -> int:
         return self._vocab_size
-
-    @property
-    def kv_usage(self) -> float:
-        return 0.0
 
     def limit_vocab(self, size: int) -> None:
         """Do nothing: guesses come from the text."""

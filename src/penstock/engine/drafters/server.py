@@ -27,13 +27,12 @@ from penstock.engine.drafters.completions import (
 )
 from penstock.engine.drafters.spelling import TAIL, opening
 from penstock.engine.sequences import TokenBuffer
+from penstock.engine.steps import MOST_FAILURES
 from penstock.engine.tokenizer import Tokenizer
 
 _MOST_CHARS, _KEPT_CHARS = 8000, 6000
 """A longer text is sent without its beginning, which then stays the same for a while: the server
 keeps what it has computed of an equal beginning."""
-_MOST_FAILURES = 3
-"""Failed calls in a row after which the server gets no orders."""
 _FIRST_PAUSE_S, _MOST_PAUSE_S = 1.0, 60.0
 _LONGEST_S = 30.0
 """Limit of a call that no deadline ends: the server may have to load its model, or read a text."""
@@ -185,7 +184,7 @@ class ServerDrafter:
             if self._call("a", 1, _LONGEST_S) is not None:
                 _log.info("drafter %s answers", self.name)
                 said = ""
-                self._num_failed = _MOST_FAILURES - 1  # one more failure is enough
+                self._num_failed = MOST_FAILURES - 1  # one more failure is enough
                 self._broken.clear()
                 began = self._clock.now()  # of another call: the server may have loaded its model
                 self._call("a", 1, _LONGEST_S)
@@ -210,7 +209,7 @@ class ServerDrafter:
         with self._lock:
             self.num_failures += 1
             self._num_failed += 1
-            if self._num_failed >= _MOST_FAILURES:
+            if self._num_failed >= MOST_FAILURES:
                 self._broken.set()
         return None
 

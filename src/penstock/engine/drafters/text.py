@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from penstock.core.types import DraftOrder, Replayed, Request, SamplingParams
+from penstock.core.types import MOST_EVALUATED, DraftOrder, Replayed, Request, SamplingParams
 from penstock.engine.drafters.base import LocalDrafter
 from penstock.engine.drafters.drafts import Draft, Drafts
-from penstock.engine.drafters.model import MOST_EVALUATED, ModelDrafter
+from penstock.engine.drafters.model import ModelDrafter
 from penstock.engine.drafters.recent import RecentKv
 from penstock.engine.drafters.spelling import RECENT, OwnText, Vocabularies
 from penstock.engine.sequences import TokenBuffer

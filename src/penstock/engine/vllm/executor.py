@@ -10,8 +10,8 @@ import torch
 from penstock.core.loop import Clock
 from penstock.core.types import StepPlan
 from penstock.engine.drafters.base import LocalDrafter
-from penstock.engine.executor import Computed, LocalExecutor
-from penstock.engine.steps import Done, DraftsAtHand, StepJob, StepMarks, sampled_of, verified
+from penstock.engine.executor import LocalExecutor
+from penstock.engine.steps import Computed, Done, DraftsAtHand, StepJob, sampled_of, verified
 from penstock.engine.verifier import Decided
 from penstock.engine.vllm.arguments import LONGEST_DRAFT
 from penstock.engine.vllm.steps import StepWriter, TargetStep
@@ -51,8 +51,9 @@ class VllmExecutor(LocalExecutor):
             _, tokens = self._vllm.run(step)
             verified_at = self._clock.now()
             decoded = self._writer.rows.take_in(tokens)
-            marks = StepMarks(started_at, started_at, built_at, verified_at, self._clock.now())
-            return verified(job, DraftsAtHand(), (), step.num_rows, marks, (), decoded)
+            computed = Computed((), (), step.num_rows, built_at, verified_at, decoded)
+            times = (started_at, started_at, self._clock.now())
+            return verified(job, DraftsAtHand(), computed, *times)
 
     def _write(
         self,
