@@ -58,6 +58,8 @@ class Savings:
         )[:, None]
         """Expected remaining tokens, [S, 1]."""
         self._stays = np.array([[s.drafter == n for n in drafters] for s in states])
+        # A first drafter replaces none: it must only save more than its reading takes.
+        self._changes = np.array([[s.drafter not in (None, n) for n in drafters] for s in states])
         reading = [
             times.catch_up_of(d.name) * (1 if view.is_beside(d) else num_sharing)
             for d in self._drafters
@@ -81,7 +83,7 @@ class Savings:
             seconds.append((own if stayed == joined else self._drafting(drafter, stayed), own))
         stayed_s, joined_s = np.array(seconds).swapaxes(0, 1)
         self._shared = np.where(self._stays[..., None], stayed_s, joined_s)
-        self._change = np.where(self._stays, 1.0, 1.0 + MARGIN)
+        self._change = np.where(self._changes, 1.0 + MARGIN, 1.0)
         return list(shares)
 
     def _divide(self, rates: FloatArray, kept: Sequence[int]) -> dict[int, float]:
