@@ -61,6 +61,8 @@ class Savings:
         )[:, None]
         """Expected remaining tokens, [S, 1]."""
         self._stays = np.array([[s.drafter == n for n in drafters] for s in states])
+        # A first drafter replaces none: it must only save more than its reading takes.
+        self._changes = np.array([[s.drafter not in (None, n) for n in drafters] for s in states])
         reading = [
             times.catch_up_of(d.name) * (1 if view.is_beside(d) else num_sharing)
             for d in self._drafters
@@ -93,7 +95,7 @@ class Savings:
                 own = self._sharing * (own - before)
             drafts.append(own)
         self._drafts = np.array(drafts)
-        self._change = np.where(self._stays, 1.0, 1.0 + MARGIN)
+        self._change = np.where(self._changes, 1.0 + MARGIN, 1.0)
         return list(shares)
 
     def _divide(self, rates: FloatArray, kept: Sequence[int]) -> dict[int, float]:
