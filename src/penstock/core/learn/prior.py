@@ -60,9 +60,16 @@ class AcceptancePrior:
         return max(_LEAST_STRENGTH, self._tokens / self._excess - 1)
 
     def learn(
-        self, words: IntArray, expected: FloatArray, accepted: FloatArray, decided: FloatArray
+        self,
+        words: IntArray,
+        expected: FloatArray,
+        accepted: FloatArray,
+        decided: FloatArray,
+        usual: FloatArray,
     ) -> None:
-        """Take in an ended request: its words, and by drafter [J] what was expected, and tokens."""
+        """Take in an ended request: its words, and by drafter [J] what was expected, and tokens.
+
+        usual: tokens that a usual request would have accepted in its place."""
         self._tokens *= _KEEP
         self._excess *= _KEEP
         for p, a, n in zip(expected.tolist(), accepted.tolist(), decided.tolist(), strict=False):
@@ -72,7 +79,7 @@ class AcceptancePrior:
         slot = self._prompts.add(_buckets(words))
         share = np.minimum(1.0, _REQUEST_TOKENS / np.maximum(decided, 1.0))
         self._counts[:, :, slot] = 0.0
-        self._counts[:, : len(decided), slot] = share * accepted, share * decided
+        self._counts[:, : len(decided), slot] = share * usual, share * decided
 
 
 class _Prompts:

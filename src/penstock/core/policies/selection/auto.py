@@ -181,13 +181,7 @@ class Auto(SelectionPolicy):
         accepted, decided = np.stack([k.counts for k in known], axis=1)
         strength = self._prior.strength
         prior = np.stack([k.prior for k in known]).clip(1 - _HIGHEST, _HIGHEST)
-        right = accepted.sum(axis=1, keepdims=True) + strength / 2
-        wrong = (decided - accepted).sum(axis=1, keepdims=True) + strength / 2
-        usual = (decided * prior).sum(axis=1, keepdims=True) + strength / 2
-        unusual = (decided * (1 - prior)).sum(axis=1, keepdims=True) + strength / 2
-        # How much more of its drafts the request accepts than expected.
-        shift = (right / wrong * unusual / usual) ** _SHARED
-        odds = prior / (1 - prior) * np.where(decided > 0, 1.0, shift)
+        odds = prior / (1 - prior) * _shifts(prior, accepted, decided, strength)
         rates = (accepted + strength * odds / (1 + odds)) / (decided + strength)
         return np.asarray(rates.clip(1 - _HIGHEST, _HIGHEST))
 
@@ -294,7 +288,25 @@ class Auto(SelectionPolicy):
         for key in [k for k in self._proposals if k[0] == request_id]:
             del self._proposals[key]
         if known is not None and known.totals.any():
-            self._prior.learn(known.words, known.prior, *known.totals)
+            accepted, decided = known.totals
+            prior = known.prior.clip(1 - _HIGHEST, _HIGHEST)
+            odds = prior / (1 - prior) * _shifts(prior, accepted, decided, self._prior.strength)
+            # Most drafters are measured on requests that accept little of the others.
+            usual = accepted + decided * (prior - odds / (1 + odds))
+            self._prior.learn(known.words, known.prior, accepted, decided, usual.clip(0, decided))
+
+
+def _shifts(
+    prior: FloatArray, accepted: FloatArray, decided: FloatArray, strength: float
+) -> FloatArray:
+    """Return the factors [..., J] of a drafter's odds by what the request accepts of the others."""
+
+    def others(values: FloatArray) -> FloatArray:
+        return np.asarray(values.sum(axis=-1, keepdims=True) - values + strength / 2)
+
+    right, wrong = others(accepted), others(decided - accepted)
+    usual, unusual = others(decided * prior), others(decided * (1 - prior))
+    return np.asarray((right / wrong * unusual / usual) ** _SHARED)
 
 
 def _words_of(request: Request) -> IntArray:
