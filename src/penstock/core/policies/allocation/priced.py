@@ -184,6 +184,30 @@ class _Offers:
             self._offer(front)
             plans.append((*self._best_plan(), self._reached))
         lengths, rate, self._reached = max(plans, key=lambda plan: plan[1])
+        if self.groups and self.groups[-1].drafter is None:
+            lengths, rate = max((lengths, rate), self._apart(), key=lambda plan: plan[1])
+        return lengths, rate
+
+    def _apart(self) -> tuple[IntArray, float]:
+        """Return lengths, and their value a second, if no request waits for drafts but its own.
+
+        A draft that has come waits for half a step in the mean, and its rows delay the others."""
+        num, longest = self._survival.shape
+        beside = np.array([c.drafter in self._view.beside for c in self._candidates])
+        rows, plain = self._view.room.num_rows, self.plain_value / self.plain_s
+        added = self._times.added(rows, rows + np.arange(longest + 1))
+        seconds = np.full((num, longest + 1), self.plain_s)
+        seconds[:, 1:] += self._ready(np.arange(num)[:, None], np.arange(1, longest + 1)[None])
+        seconds[:, 1:] += 0.5 * self.plain_s * (seconds[:, 1:] > self.plain_s)
+        expected = np.ones((num, longest + 1))
+        expected[:, 1:] += self._survival.cumsum(axis=1)
+        rates = (self._worth[:, None] * expected - plain * added) / seconds
+        rates[:, 1:][(self._survival == 0) | ~beside[:, None]] = -np.inf
+        lengths = np.zeros((2, num), dtype=np.int64)
+        lengths[1] = rates.argmax(axis=1)
+        rate = plain + float((rates.max(axis=1) - rates[:, 0]).sum())
+        if lengths.sum() > self._view.room.budget or rate <= (1 + _LEAST_GAIN) * plain:
+            return np.zeros_like(lengths), 0.0
         return lengths, rate
 
     def _drafted(self, longest: int) -> FloatArray:
@@ -292,14 +316,14 @@ class _Offers:
         self.levels = self._places
         if last and self.groups[-1].drafter is None:
             is_beside = self.group_of == last - 1
-            self.levels = np.where(is_beside, self._arrivals(), self._places)
+            self.levels = np.where(is_beside, self._ready(self.owners, self._places), self._places)
             latest = np.unique(self.levels[is_beside])
             if len(latest) > _MOST_ARRIVALS:
                 latest = np.quantile(latest, np.linspace(0, 1, _MOST_ARRIVALS))
             self.groups[-1] = _Group(None, np.append(-1.0, latest))
 
-    def _arrivals(self) -> FloatArray:
-        """Return [tokens] seconds until a draft up to this token has come; 0 if sent ahead."""
+    def _ready(self, owners: IntArray, places: FloatArray | IntArray) -> FloatArray:
+        """Return seconds until a draft up to a token of a request has come; 0 if sent ahead."""
         times, loads = self._times, self._view.loads
         starts, each, at_hand = [], [], []
         for candidate in self._candidates:
@@ -309,7 +333,6 @@ class _Offers:
             starts.append(2 * first - second)
             each.append(second - first)
             at_hand.append(candidate.num_at_hand)
-        owners, places = self.owners, self._places
         ready = np.array(starts)[owners] + np.array(each)[owners] * places
         return np.where(places <= np.array(at_hand)[owners], 0.0, ready)
 
