@@ -20,6 +20,9 @@ arrival of drafts made beside it. One group of drafters is solved exactly, if it
 depend on how many draft and all drafts are found; several groups are solved in turn, each against
 the caps of the others. Looked-up tokens are under no cap.
 
+Requests may do better out of step, each waiting for the draft of its own server alone: that plan is
+compared, too.
+
 Where drafts might not pay, a step without them is made now and then to measure its time."""
 
 from __future__ import annotations
@@ -184,16 +187,19 @@ class _Offers:
             self._offer(front)
             plans.append((*self._best_plan(), self._reached))
         lengths, rate, self._reached = max(plans, key=lambda plan: plan[1])
-        if self.groups and self.groups[-1].drafter is None:
-            lengths, rate = max((lengths, rate), self._apart(), key=lambda plan: plan[1])
+        servers = {n for n, d in self._view.drafters.items() if d.is_remote}
+        from_servers = np.array([c.drafter in servers for c in self._candidates])
+        if from_servers.any():
+            apart = self._apart(from_servers)
+            lengths, rate = max((lengths, rate), apart, key=lambda plan: plan[1])
         return lengths, rate
 
-    def _apart(self) -> tuple[IntArray, float]:
-        """Return lengths, and their value a second, if no request waits for drafts but its own.
+    def _apart(self, from_servers: NDArray[np.bool_]) -> tuple[IntArray, float]:
+        """Return lengths, and their value a second, if requests wait for their own drafts alone.
 
-        A draft that has come waits for half a step in the mean, and its rows delay the others."""
+        Those of draft servers come after several steps. A draft waits for half a step in the mean,
+        and its rows delay the others."""
         num, longest = self._survival.shape
-        beside = np.array([c.drafter in self._view.beside for c in self._candidates])
         rows, plain = self._view.room.num_rows, self.plain_value / self.plain_s
         added = self._times.added(rows, rows + np.arange(longest + 1))
         seconds = np.full((num, longest + 1), self.plain_s)
@@ -202,7 +208,7 @@ class _Offers:
         expected = np.ones((num, longest + 1))
         expected[:, 1:] += self._survival.cumsum(axis=1)
         rates = (self._worth[:, None] * expected - plain * added) / seconds
-        rates[:, 1:][(self._survival == 0) | ~beside[:, None]] = -np.inf
+        rates[:, 1:][(self._survival == 0) | ~from_servers[:, None]] = -np.inf
         lengths = np.zeros((2, num), dtype=np.int64)
         lengths[1] = rates.argmax(axis=1)
         rate = plain + float((rates.max(axis=1) - rates[:, 0]).sum())

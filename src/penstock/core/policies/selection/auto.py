@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.core.learn.acceptance import MOST_POSITIONS
-from penstock.core.learn.prior import AcceptancePrior
+from penstock.core.learn.prior import AcceptancePrior, shifts
 from penstock.core.policies.base import Gauges, ReplayProposal, SelectionPolicy, View, usable
 from penstock.core.policies.options import LONGEST_DRAFT, Range
 from penstock.core.policies.selection.parts.places import assign
@@ -36,7 +36,6 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 _OWN_DECAY = 0.98  # memory of a request's drafts a round; chosen by hand, like the next ones
-_SHARED = 0.5  # part of a request's deviation, in log-odds, that all drafters share
 _HIGHEST = 0.98  # acceptance that is expected at most
 _FIRST_GAP, _LONGEST_GAP = 2, 16
 """Rounds between a request's decisions, first and, after doubling, longest."""
@@ -181,7 +180,7 @@ class Auto(SelectionPolicy):
         accepted, decided = np.stack([k.counts for k in known], axis=1)
         strength = self._prior.strength
         prior = np.stack([k.prior for k in known]).clip(1 - _HIGHEST, _HIGHEST)
-        odds = prior / (1 - prior) * _shifts(prior, accepted, decided, strength)
+        odds = prior / (1 - prior) * shifts(prior, accepted, decided, strength)
         rates = (accepted + strength * odds / (1 + odds)) / (decided + strength)
         return np.asarray(rates.clip(1 - _HIGHEST, _HIGHEST))
 
@@ -288,25 +287,7 @@ class Auto(SelectionPolicy):
         for key in [k for k in self._proposals if k[0] == request_id]:
             del self._proposals[key]
         if known is not None and known.totals.any():
-            accepted, decided = known.totals
-            prior = known.prior.clip(1 - _HIGHEST, _HIGHEST)
-            odds = prior / (1 - prior) * _shifts(prior, accepted, decided, self._prior.strength)
-            # Most drafters are measured on requests that accept little of the others.
-            usual = accepted + decided * (prior - odds / (1 + odds))
-            self._prior.learn(known.words, known.prior, accepted, decided, usual.clip(0, decided))
-
-
-def _shifts(
-    prior: FloatArray, accepted: FloatArray, decided: FloatArray, strength: float
-) -> FloatArray:
-    """Return the factors [..., J] of a drafter's odds by what the request accepts of the others."""
-
-    def others(values: FloatArray) -> FloatArray:
-        return np.asarray(values.sum(axis=-1, keepdims=True) - values + strength / 2)
-
-    right, wrong = others(accepted), others(decided - accepted)
-    usual, unusual = others(decided * prior), others(decided * (1 - prior))
-    return np.asarray((right / wrong * unusual / usual) ** _SHARED)
+            self._prior.learn(known.words, known.prior, *known.totals)
 
 
 def _words_of(request: Request) -> IntArray:
