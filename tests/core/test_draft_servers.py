@@ -416,6 +416,15 @@ def test_a_link_has_an_estimate_before_its_first_draft() -> None:
     assert links.seconds("s1", 4) < 0.3, "a draft says more"
 
 
+def test_drafts_of_one_length_do_not_hide_a_measured_round_trip() -> None:
+    links = Desk("off").scheduler.learn.links
+    links.add_round_trip("s", 0.3)
+    for _ in range(2):
+        links.add_transfer("s", 8, 0.38)
+    assert links.seconds("s", 8) == pytest.approx(0.38)
+    assert links.seconds("s", 1) == pytest.approx(0.31, abs=0.01)
+
+
 def test_waiting_for_other_work_is_no_part_of_a_link() -> None:
     desk = prefilled("off")
     desk.answer(desk.send("s1"), after=0.02)

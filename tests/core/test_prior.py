@@ -76,3 +76,20 @@ def test_a_prompt_without_words_is_as_all_others() -> None:
     prior = taught(np.array([[0.9, 0.5, 0.1]]), 60)
     expected = prior.expect(np.empty(0, dtype=np.int64), 0.7)
     assert expected[0] > expected[1] + 0.2 > expected[2] + 0.4
+
+
+def test_what_is_measured_on_hard_requests_alone_is_not_thought_worse() -> None:
+    """Every other request accepts little of any drafter; only these are asked for the second."""
+    rng = np.random.default_rng(0)
+    prior = AcceptancePrior()
+    prior.grow(2)
+    of_easy, of_hard = np.array([0.8, 0.9]), np.array([0.4, 0.6])
+    for i in range(100):
+        is_hard = i % 2 == 1
+        decided = np.array([60.0, 60.0 * is_hard])
+        accepted = rng.binomial(decided.astype(int), of_hard if is_hard else of_easy).astype(float)
+        words = prompt(0, i)
+        prior.learn(words, prior.expect(words, np.full(2, 0.7)), accepted, decided)
+    first, second = prior.expect(prompt(0, 9999), np.full(2, 0.7))
+    assert first == pytest.approx(0.6, abs=0.05)
+    assert second > 0.67, "as measured, 0.6, but other requests accept more"

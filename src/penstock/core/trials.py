@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from penstock.core.learn.times import Times
 from penstock.core.policies.base import DraftCandidate, View
-from penstock.core.state import Grant, RequestState
+from penstock.core.state import Drafter, Grant, RequestState
 from penstock.core.types import TARGET, StepResult
 
 _SHARE = 0.005  # largest share of the target's time for trials (ADR 18)
@@ -56,7 +56,7 @@ class Trials:
 
     def __init__(self, times: Times) -> None:
         self._times = times
-        self._target_s = 0.0
+        self._target_s, self._num_sharing = 0.0, 1
         self._watches: dict[str, _Watch] = {}
         self._trial: _Trial | None = None
 
@@ -90,7 +90,7 @@ class Trials:
                     continue
                 readers = [s for s in states if s.is_decoding and drafter.can_read(s)]
                 able = [s for s in readers if s.num_remaining_tokens > _NUM_TOKENS]
-                if self._begin_if_due(name, able):
+                if self._begin_if_due(drafter, able):
                     break
         trial = self._trial
         if trial is not None and any([state is trial.state for state in states]):
@@ -126,23 +126,29 @@ class Trials:
             if name is None or name in used or not self._may_be_due(name):
                 continue
             able = [c.state for c in candidates if c.drafter == name and c.limit >= _NUM_TOKENS]
-            if self._begin_if_due(name, able):
+            if self._begin_if_due(view.drafters[name], able):
                 return
 
     # --- when -----------------------------------------------------------------------------------
 
-    def _begin_if_due(self, drafter: str, able: Sequence[RequestState]) -> bool:
+    def _begin_if_due(self, drafter: Drafter, able: Sequence[RequestState]) -> bool:
         """Begin a trial with the request of which the drafter has least to read, if one is due."""
-        state = min(able, key=lambda s: s.num_unread(drafter), default=None)
+        name = drafter.name
+        state = min(able, key=lambda s: s.num_unread(name), default=None)
         if state is None:
             return False
-        unread = state.num_unread(drafter)
-        # A drafter's times may be wrong; it reads in less time than the target, of which more is
-        # known.
-        reading = min(unread * self._times.catch_up_of(drafter), self._times.target(unread))
-        if not self._is_due(drafter, reading):
+        if drafter.is_remote:
+            # One request alone waits for it.
+            waiting = _NUM_ROUNDS * self._times.draft_seconds(name, 1, _NUM_TOKENS)
+            cost = waiting / self._num_sharing
+        else:
+            # A drafter's times may be wrong; it reads in less time than the target, of which more
+            # is known.
+            unread = state.num_unread(name)
+            cost = min(unread * self._times.catch_up_of(name), self._times.target(unread))
+        if not self._is_due(name, cost):
             return False
-        self._begin(state, drafter)
+        self._begin(state, name)
         return True
 
     def _may_be_due(self, drafter: str) -> bool:
@@ -151,8 +157,8 @@ class Trials:
         is_same = watch is not None and 1 / _OTHER_PACE <= pace / watch.pace <= _OTHER_PACE
         return watch is None or not is_same or self._is_in_budget(watch, watch.cost)
 
-    def _is_due(self, drafter: str, reading: float) -> bool:
-        """Return whether the budget allows a trial that begins with seconds of reading."""
+    def _is_due(self, drafter: str, cost: float) -> bool:
+        """Return whether the budget allows a trial of so many seconds at least."""
         pace = self._times.target(1)
         if not pace:
             return False
@@ -162,7 +168,7 @@ class Trials:
             watch = self._watches[drafter] = _Watch(self._target_s, pace, first)
         if not 1 / _OTHER_PACE <= pace / watch.pace <= _OTHER_PACE:
             watch.pace, watch.num_trials = pace, 0
-        return self._is_in_budget(watch, max(watch.cost, reading))
+        return self._is_in_budget(watch, max(watch.cost, cost))
 
     def _is_in_budget(self, watch: _Watch, cost: float) -> bool:
         share = _DOUBTFUL_SHARE if watch.num_trials < _MOST_DOUBTFUL else _SHARE
@@ -180,13 +186,17 @@ class Trials:
         if result.lane == TARGET and result.verdicts:
             seconds = result.finished_at - result.started_at
             self._target_s += seconds
-            if trial is not None and not trial.is_over:
-                num = len(result.verdicts)
+            num = len(result.verdicts)
+            if trial is None or trial.is_over:
+                self._num_sharing = num
+            elif any(v.request_id == trial.state.request.id for v in result.verdicts):
                 num_tokens = num + sum(v.num_accepted for v in result.verdicts)
                 trial.cost += seconds - self._times.target(num) * num_tokens / num
                 trial.num_steps += 1
                 if trial.is_over:
                     self._note(trial)
+            else:
+                trial.cost += seconds / (num + 1)  # it waits for its draft
         for timed in result.draft_times:
             if timed.steps:
                 self.measured(timed.drafter)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class _Line:
-    """Line through (tokens, seconds) by discounted least squares, at first through the origin."""
+    """Line through (tokens, seconds) by discounted least squares.
 
+    round_trip: seconds at no tokens, through which it goes at first."""
+
+    round_trip: float = 0.0
     weight: float = 0.0
     tokens: float = 0.0
     seconds: float = 0.0
@@ -25,7 +27,7 @@ class _Line:
         self.tokens = keep * self.tokens + tokens
         self.seconds = keep * self.seconds + seconds
         self.tokens_squared = keep * self.tokens_squared + tokens * tokens
-        self.product = keep * self.product + tokens * seconds
+        self.product = keep * self.product + tokens * (seconds - self.round_trip)
 
     @property
     def slope(self) -> float:
@@ -33,7 +35,8 @@ class _Line:
         spread = self.tokens_squared * weight - self.tokens**2
         if spread <= 0:
             return 0.0
-        return max(0.0, (self.product * weight - self.tokens * self.seconds) / spread)
+        beyond = self.seconds - self.weight * self.round_trip
+        return max(0.0, (self.product * weight - self.tokens * beyond) / spread)
 
     @property
     def intercept(self) -> float:
@@ -44,7 +47,7 @@ class _Line:
         return self.intercept + self.slope * tokens
 
 
-_ORIGIN_WEIGHT = 0.5  # in drafts, of the line through the origin; chosen by hand, like these
+_ORIGIN_WEIGHT = 0.5  # in drafts, of the round trip without one; chosen by hand, like these
 _LINK_KEEP = 0.95  # memory a draft
 _FIRST_PATIENCE_S = 2.0  # before the first draft
 _LEAST_PATIENCE_S = 0.05  # above the jitter of a fast network
@@ -54,15 +57,18 @@ class LinkTimes:
     """Seconds from an order to its draft, measured here: a round trip, plus time per token."""
 
     def __init__(self) -> None:
-        self._lines: defaultdict[str, _Line] = defaultdict(_Line)
+        self._lines: dict[str, _Line] = {}
         self._round_trips: dict[str, float] = {}
 
     def add_transfer(self, drafter: str, num_tokens: int, seconds: float) -> None:
         """Take in a draft that came `seconds` after its order."""
-        self._lines[drafter].add_transfer(num_tokens, seconds, _LINK_KEEP)
+        line = self._lines.get(drafter)
+        if line is None:
+            line = self._lines[drafter] = _Line(self._round_trips.get(drafter, 0.0))
+        line.add_transfer(num_tokens, seconds, _LINK_KEEP)
 
     def add_round_trip(self, drafter: str, seconds: float) -> None:
-        """Take in a round trip without a draft, which counts until the first draft."""
+        """Take in a round trip without a draft."""
         self._round_trips[drafter] = seconds
 
     def seconds(self, drafter: str, num_tokens: int) -> float:

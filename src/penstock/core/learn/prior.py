@@ -24,6 +24,7 @@ _MEMORY = 128  # requests; bounds the host's time
 _FIRST_STRENGTH, _FIRST_WEIGHT = 6.0, 64.0  # before any request, and tokens that it counts for
 _LEAST_STRENGTH, _MOST_STRENGTH = 2.0, 100.0
 _KEEP = 0.99  # memory of the strength a request
+_SHARED = 0.5  # part of a request's deviation, in log-odds, that all drafters share
 _SHARPNESS = 2.0  # exponent of the cosine; chosen by hand, like these
 _NUM_BUCKETS = 8192  # of hashed words
 _HASH = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio
@@ -60,19 +61,44 @@ class AcceptancePrior:
         return max(_LEAST_STRENGTH, self._tokens / self._excess - 1)
 
     def learn(
-        self, words: IntArray, expected: FloatArray, accepted: FloatArray, decided: FloatArray
+        self,
+        words: IntArray,
+        expected: FloatArray,
+        accepted: FloatArray,
+        decided: FloatArray,
     ) -> None:
-        """Take in an ended request: its words, and by drafter [J] what was expected, and tokens."""
+        """Take in an ended request: its words, and by drafter [J] what was expected, and tokens.
+
+        A drafter is often measured on requests that accept little of the others. So it is told what
+        a usual request would have accepted in this one's place."""
         self._tokens *= _KEEP
         self._excess *= _KEEP
         for p, a, n in zip(expected.tolist(), accepted.tolist(), decided.tolist(), strict=False):
             if n > 1:
                 self._tokens += n - 1
                 self._excess += (a - n * p) ** 2 / (n * p * (1 - p)) - 1
+        odds = expected / (1 - expected) * shifts(expected, accepted, decided, self.strength)
+        usual = (accepted + decided * (expected - odds / (1 + odds))).clip(0.0, decided)
         slot = self._prompts.add(_buckets(words))
         share = np.minimum(1.0, _REQUEST_TOKENS / np.maximum(decided, 1.0))
         self._counts[:, :, slot] = 0.0
-        self._counts[:, : len(decided), slot] = share * accepted, share * decided
+        self._counts[:, : len(decided), slot] = share * usual, share * decided
+
+
+def shifts(
+    expected: FloatArray, accepted: FloatArray, decided: FloatArray, strength: float
+) -> FloatArray:
+    """Return the factors [..., J] of a drafter's odds by what the request accepts of the others.
+
+    expected: acceptance, which counts for `strength` tokens; of the others as many are `accepted`
+    and `decided`."""
+
+    def others(values: FloatArray) -> FloatArray:
+        return np.asarray(values.sum(axis=-1, keepdims=True) - values + strength / 2)
+
+    right, wrong = others(accepted), others(decided - accepted)
+    usual, unusual = others(decided * expected), others(decided * (1 - expected))
+    return np.asarray((right / wrong * unusual / usual) ** _SHARED)
 
 
 class _Prompts:

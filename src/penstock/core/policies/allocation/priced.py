@@ -21,6 +21,9 @@ arrival of drafts made beside it. One group of drafters is solved exactly, if it
 depend on how many draft and all drafts are found; several groups are solved in turn, each against
 the caps of the others. Looked-up tokens are under no cap.
 
+Requests may do better out of step, each waiting for the draft of its own server alone: that plan is
+compared, too.
+
 Where drafts might not pay, a step without them is made now and then to measure its time."""
 
 from __future__ import annotations
@@ -190,6 +193,33 @@ class _Offers:
             self._offer(front)
             plans.append((*self._best_plan(), self._reached))
         lengths, rate, self._reached = max(plans, key=lambda plan: plan[1])
+        servers = {n for n, d in self._view.drafters.items() if d.is_remote}
+        from_servers = np.array([c.drafter in servers for c in self._candidates])
+        if from_servers.any():
+            apart = self._apart(from_servers)
+            lengths, rate = max((lengths, rate), apart, key=lambda plan: plan[1])
+        return lengths, rate
+
+    def _apart(self, from_servers: NDArray[np.bool_]) -> tuple[IntArray, float]:
+        """Return lengths, and their value a second, if requests wait for their own drafts alone.
+
+        Those of draft servers come after several steps. A draft waits for half a step in the mean,
+        and its rows delay the others."""
+        num, longest = self._survival.shape
+        rows, plain = self._view.room.num_rows, self.plain_value / self.plain_s
+        added = self._times.added(rows, rows + np.arange(longest + 1))
+        seconds = np.full((num, longest + 1), self.plain_s)
+        seconds[:, 1:] += self._ready(np.arange(num)[:, None], np.arange(1, longest + 1)[None])
+        seconds[:, 1:] += 0.5 * self.plain_s * (seconds[:, 1:] > self.plain_s)
+        expected = np.ones((num, longest + 1))
+        expected[:, 1:] += self._survival.cumsum(axis=1)
+        rates = (self._worth[:, None] * expected - plain * added) / seconds
+        rates[:, 1:][(self._survival == 0) | ~from_servers[:, None]] = -np.inf
+        lengths = np.zeros((2, num), dtype=np.int64)
+        lengths[1] = rates.argmax(axis=1)
+        rate = plain + float((rates.max(axis=1) - rates[:, 0]).sum())
+        if lengths.sum() > self._view.room.budget or rate <= (1 + _LEAST_GAIN) * plain:
+            return np.zeros_like(lengths), 0.0
         return lengths, rate
 
     def _drafted(self, limits: Sequence[int]) -> FloatArray:
@@ -323,14 +353,14 @@ class _Offers:
         self.levels = self._places
         if last and self.groups[-1].drafter is None:
             is_beside = self.group_of == last - 1
-            self.levels = np.where(is_beside, self._arrivals(), self._places)
+            self.levels = np.where(is_beside, self._ready(self.owners, self._places), self._places)
             latest = np.unique(self.levels[is_beside])
             if len(latest) > _MOST_ARRIVALS:
                 latest = np.quantile(latest, np.linspace(0, 1, _MOST_ARRIVALS))
             self.groups[-1] = _Group(None, np.append(-1.0, latest))
 
-    def _arrivals(self) -> FloatArray:
-        """Return [tokens] seconds until a draft up to this token has come; 0 if sent ahead."""
+    def _ready(self, owners: IntArray, places: FloatArray | IntArray) -> FloatArray:
+        """Return seconds until a draft up to a token of a request has come; 0 if sent ahead."""
         times, loads = self._times, self._view.loads
         starts, each, at_hand = [], [], []
         for candidate in self._candidates:
@@ -340,7 +370,6 @@ class _Offers:
             starts.append(2 * first - second)
             each.append(second - first)
             at_hand.append(candidate.num_at_hand)
-        owners, places = self.owners, self._places
         ready = np.array(starts)[owners] + np.array(each)[owners] * places
         return np.where(places <= np.array(at_hand)[owners], 0.0, ready)
 

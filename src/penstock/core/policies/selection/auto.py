@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.core.learn.acceptance import MOST_POSITIONS
-from penstock.core.learn.prior import AcceptancePrior
+from penstock.core.learn.prior import AcceptancePrior, shifts
 from penstock.core.policies.base import Gauges, ReplayProposal, SelectionPolicy, View, usable
 from penstock.core.policies.options import LONGEST_DRAFT, Range
 from penstock.core.policies.selection.parts.places import assign
@@ -36,7 +36,6 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 _OWN_DECAY = 0.98  # memory of a request's drafts a round; chosen by hand, like the next ones
-_SHARED = 0.5  # part of a request's deviation, in log-odds, that all drafters share
 _HIGHEST = 0.98  # acceptance that is expected at most
 _FIRST_GAP, _LONGEST_GAP = 2, 16
 """Rounds between a request's decisions, first and, after doubling, longest."""
@@ -182,13 +181,7 @@ class Auto(SelectionPolicy):
         accepted, decided = np.array([k.counts for k in known]).swapaxes(0, 1)
         strength = self._prior.strength
         prior = _clipped(np.array([k.prior for k in known]))
-        right = accepted.sum(axis=1, keepdims=True) + strength / 2
-        wrong = (decided - accepted).sum(axis=1, keepdims=True) + strength / 2
-        usual = (decided * prior).sum(axis=1, keepdims=True) + strength / 2
-        unusual = (decided * (1 - prior)).sum(axis=1, keepdims=True) + strength / 2
-        # How much more of its drafts the request accepts than expected.
-        shift = (right / wrong * unusual / usual) ** _SHARED
-        odds = prior / (1 - prior) * np.where(decided > 0, 1.0, shift)
+        odds = prior / (1 - prior) * shifts(prior, accepted, decided, strength)
         rates = (accepted + strength * odds / (1 + odds)) / (decided + strength)
         return _clipped(np.asarray(rates))
 
