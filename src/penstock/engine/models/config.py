@@ -71,6 +71,12 @@ class DecoderConfig:
         """Rows of the key projection, and of the value projection: num_kv_heads * head_dim."""
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers with attention, and so with keys and values."""
+        delta = self.variant.delta
+        return self.num_layers - (0 if delta is None else len(delta.layers))
+
     def layer_rope(self, index: int) -> Rope:
         """Return the rotary embedding of a layer."""
         window = self.variant.window
