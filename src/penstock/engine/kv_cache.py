@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from penstock.engine.models.config import DecoderConfig
+from penstock.engine.states import MOST_KEPT
 
 BLOCK_SIZE = 16
 """Tokens of a block where no setting says."""
@@ -14,6 +15,18 @@ def kv_bytes_per_token(config: DecoderConfig, dtype: torch.dtype) -> int:
     """Return bytes of keys and values of one token over all layers, with the scales of int8."""
     scales = config.num_kv_heads * torch.float32.itemsize if dtype == torch.int8 else 0
     return 2 * config.num_kv_layers * (config.kv_size * dtype.itemsize + scales)
+
+
+def state_bytes(config: DecoderConfig) -> int:
+    """Return the most bytes of one request's recurrent states; 0 without recurrent layers.
+
+    The inputs of kept rows, about half of them, are taken only as far as drafts are long."""
+    delta = config.variant.delta
+    if delta is None:
+        return 0
+    state = delta.value_heads * delta.key_dim * delta.value_dim
+    kept = (delta.kernel - 1 + MOST_KEPT) * (delta.conv_size + 2 * delta.value_heads)
+    return len(delta.layers) * (state + kept) * torch.float32.itemsize
 
 
 class PagedKVCache:

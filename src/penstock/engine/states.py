@@ -78,7 +78,9 @@ class StateSlots:
             raise ValueError(f"slots are {slots.tolist()}; must differ, within 0..{most - 1}")
         return slots
 
-    def _check(self, counts: IntArray, starts: IntArray, replayed: IntArray, slots: IntArray) -> None:
+    def _check(
+        self, counts: IntArray, starts: IntArray, replayed: IntArray, slots: IntArray
+    ) -> None:
         wrong = (starts > 0) & (counts > 0) & ((replayed < 0) | (replayed > self._kept[slots]))
         for i in np.flatnonzero(wrong):
             behind, kept = self._behind[slots[i]], self._kept[slots[i]]

@@ -74,7 +74,9 @@ class DeltaStates:
         rows = torch.cat((qkv.float(), (normed @ weights.gates).float()), dim=1)
         out = torch.empty(len(rows), self._delta.value_heads, self._delta.value_dim)
         out = out.to(rows.device)
-        for seq, (start, end) in enumerate(np.stack((batch.query_start[:-1], batch.query_start[1:]), 1)):
+        for seq, (start, end) in enumerate(
+            np.stack((batch.query_start[:-1], batch.query_start[1:]), 1)
+        ):
             if start < end:
                 move = [int(x[seq]) for x in (moves.slots, moves.replayed, moves.committed)]
                 out[start:end] = self._run(index, weights, rows[start:end], *move)
@@ -83,7 +85,13 @@ class DeltaStates:
         return (out * scale * weights.norm * F.silu(z)).flatten(1).to(normed.dtype)
 
     def _run(
-        self, index: int, w: DeltaWeights, rows: torch.Tensor, slot: int, replayed: int, committed: int
+        self,
+        index: int,
+        w: DeltaWeights,
+        rows: torch.Tensor,
+        slot: int,
+        replayed: int,
+        committed: int,
     ) -> torch.Tensor:
         """Take in one sequence's rows; return [num_rows, value_heads, value_dim]."""
         delta, state, kept = self._delta, self._states[index][slot], self._inputs[index][slot]

@@ -140,9 +140,7 @@ FAMILIES = {
         norm_offset=1.0,
         counts_scaled=True,
     ),
-    "Qwen3_5ForCausalLM": Family(
-        "qwen3_5_text", _qwen3_5, norm_offset=1.0, partial_rotary=True
-    ),
+    "Qwen3_5ForCausalLM": Family("qwen3_5_text", _qwen3_5, norm_offset=1.0, partial_rotary=True),
 }
 """Families by the name in config.json's architectures."""
 
