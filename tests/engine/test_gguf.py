@@ -31,7 +31,8 @@ Damage = Callable[[bytes], bytes]
 
 def wide(case: str) -> Case:
     known = CASES[case]
-    return dataclasses.replace(known, changes=known.changes | WIDE)
+    heads = {"linear_value_head_dim": 64} if case.startswith("qwen3-5") else {}
+    return dataclasses.replace(known, changes=known.changes | WIDE | heads)
 
 
 def logits(runner: ModelRunner) -> torch.Tensor:
@@ -56,6 +57,7 @@ def test_every_type_gives_the_values_that_were_stored(kind: str, tmp_path: Path)
         *("qwen2", "qwen3", "mistral", "phi3", "phi3-partial", "phi3-longrope"),
         "phi3-longrope-beyond",
         *("gemma3", "gemma3-scaled"),
+        *("qwen3-5", "qwen3-5-even"),
     ],
 )
 def test_every_architecture(case: str, tmp_path: Path) -> None:
@@ -119,7 +121,8 @@ def test_a_matrix_dequantises_as_the_package_does(kind: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("kind", "case"), covering(QUANTIZED, ["llama", "qwen2", "phi3-partial", "gemma3"], strength=1)
+    ("kind", "case"),
+    covering(QUANTIZED, ["llama", "qwen2", "phi3-partial", "gemma3", "qwen3-5"], strength=1),
 )
 def test_quantised_weights_stay_so_in_the_kernels(kind: str, case: str, tmp_path: Path) -> None:
     """Near the eager decoder, which dequantises them, and of no more memory than the file's."""
@@ -129,7 +132,8 @@ def test_quantised_weights_stay_so_in_the_kernels(kind: str, case: str, tmp_path
     assert held < 1.2 * saved.path.stat().st_size
     expected = logits(eager(saved.path))
     error = (logits(native) - expected).abs().mean() / expected.std()
-    assert 1e-5 < error < 0.05
+    # Random recurrent layers magnify it: in bfloat16 they err by 0.045, where Llama's err by 0.009.
+    assert 1e-5 < error < (0.15 if case == "qwen3-5" else 0.05)
 
 
 @pytest.mark.parametrize("kind", ["IQ4_NL", *WIDENED])

@@ -67,7 +67,9 @@ class EagerRunner(ModelRunner):
     ) -> Self:
         """Load a checkpoint for texts of at most `max_model_len` tokens.
 
-        num_slots: room for recurrent states. Raises: CheckpointError; ValueError for an empty cache."""
+        num_slots: room for recurrent states.
+
+        Raises: CheckpointError; ValueError for an empty cache."""
         config = DecoderConfig.from_pretrained(path).within(max_model_len)
         weights = load_weights(path, config, dtype)
         return cls(config, weights, device, num_blocks, block_size, attention, num_slots)

@@ -119,7 +119,8 @@ class Decoder:
         def compute(index: int, hidden: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
             layer = self.layers[index]
             if layer.delta is not None:
-                assert states is not None and moves is not None
+                assert states is not None
+                assert moves is not None
                 normed = layer.input_norm(hidden)
                 qkv = torch.mm(normed, layer.qkv)
                 attended = states.mix(index, layer.delta, qkv, normed, batch, moves)

@@ -1,4 +1,4 @@
-"""Gated DeltaNet of the eager decoder: a short convolution, and a recurrent state per value head."""
+"""Gated DeltaNet of the eager decoder: a short convolution, then a state for each value head."""
 
 from __future__ import annotations
 
