@@ -2,8 +2,9 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -78,6 +79,7 @@ def write_gguf(
     tokenizer: Tokenizer | None = None,
     pre: str = "gpt-2",
     split: int = 0,
+    tensors: Mapping[str, np.ndarray] = MappingProxyType({}),
     **changes: Any,
 ) -> Checkpoint:
     """A random model; the one that comes back has what was stored."""
@@ -88,7 +90,7 @@ def write_gguf(
     model = case.model(config).eval()
     with torch.no_grad():
         _randomise(model)
-    return save_gguf(file, model, kind, tokenizer, pre, split, **changes)
+    return save_gguf(file, model, kind, tokenizer, pre, split, tensors, **changes)
 
 
 def save_gguf(
@@ -98,12 +100,14 @@ def save_gguf(
     tokenizer: Tokenizer | None = None,
     pre: str = "gpt-2",
     split: int = 0,
+    tensors: Mapping[str, np.ndarray] = MappingProxyType({}),
     **changes: Any,
 ) -> Checkpoint:
     """A model, which comes back with what was stored.
 
     kind: the matrices' ggml type, or what gives it for a name of Hugging Face's
     split: most tensors of a part of `file`; 0: it is not split
+    tensors: further ones, by name
     changes: metadata keys and their values, None for one that is left out
     """
     config: Any = model.config
@@ -125,6 +129,8 @@ def save_gguf(
         )
     with torch.no_grad():
         _add_tensors(writer, model, kind)
+    for name, values in tensors.items():
+        writer.add_tensor(name, values)
     finish(writer)
     return Checkpoint(file, model)
 

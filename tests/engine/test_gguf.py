@@ -95,6 +95,20 @@ def test_experts(kind: str, tmp_path: Path) -> None:
     assert error < (1e-5 if kind in ("F32", "BF16") else 0.05)
 
 
+def test_layers_of_further_heads_are_left(tmp_path: Path) -> None:
+    """They lie behind the model's own, and are counted with them."""
+    ahead = {"block_count": 4, "nextn_predict_layers": 1}
+    tensors = {"blk.3.nextn.enorm.weight": np.ones(48, np.float32)}
+    saved = write_gguf(tmp_path / "more.gguf", CASES["qwen3-5"], tensors=tensors, **ahead)
+    expected = saved.logits(IDS)
+    torch.testing.assert_close(logits(eager(saved.path)), expected, atol=2e-4, rtol=2e-4)
+    saved = write_gguf(tmp_path / "other.gguf", CASES["qwen3-5"], tensors=tensors)
+    with pytest.raises(
+        CheckpointError, match=r"blk\.3\.nextn\.enorm\.weight is not part of a plain"
+    ):
+        eager(saved.path)
+
+
 def test_rows_of_a_head_in_another_order_would_be_seen(tmp_path: Path) -> None:
     saved = write_gguf(tmp_path / "model.gguf", CASES["llama"])
     config = DecoderConfig.from_pretrained(saved.path)
@@ -274,7 +288,10 @@ def test_rope_of_a_file_that_does_not_say_all(changes, rope, tmp_path) -> None:
 def test_another_architecture(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     finish(gguf.GGUFWriter(path, "mamba"))
-    refusal(path, "general.architecture is 'mamba'", "llama, qwen2, qwen3, qwen3moe, phi3, gemma3")
+    refusal(path, "general.architecture is 'mamba'", "qwen3moe, phi3, gemma3, qwen35")
+    other = tmp_path / "other.gguf"
+    finish(gguf.GGUFWriter(other, "qwen3next"))
+    refusal(other, "qwen3next has experts that every token has (shared experts)")
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,20 @@ TEXT_PARTS = {
 """Text parts of models that also read images."""
 
 
+_SHARED_EXPERTS = "experts that every token has (shared experts)"
+MISSING = dict.fromkeys(
+    (
+        "Qwen3NextForCausalLM",
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5MoeForConditionalGeneration",
+        "qwen3next",
+        "qwen35moe",
+    ),
+    _SHARED_EXPERTS,
+)
+"""What is not computed of other architectures, by name in config.json and in GGUF."""
+
+
 def rope_of(architecture: str, config: Any) -> Rope:
     """Return the rotary embedding of layers without a window. Raises ValueError if unsupported."""
     values = _rope_values(config, "full_attention")

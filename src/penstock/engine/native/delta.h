@@ -11,7 +11,15 @@
 
 namespace penstock {
 
+// Rows that a strip of a state is changed by before the next strip is.
+constexpr int kDeltaRows = 16;
+// Vectors of columns in a strip, which the first-level cache holds, and the sums that each of them
+// is split into: a multiply-add waits for the one before.
+constexpr int kStrip = 2, kChains = 4;
+
 // What one pass does to the states of one sequence and key head, and what its rows give.
+//
+// A state lies strip by strip, each [key_dim, its columns].
 class DeltaHead {
  public:
   DeltaHead(const Model& model, const LayerWeights& layer, const StateMove& move, int key_head,
@@ -25,13 +33,13 @@ class DeltaHead {
         padded_value_(round_up(w_.value_dim, kLanes)),
         num_values_(w_.value_heads / w_.key_heads),
         replayed_(std::max(0, move.replayed)),
+        certain_(replayed_ + move.committed),
         kept_(layer.kept + (size_t)move.slot * kept_rows(w_) * model.inputs_stride()),
         states_(layer.states + (size_t)move.slot * w_.value_heads * state_size()) {
-    float* next = scratch.reserve(2 * padded_key_ + 3 * padded_value_ + 4 * kLanes +
-                                  (size_t)num_values_ * state_size());
-    query_ = next, key_ = query_ + padded_key_ + kLanes, value_ = key_ + padded_key_ + kLanes;
-    out_ = value_ + padded_value_ + kLanes, delta_ = out_ + padded_value_ + kLanes;
-    copies_ = delta_ + padded_value_;
+    const size_t keys = (size_t)kDeltaRows * padded_key_, values = (size_t)kDeltaRows * padded_value_;
+    queries_ = scratch.reserve(2 * keys + 2 * values + padded_value_ + num_values_ * state_size());
+    keys_ = queries_ + keys, value_rows_ = keys_ + keys, outs_ = value_rows_ + values;
+    gated_ = outs_ + values, copies_ = gated_ + padded_value_;
   }
 
   // Rows whose inputs a slot holds: those that the convolution reads before a state's first one,
@@ -40,14 +48,10 @@ class DeltaHead {
 
   void run() {
     if (move_.replayed < 0) begin();
-    const int certain = replayed_ + move_.committed, steps = replayed_ + move_.num_rows;
-    bool is_copy = false;
-    for (int step = 0; step < steps; ++step) {
-      if (step == certain) copy_states(), is_copy = true;
-      const int row = step < replayed_ ? -1 : move_.row + step - replayed_;
-      take_in(step, row, is_copy);
-    }
-    for_channels([&](int first, int count) { keep(certain, steps - certain, first, count); });
+    const int steps = replayed_ + move_.num_rows;
+    for (int first = 0; first < steps; first += kDeltaRows)
+      take_in(first, std::min(kDeltaRows, steps - first));
+    for_channels([&](int first, int count) { keep(steps - certain_, first, count); });
   }
 
  private:
@@ -56,8 +60,10 @@ class DeltaHead {
   const LayerWeights& layer_;
   const StateMove& move_;
   const int key_head_, padded_key_, padded_value_, num_values_, replayed_;
+  const int certain_;  // steps that the state takes in; later ones change a copy
   float *const kept_, *const states_;
-  float *query_, *key_, *value_, *out_, *delta_, *copies_;
+  float *queries_, *keys_, *value_rows_, *outs_, *gated_, *copies_;
+  float beta_[kDeltaRows], decay_[kDeltaRows];
 
   size_t state_size() const { return (size_t)w_.key_dim * padded_value_; }
   int value_head(int i) const {
@@ -95,36 +101,40 @@ class DeltaHead {
     });
   }
 
-  void copy_states() {
-    for (int i = 0; i < num_values_; ++i)
-      std::memcpy(copies_ + i * state_size(), state(i), state_size() * sizeof(float));
-  }
-
   // What the next pass reads: the convolution's inputs before its first step, then those of the rows
   // that it may replay. Places rise, so that none is overwritten before it is read.
-  void keep(int certain, int count, int first, int size) const {
+  void keep(int count, int first, int size) const {
     for (int i = 0; i < w_.kernel - 1 + count; ++i) {
-      const float* from = inputs(i + certain) + first;
+      const float* from = inputs(i + certain_) + first;
       float* to = kept_ + i * model_.inputs_stride() + first;
       if (from != to) std::memcpy(to, from, size * sizeof(float));
     }
   }
 
-  // row: of the pass, which gets what the step gives; -1: it is replayed
-  void take_in(int step, int row, bool is_copy) {
-    convolve(step, key_head_ * w_.key_dim, w_.key_dim, query_);
-    convolve(step, first_key() + key_head_ * w_.key_dim, w_.key_dim, key_);
-    normalise(query_, 1.0f / std::sqrt((float)w_.key_dim));
-    normalise(key_, 1.0f);
-    const float* input = inputs(step + w_.kernel - 1);
-    for (int i = 0; i < num_values_; ++i) {
-      const int head = value_head(i);
-      convolve(step, first_value() + head * w_.value_dim, w_.value_dim, value_);
-      const float beta = 1.0f / (1.0f + std::exp(-input[model_.beta_start() + head]));
-      const float x = input[model_.alpha_start() + head] + layer_.dt_bias[head];
-      const float decay = std::exp(layer_.rate[head] * (x > 20 ? x : std::log1p(std::exp(x))));
-      update(is_copy ? copies_ + i * state_size() : state(i), beta, decay, row >= 0);
-      if (row >= 0) finish(row, head);
+  void take_in(int first, int count) {
+    for (int i = 0; i < count; ++i) {
+      float *query = queries_ + i * padded_key_, *key = keys_ + i * padded_key_;
+      convolve(first + i, key_head_ * w_.key_dim, w_.key_dim, query);
+      convolve(first + i, first_key() + key_head_ * w_.key_dim, w_.key_dim, key);
+      normalise(query, 1.0f / std::sqrt((float)w_.key_dim));
+      normalise(key, 1.0f);
+    }
+    for (int value = 0; value < num_values_; ++value) {
+      const int head = value_head(value);
+      for (int i = 0; i < count; ++i) {
+        convolve(first + i, first_value() + head * w_.value_dim, w_.value_dim,
+                 value_rows_ + i * padded_value_);
+        const float* input = inputs(first + i + w_.kernel - 1);
+        beta_[i] = 1.0f / (1.0f + std::exp(-input[model_.beta_start() + head]));
+        const float x = input[model_.alpha_start() + head] + layer_.dt_bias[head];
+        decay_[i] = std::exp(layer_.rate[head] * (x > 20 ? x : std::log1p(std::exp(x))));
+      }
+      int column = 0;
+      for (; column + kStrip * kLanes <= padded_value_; column += kStrip * kLanes)
+        update<kStrip>(value, column, first, count);
+      for (; column < padded_value_; column += kLanes) update<1>(value, column, first, count);
+      for (int i = std::max(0, replayed_ - first); i < count; ++i)
+        finish(move_.row + first + i - replayed_, head, outs_ + i * padded_value_);
     }
   }
 
@@ -149,52 +159,68 @@ class DeltaHead {
     for (int i = 0; i < padded_key_; i += kLanes) store(x + i, load(x + i) * factor);
   }
 
-  void update(float* state, float beta, float decay, bool reads) {
-    int i = 0;
-    for (; i + 8 * kLanes <= padded_value_; i += 8 * kLanes)
-      update_strip<8>(state + i, i, beta, decay, reads);
-    for (; i + 4 * kLanes <= padded_value_; i += 4 * kLanes)
-      update_strip<4>(state + i, i, beta, decay, reads);
-    for (; i < padded_value_; i += kLanes) update_strip<1>(state + i, i, beta, decay, reads);
+  // N vectors of columns, by `count` rows: state = decay * state + key x delta, where delta is beta
+  // times what the value differs by from what the decayed state holds for the key; out = query x
+  // state. Every sum is kChains chains of multiply-adds over the key's channels.
+  template <int N>
+  __attribute__((noinline)) void update(int value, int column, int first, int count) {
+    const size_t start = (size_t)column * w_.key_dim, size = (size_t)N * kLanes * w_.key_dim;
+    float* copy = copies_ + value * state_size() + start;
+    float* at = first > certain_ ? copy : state(value) + start;
+    for (int i = 0; i < count; ++i) {
+      if (first + i == certain_) {
+        std::memcpy(copy, at, size * sizeof(float));
+        at = copy;
+      }
+      const float *key = keys_ + i * padded_key_, *query = queries_ + i * padded_key_;
+      const float* row = value_rows_ + i * padded_value_ + column;
+      const VecF decay = splat(decay_[i]), beta = splat(beta_[i]);
+      VecF sums[kChains][N] = {}, delta[N];
+      over_keys([&](int k, int chain) {
+        for (int n = 0; n < N; ++n)
+          sums[chain][n] =
+              fused(splat(key[k]), load(at + ((size_t)k * N + n) * kLanes), sums[chain][n]);
+      });
+      for (int n = 0; n < N; ++n) delta[n] = beta * (load(row + n * kLanes) - decay * total(sums, n));
+      std::memset(sums, 0, sizeof sums);
+      over_keys([&](int k, int chain) {
+        for (int n = 0; n < N; ++n) {
+          float* place = at + ((size_t)k * N + n) * kLanes;
+          const VecF now = fused(splat(key[k]), delta[n], load(place) * decay);
+          store(place, now);
+          sums[chain][n] = fused(splat(query[k]), now, sums[chain][n]);
+        }
+      });
+      for (int n = 0; n < N; ++n)
+        store(outs_ + i * padded_value_ + column + n * kLanes, total(sums, n));
+    }
   }
 
-  // N vectors of columns: state = decay * state + key x delta, where delta is beta times what the
-  // value differs by from what the decayed state holds for the key; out = query x state. Every
-  // element is one chain of multiply-adds over the key's channels.
+  // The chains' numbers are constants, so that their sums stay in registers.
+  template <class Visit>
+  void over_keys(Visit&& visit) const {
+    const int whole = w_.key_dim / kChains * kChains;
+    for (int k = 0; k < whole; k += kChains)
+#pragma GCC unroll 4
+      for (int chain = 0; chain < kChains; ++chain) visit(k + chain, chain);
+#pragma GCC unroll 4
+    for (int chain = 0; chain < kChains; ++chain)
+      if (whole + chain < w_.key_dim) visit(whole + chain, chain);
+  }
+
   template <int N>
-  __attribute__((noinline)) void update_strip(float* state, int column, float beta, float decay,
-                                              bool reads) {
-    VecF sum[N] = {};
-    for (int k = 0; k < w_.key_dim; ++k) {
-      const VecF key = splat(key_[k]);
-      for (int n = 0; n < N; ++n)
-        sum[n] = fused(key, load(state + (size_t)k * padded_value_ + n * kLanes), sum[n]);
-    }
-    VecF delta[N];
-    for (int n = 0; n < N; ++n) {
-      delta[n] = splat(beta) * (load(value_ + column + n * kLanes) - splat(decay) * sum[n]);
-      sum[n] = VecF{};
-    }
-    for (int k = 0; k < w_.key_dim; ++k) {
-      const VecF key = splat(key_[k]), query = splat(query_[k]);
-      for (int n = 0; n < N; ++n) {
-        float* at = state + (size_t)k * padded_value_ + n * kLanes;
-        const VecF now = fused(key, delta[n], load(at) * splat(decay));
-        store(at, now);
-        if (reads) sum[n] = fused(query, now, sum[n]);
-      }
-    }
-    for (int n = 0; n < N; ++n) store(out_ + column + n * kLanes, sum[n]);
+  static VecF total(const VecF (&sums)[kChains][N], int n) {
+    return (sums[0][n] + sums[1][n]) + (sums[2][n] + sums[3][n]);
   }
 
   // attended = RMSNorm(out) * silu(z)
-  void finish(int row, int head) {
+  void finish(int row, int head, float* out) const {
     const int size = w_.value_dim;
     const float* z = model_.output_gate.get() + row * model_.value_stride() + (size_t)head * size;
-    rms_norm(out_, layer_.linear_norm, size, w_.rms_norm_eps, out_);
+    rms_norm(out, layer_.linear_norm, size, w_.rms_norm_eps, out);
     for (int i = 0; i < padded_value_; i += kLanes)
-      store(delta_ + i, load(out_ + i) * silu(load(z + i)));
-    std::memcpy(model_.attended.get() + row * model_.query_stride() + (size_t)head * size, delta_,
+      store(gated_ + i, load(out + i) * silu(load(z + i)));
+    std::memcpy(model_.attended.get() + row * model_.query_stride() + (size_t)head * size, gated_,
                 size * sizeof(float));
   }
 };

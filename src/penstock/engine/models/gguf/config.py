@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from gguf.constants import TokenType
 
-from penstock.engine.models.families import FAMILIES
+from penstock.engine.models.families import FAMILIES, MISSING
 from penstock.engine.models.gguf.file import GgufFile, TensorEntry
 from penstock.engine.models.gguf.tokenizer import SPM_IDS
 from penstock.engine.models.gguf.values import read_values
@@ -83,6 +83,8 @@ class Metadata:
     def __init__(self, file: GgufFile) -> None:
         self._file = file
         self.architecture = str(file.metadata.get("general.architecture"))
+        if (missing := MISSING.get(self.architecture)) is not None:
+            raise file.error(f"{self.architecture} has {missing}; not computed yet")
         if self.architecture not in _ARCHITECTURES:
             raise file.error(
                 f"general.architecture is {self.architecture!r}; "
