@@ -141,13 +141,15 @@ def test_moves_of_states() -> None:
         return [moves.replayed.tolist(), moves.committed.tolist()]
 
     assert step(batch_of((2, 0, 40), (0, 0, 7), logits=0)) == [[-1, -1], [40, 7]]
-    assert step(batch_of((0, 7, 5), (2, 40, 3), logits=4)) == [[0, 0], [1, 0]]
+    assert step(batch_of((0, 7, 5), (2, 40, 4), logits=4)) == [[0, 0], [2, 1]]
     # Two of three were rejected; of the other's, none.
-    assert step(batch_of((2, 41, 1), (0, 12, 200), logits=200)) == [[1, 4], [0, 200 - MOST_KEPT]]
-    for start in (40, 43):
-        with pytest.raises(ValueError, match=f"begins at {start}; its state is behind 41 tokens"):
+    assert step(batch_of((2, 42, 1), (0, 12, 200), logits=200)) == [[1, 3], [1, 200 - MOST_KEPT]]
+    for start in (42, 44):
+        with pytest.raises(ValueError, match=f"begins at {start}; its state is behind 43 tokens"):
             slots.moves(batch_of((2, start, 1)))
-    assert step(batch_of((2, 0, 1))) == [[-1], [0]]
+    assert step(batch_of((2, 0, 1))) == [[-1], [1]]
+    assert step(dataclasses.replace(batch_of((2, 1, 1)), again=True)) == [[0], [0]]
+    assert step(batch_of((2, 1, 1))) == [[0], [1]]
     for wrong in ((0, 0), (0, 3), (-1, 1)):
         with pytest.raises(ValueError, match=r"must differ, within 0\.\.2"):
             slots.moves(batch_of(*((slot, 0, 1) for slot in wrong)))
@@ -317,6 +319,21 @@ def test_a_hybrid_drafter_is_refused_in_one_line(engine: Engine, tmp_path: Path)
 
 
 EAGER = partial(EagerRunner.load, dtype=torch.float32, device=torch.device("cpu"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", ["greedy", "coupled"])
+def test_many_requests(engine: Engine, sampling: str) -> None:
+    """Each by itself, then all in memory that holds a few, in chunks of prompts, by any source."""
+    expected = Alone(engine, num=500)[sampling]
+    requests = make_requests(SAMPLINGS[sampling], 500, "auto")
+    loop = make_loop(
+        engine, kv_tokens=10 * 16, max_num_batched_tokens=48, pipeline="async", learn=timeless()
+    )
+    outputs, accepted = run(loop, predicted(requests, expected))
+    assert outputs == expected
+    assert accepted > 500
+    assert loop.scheduler.table.counters.preemptions > 0
 
 
 @pytest.mark.slow

@@ -34,7 +34,8 @@ class RaggedBatch:
     seq_lens: [num_seqs] int32, tokens of context including this batch's rows
     block_tables: [num_seqs, max_blocks] int32; block j holds positions j*block_size onward
     logits_rows: [num_logits] int32, ascending rows of which logits are wanted
-    slots: [num_seqs] int32, places of recurrent states (`engine.states`), where a model has some"""
+    slots: [num_seqs] int32, places of recurrent states (`engine.states`), where a model has some
+    again: the last row of a sequence with logits may come again"""
 
     token_ids: IntArray
     positions: IntArray
@@ -43,6 +44,7 @@ class RaggedBatch:
     block_tables: IntArray
     logits_rows: IntArray
     slots: IntArray | None = None
+    again: bool = False
 
     @property
     def num_tokens(self) -> int:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from penstock.core.policies.base import MOST_DRAFT_TOKENS
 from penstock.engine.runner import IntArray, RaggedBatch
+from penstock.engine.sampling.params import BoolArray
 
 MOST_KEPT = MOST_DRAFT_TOKENS + 1
 """Most rows of a sequence whose inputs are kept: of a draft, and of the token before it."""
@@ -41,20 +42,22 @@ class StateSlots:
     def moves(self, batch: RaggedBatch) -> StateMoves:
         """Return a step's moves. Raises ValueError where a state cannot be had.
 
-        Rows whose logits are wanted may be computed again: they are kept, as many as fit. A batch
-        without slots is for measurements: its sequences go on from whatever there is."""
+        Behind the first row whose logits are wanted lie those of a draft: they are kept, as many
+        as fit. A batch without slots has the first ones, and goes on from whatever they hold: it is
+        for measurements."""
         counts, starts = self._rows(batch)
         before = np.searchsorted(batch.logits_rows, batch.query_start)
         rows = np.append(batch.logits_rows, batch.num_tokens)
-        certain = np.minimum(rows[before[:-1]], batch.query_start[1:]) - batch.query_start[:-1]
+        ends = rows[before[:-1]] + (0 if batch.again else 1)
+        certain = np.minimum(ends, batch.query_start[1:]) - batch.query_start[:-1]
         committed = np.maximum(certain, counts - MOST_KEPT)
-        if batch.slots is None:
-            slots = np.arange(batch.num_seqs, dtype=np.int32)
-            replayed = np.zeros_like(slots)
-        else:
-            slots = batch.slots
-            replayed = starts - self._behind[self._checked(slots)]
-            self._check(counts, starts, replayed, slots)
+        slots = np.arange(batch.num_seqs, dtype=np.int32) if batch.slots is None else batch.slots
+        replayed = starts - self._behind[self._checked(slots)]
+        kept = (replayed >= 0) & (replayed <= self._kept[slots])
+        wrong = (starts > 0) & (counts > 0) & ~kept
+        if batch.slots is not None:
+            self._refuse(wrong, starts, slots)
+        replayed[wrong] = 0
         replayed[starts == 0] = -1
         return StateMoves(slots, replayed, committed.astype(np.int32))
 
@@ -78,10 +81,8 @@ class StateSlots:
             raise ValueError(f"slots are {slots.tolist()}; must differ, within 0..{most - 1}")
         return slots
 
-    def _check(
-        self, counts: IntArray, starts: IntArray, replayed: IntArray, slots: IntArray
-    ) -> None:
-        wrong = (starts > 0) & (counts > 0) & ((replayed < 0) | (replayed > self._kept[slots]))
+    def _refuse(self, wrong: BoolArray, starts: IntArray, slots: IntArray) -> None:
+        """Raises ValueError for the first wrong sequence, if any."""
         for i in np.flatnonzero(wrong):
             behind, kept = self._behind[slots[i]], self._kept[slots[i]]
             raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
@@ -358,7 +359,9 @@ class PromptScores:
             stop = min(end, begin + _MOST_ROWS)
             writer = BatchWriter()
             writer.add(begin, text.tokens(begin, stop), stop - begin)
-            logits = self._runner.forward(writer.batch(tables, slots))
+            # The step itself computes the last row once more.
+            batch = replace(writer.batch(tables, slots), again=True)
+            logits = self._runner.forward(batch)
             following = text.tokens(begin + 1, min(stop + 1, request.prompt_len))
             if following:
                 found += token_logprobs(logits[: len(following)], following, num_top)

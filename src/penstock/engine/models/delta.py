@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -72,11 +72,9 @@ class DeltaStates:
 
         qkv: of the rows, [num_tokens, conv_size]; normed: the layer's input"""
         rows = torch.cat((qkv.float(), (normed @ weights.gates).float()), dim=1)
-        out = torch.empty(len(rows), self._delta.value_heads, self._delta.value_dim)
-        out = out.to(rows.device)
-        for seq, (start, end) in enumerate(
-            np.stack((batch.query_start[:-1], batch.query_start[1:]), 1)
-        ):
+        shape = (len(rows), self._delta.value_heads, self._delta.value_dim)
+        out = torch.empty(shape, device=rows.device)
+        for seq, (start, end) in enumerate(pairwise(batch.query_start.tolist())):
             if start < end:
                 move = [int(x[seq]) for x in (moves.slots, moves.replayed, moves.committed)]
                 out[start:end] = self._run(index, weights, rows[start:end], *move)
