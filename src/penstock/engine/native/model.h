@@ -33,7 +33,7 @@ struct LayerWeights {
   // values side by side; the gate of its output; strength of the update; decay. Null: attention.
   penstock::Matrix linear_qkv, linear_z, beta, alpha;
   const float *conv, *dt_bias, *rate, *linear_norm;  // conv: [kernel, conv_stride]
-  float* states;  // [num_slots, value_heads, key_dim, round_up(value_dim, kLanes)]
+  float* states;  // [num_slots, value_heads, key_dim * round_up(value_dim, kLanes)]
   float* kept;    // [num_slots, kernel - 1 + most_kept, inputs_stride]: see delta.h
 };
 
