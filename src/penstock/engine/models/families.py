@@ -103,6 +103,8 @@ def _gemma3(config: Any) -> Variant:
 
 
 def _qwen3_5(config: Any) -> Variant:
+    if not getattr(config, "attn_output_gate", True):
+        raise ValueError("attn_output_gate is false; allowed: true")
     return Variant(
         bias=_attention_bias(config),
         qk_norm=True,
