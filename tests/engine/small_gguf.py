@@ -2,8 +2,9 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -49,6 +50,7 @@ _ARCHITECTURES = {
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
     "phi3": gguf.MODEL_ARCH.PHI3,
     "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
+    "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
 }
 
 
@@ -77,6 +79,7 @@ def write_gguf(
     tokenizer: Tokenizer | None = None,
     pre: str = "gpt-2",
     split: int = 0,
+    tensors: Mapping[str, np.ndarray] = MappingProxyType({}),
     **changes: Any,
 ) -> Checkpoint:
     """A random model; the one that comes back has what was stored."""
@@ -87,7 +90,7 @@ def write_gguf(
     model = case.model(config).eval()
     with torch.no_grad():
         _randomise(model)
-    return save_gguf(file, model, kind, tokenizer, pre, split, **changes)
+    return save_gguf(file, model, kind, tokenizer, pre, split, tensors, **changes)
 
 
 def save_gguf(
@@ -97,12 +100,14 @@ def save_gguf(
     tokenizer: Tokenizer | None = None,
     pre: str = "gpt-2",
     split: int = 0,
+    tensors: Mapping[str, np.ndarray] = MappingProxyType({}),
     **changes: Any,
 ) -> Checkpoint:
     """A model, which comes back with what was stored.
 
     kind: the matrices' ggml type, or what gives it for a name of Hugging Face's
     split: most tensors of a part of `file`; 0: it is not split
+    tensors: further ones, by name
     changes: metadata keys and their values, None for one that is left out
     """
     config: Any = model.config
@@ -110,7 +115,12 @@ def save_gguf(
     writer = gguf.GGUFWriter(file, architecture, split_max_tensors=split)
     for key, value in (_metadata(config) | changes).items():
         if value is not None:
-            add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
+            add = {
+                str: writer.add_string,
+                float: writer.add_float32,
+                int: writer.add_uint32,
+                list: writer.add_array,
+            }
             add[type(value)](f"{architecture}.{key}", value)
     if tokenizer is not None:
         end = config.eos_token_id  # a file must have one
@@ -119,6 +129,8 @@ def save_gguf(
         )
     with torch.no_grad():
         _add_tensors(writer, model, kind)
+    for name, values in tensors.items():
+        writer.add_tensor(name, values)
     finish(writer)
     return Checkpoint(file, model)
 
@@ -189,6 +201,17 @@ def _own_metadata(config: Any, rope: dict[str, Any]) -> dict[str, Any]:
             "expert_used_count": config.num_experts_per_tok,
             "expert_feed_forward_length": config.moe_intermediate_size,
         }
+    if config.model_type == "qwen3_5_text":
+        return {
+            "ssm.conv_kernel": config.linear_conv_kernel_dim,
+            "ssm.state_size": config.linear_key_head_dim,
+            "ssm.group_count": config.linear_num_key_heads,
+            "ssm.time_step_rank": config.linear_num_value_heads,
+            "ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
+            "full_attention_interval": config.layer_types.index("full_attention") + 1,
+            "rope.dimension_count": int(config.head_dim * rope["partial_rotary_factor"]),
+            "rope.dimension_sections": [11, 11, 10, 0],
+        }
     if config.model_type != "phi3":
         return {}
     factor = config.max_position_embeddings / config.original_max_position_embeddings
@@ -227,16 +250,57 @@ def _add_tensors(
         writer.add_tensor(name, values)
     for name, parameter in _parameters(model):
         theirs = names.get_name(name, (".weight", ".bias"))
+        if "linear_attn." in name and _add_delta_values(writer, config, names, name, parameter):
+            continue
         if parameter.dim() == 1:
-            is_gemma = config.model_type == "gemma3_text"
-            values = parameter.numpy() + np.float32(is_gemma and name.endswith("norm.weight"))
+            is_centred = config.model_type in ("gemma3_text", "qwen3_5_text")
+            values = parameter.numpy() + np.float32(is_centred and name.endswith("norm.weight"))
             writer.add_tensor(theirs, _interleaved(config, name, values))
             continue
         own = kind if isinstance(kind, str) else kind(name)
         stored = gguf.GGMLQuantizationType[own]
-        encoded = encode(parameter.numpy(), own)
-        parameter.copy_(torch.from_numpy(gguf.dequantize(encoded, stored)))
+        axis, order = _strided(config, name, parameter.shape)
+        encoded = encode(np.ascontiguousarray(parameter.numpy().take(order, axis)), own)
+        values = gguf.dequantize(encoded, stored).take(order.argsort(), axis)
+        parameter.copy_(torch.from_numpy(values))
         writer.add_tensor(theirs, _interleaved(config, name, encoded), raw_dtype=stored)
+
+
+def _add_delta_values(
+    writer: gguf.GGUFWriter,
+    config: Any,
+    names: gguf.TensorNameMap,
+    name: str,
+    parameter: torch.Tensor,
+) -> bool:
+    """What a recurrent layer has beside matrices, under llama.cpp's names; False for a matrix."""
+    base, values = name.removesuffix(".weight"), parameter.numpy()
+    _, order = _strided(config, name, parameter.shape)
+    if base.endswith(".A_log"):
+        writer.add_tensor(names.get_name(base), -np.exp(values[order]))
+    elif base.endswith(".dt_bias"):
+        theirs = names.get_name(base.replace("dt_bias", "dt_proj"))
+        writer.add_tensor(f"{theirs}.bias", values[order])
+    elif base.endswith(".conv1d"):
+        writer.add_tensor(f"{names.get_name(base)}.weight", values.squeeze(1)[order])
+    elif base.endswith(".norm"):
+        writer.add_tensor(f"{names.get_name(base)}.weight", values)
+    else:
+        return False
+    return True
+
+
+def _strided(config: Any, name: str, shape: tuple[int, ...]) -> tuple[int, np.ndarray]:
+    """The axis of value heads in a tensor of a recurrent layer, and its order in a file: the first
+    value head of every key head, then the second ones; of other tensors the rows as they are."""
+    axis = int("linear_attn.out_proj" in name)
+    every = np.arange(shape[axis])
+    if "linear_attn." not in name or ".norm." in name:
+        return 0, every
+    keys = config.linear_num_key_heads
+    before = 2 * keys * config.linear_key_head_dim if "qkv" in name or "conv1d" in name else 0
+    heads = every[before:].reshape(keys, config.linear_num_value_heads // keys, -1)
+    return axis, np.concatenate((every[:before], heads.swapaxes(0, 1).flatten()))
 
 
 def _randomise(model: PreTrainedModel) -> None:

@@ -20,6 +20,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -74,6 +76,17 @@ _GEMMA = {
     "sliding_window": 21,
     "layer_types": ["sliding_attention", "full_attention"],
 }
+
+_DELTA = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+}
+"""Sizes that fill no vector."""
 
 CASES = {
     "llama": Case(LlamaForCausalLM, LlamaConfig, {}),
@@ -137,6 +150,19 @@ CASES = {
             },
         },
     ),
+    "qwen3-5": Case(Qwen3_5ForCausalLM, Qwen3_5TextConfig, _DELTA),
+    "qwen3-5-even": Case(
+        Qwen3_5ForCausalLM,
+        Qwen3_5TextConfig,
+        _DELTA
+        | {
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "linear_conv_kernel_dim": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 
 
@@ -179,13 +205,14 @@ def write_checkpoint(path: Path, case: Case, **save_options: Any) -> Checkpoint:
 
 
 class Paging:
-    """Gives sequences blocks in a shuffled order and builds batches from spans of them."""
+    """Gives sequences blocks in a shuffled order, and slots, and builds batches of their spans."""
 
     def __init__(self, num_blocks: int, block_size: int, seed: int = 0) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._free = list(np.random.default_rng(seed).permutation(num_blocks))
         self._blocks: dict[str, list[int]] = {}
+        self._slots: dict[str, int] = {}
 
     def batch(self, *spans: tuple[str, np.ndarray, int, int], logits: str = "all") -> RaggedBatch:
         """spans: (sequence, its token ids, start, stop); logits: all rows, or each one's last."""
@@ -199,11 +226,13 @@ class Paging:
             seq_lens=np.array([stop for *_, stop in spans], dtype=np.int32),
             block_tables=self._tables(spans),
             logits_rows=rows.astype(np.int32),
+            slots=np.array([self._slots[name] for name, *_ in spans], dtype=np.int32),
         )
 
     def _tables(self, spans: tuple[tuple[str, np.ndarray, int, int], ...]) -> np.ndarray:
         for name, _, _, stop in spans:
             blocks = self._blocks.setdefault(name, [])
+            self._slots.setdefault(name, len(self._slots))
             while len(blocks) * self.block_size < stop:
                 blocks.append(self._free.pop())
         tables = [self._blocks[name] for name, *_ in spans]

@@ -104,8 +104,9 @@ def make_loop(
         known = engine.scheduler.look_up if look_up and not groups_decodes else None
         look_up = known and TextLookUp(known.name)
     admission = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": 32}
+    shares = engine.scheduler.pool.prefix_caching
     scheduler = Scheduler(
-        BlockPool(blocks, size),
+        BlockPool(blocks, size, prefix_caching=shares),
         drafters,
         admission=make_policy("admission", "vllm_v1", admission),
         selection=Rotating() if rotating else make_policy("selection", "single"),

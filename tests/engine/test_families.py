@@ -64,6 +64,42 @@ GEMMA_3_27B = {
 }
 
 
+QWEN_3_5 = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "model_type": "qwen3_5",
+    "tie_word_embeddings": True,
+    "vision_config": {"depth": 12},
+    "text_config": {
+        "model_type": "qwen3_5_text",
+        "attn_output_gate": True,
+        "dtype": "bfloat16",
+        "eos_token_id": 248044,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_value_head_dim": 128,
+        "max_position_embeddings": 262144,
+        "mtp_num_hidden_layers": 1,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 2,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+        "vocab_size": 248320,
+    },
+}
+
+
 @pytest.mark.parametrize(
     ("changes", "layers"),
     [
@@ -101,6 +137,10 @@ def test_a_window_as_long_as_the_model_reads_is_none(broken: Broken) -> None:
         ("qwen3-moe", {"num_experts_per_tok": 6}, ["is 6; allowed: 1..5 (num_experts)"]),
         ("qwen3-moe", {"mlp_only_layers": [1]}, ["some layers have no experts"]),
         ("qwen3-moe", {"decoder_sparse_step": 2}, ["some layers have no experts"]),
+        ("qwen3-5", {"linear_num_value_heads": 3}, ["is not a multiple of linear_num_key_heads 2"]),
+        ("qwen3-5", {"linear_key_head_dim": 0}, ["linear_key_head_dim is 0; must be a whole"]),
+        ("qwen3-5", {"layer_types": ["sliding_attention"] * 3}, ["layer_types is", "linear_att"]),
+        ("qwen3-5", {"attn_output_gate": False}, ["attn_output_gate is false; allowed: true"]),
     ],
 )
 def test_what_an_architecture_may_not_ask_for(broken, case, changes, parts) -> None:
@@ -126,6 +166,33 @@ def test_gemma_3_as_it_is_published(tmp_path: Path) -> None:
     assert small.rope == Rope(1e6)
     assert large.rope == Rope(1e6, "linear", 8.0)
     assert (small.variant.query_scale, large.variant.query_scale) == (1, (128 / 168) ** 0.5)
+
+
+def test_qwen_3_5_as_it_is_published(tmp_path: Path) -> None:
+    config = published(tmp_path, QWEN_3_5)
+    delta = config.variant.delta
+    assert delta is not None
+    assert delta.layers == {i for i in range(24) if i % 4 != 3}
+    assert (delta.key_heads, delta.value_heads, delta.conv_size) == (16, 16, 3 * 16 * 128)
+    assert config.variant.gated
+    assert config.rope == Rope(1e7, partial_rotary_factor=0.25)
+    assert (config.num_kv_layers, config.dtype) == (6, torch.bfloat16)
+    assert config.tie_word_embeddings
+
+
+def test_the_text_part_of_qwen_3_5(tmp_path: Path) -> None:
+    """Its head that predicts further tokens, and what sees images, are left."""
+    saved, ids = write_checkpoint(tmp_path, CASES["qwen3-5"]), np.arange(40)
+    tensors = load_file(tmp_path / "model.safetensors")
+    spelt = {re.sub(r"^model\.", "model.language_model.", n): t for n, t in tensors.items()}
+    spelt |= {"mtp.fc.weight": torch.ones(2, 2), "model.visual.norm.weight": torch.ones(2)}
+    save_file(spelt, tmp_path / "model.safetensors", {"format": "pt"})
+    text = json.loads((tmp_path / "config.json").read_text())
+    whole = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"}
+    (tmp_path / "config.json").write_text(json.dumps(whole | {"text_config": text}))
+    runner = EagerRunner.load(tmp_path, torch.float32, CPU, 8, 8)
+    ours = runner.forward(Paging(8, 8).batch(("a", ids, 0, 40)))
+    torch.testing.assert_close(ours, saved.logits(ids), rtol=0, atol=2e-4)
 
 
 @pytest.fixture

@@ -31,7 +31,8 @@ Damage = Callable[[bytes], bytes]
 
 def wide(case: str) -> Case:
     known = CASES[case]
-    return dataclasses.replace(known, changes=known.changes | WIDE)
+    heads = {"linear_value_head_dim": 64} if case.startswith("qwen3-5") else {}
+    return dataclasses.replace(known, changes=known.changes | WIDE | heads)
 
 
 def logits(runner: ModelRunner) -> torch.Tensor:
@@ -56,6 +57,7 @@ def test_every_type_gives_the_values_that_were_stored(kind: str, tmp_path: Path)
         *("qwen2", "qwen3", "mistral", "phi3", "phi3-partial", "phi3-longrope"),
         "phi3-longrope-beyond",
         *("gemma3", "gemma3-scaled"),
+        *("qwen3-5", "qwen3-5-even"),
     ],
 )
 def test_every_architecture(case: str, tmp_path: Path) -> None:
@@ -93,6 +95,20 @@ def test_experts(kind: str, tmp_path: Path) -> None:
     assert error < (1e-5 if kind in ("F32", "BF16") else 0.05)
 
 
+def test_layers_of_further_heads_are_left(tmp_path: Path) -> None:
+    """They lie behind the model's own, and are counted with them."""
+    ahead = {"block_count": 4, "nextn_predict_layers": 1}
+    tensors = {"blk.3.nextn.enorm.weight": np.ones(48, np.float32)}
+    saved = write_gguf(tmp_path / "more.gguf", CASES["qwen3-5"], tensors=tensors, **ahead)
+    expected = saved.logits(IDS)
+    torch.testing.assert_close(logits(eager(saved.path)), expected, atol=2e-4, rtol=2e-4)
+    saved = write_gguf(tmp_path / "other.gguf", CASES["qwen3-5"], tensors=tensors)
+    with pytest.raises(
+        CheckpointError, match=r"blk\.3\.nextn\.enorm\.weight is not part of a plain"
+    ):
+        eager(saved.path)
+
+
 def test_rows_of_a_head_in_another_order_would_be_seen(tmp_path: Path) -> None:
     saved = write_gguf(tmp_path / "model.gguf", CASES["llama"])
     config = DecoderConfig.from_pretrained(saved.path)
@@ -119,7 +135,8 @@ def test_a_matrix_dequantises_as_the_package_does(kind: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("kind", "case"), covering(QUANTIZED, ["llama", "qwen2", "phi3-partial", "gemma3"], strength=1)
+    ("kind", "case"),
+    covering(QUANTIZED, ["llama", "qwen2", "phi3-partial", "gemma3", "qwen3-5"], strength=1),
 )
 def test_quantised_weights_stay_so_in_the_kernels(kind: str, case: str, tmp_path: Path) -> None:
     """Near the eager decoder, which dequantises them, and of no more memory than the file's."""
@@ -129,7 +146,8 @@ def test_quantised_weights_stay_so_in_the_kernels(kind: str, case: str, tmp_path
     assert held < 1.2 * saved.path.stat().st_size
     expected = logits(eager(saved.path))
     error = (logits(native) - expected).abs().mean() / expected.std()
-    assert 1e-5 < error < 0.05
+    # Random recurrent layers magnify it: in bfloat16 they err by 0.045, where Llama's err by 0.009.
+    assert 1e-5 < error < (0.15 if case == "qwen3-5" else 0.05)
 
 
 @pytest.mark.parametrize("kind", ["IQ4_NL", *WIDENED])
@@ -270,7 +288,10 @@ def test_rope_of_a_file_that_does_not_say_all(changes, rope, tmp_path) -> None:
 def test_another_architecture(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     finish(gguf.GGUFWriter(path, "mamba"))
-    refusal(path, "general.architecture is 'mamba'", "llama, qwen2, qwen3, qwen3moe, phi3, gemma3")
+    refusal(path, "general.architecture is 'mamba'", "qwen3moe, phi3, gemma3, qwen35")
+    other = tmp_path / "other.gguf"
+    finish(gguf.GGUFWriter(other, "qwen3next"))
+    refusal(other, "qwen3next has experts that every token has (shared experts)")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from tests.engine.small_gguf import add_tokenizer, finish
 from tests.engine.small_models import CASES
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, trainers
 from tokenizers import pre_tokenizers as pre
-from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
+from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer, Qwen3_5Tokenizer
 
 from penstock.engine.models.checkpoint import CheckpointError
 from penstock.engine.models.fast_tokenizer import FastTokenizer
@@ -23,6 +23,7 @@ from penstock.engine.tokenizer import load_tokenizer
 CORPUS = [
     "Straße, naïve — 東京 and 😀👩‍🚀!  Two  spaces\n\tand\ttabs. It's THEY'RE we'll don't",
     "def reverse(items: list[int]) -> list[int]:\n    return items[::-1]  # 1234567 89",
+    "हिन्दी में हिन्दी की हिन्दी",
     "The quick brown fox jumps over the lazy dog. das ist 東 und 京 2024-11-22",
 ]
 HARD = [
@@ -88,12 +89,18 @@ def qwen2() -> Tokenizer:
     return trained(plain.pre_tokenizer, plain.normalizer)
 
 
+def qwen35() -> Tokenizer:
+    plain = Qwen3_5Tokenizer().backend_tokenizer
+    return trained(plain.pre_tokenizer, plain.normalizer)
+
+
 ORIGINALS = {
     "gpt-2": lambda: trained(pre.ByteLevel(add_prefix_space=False)),
     "smollm": lambda: trained(
         pre.Sequence([pre.Digits(individual_digits=True), pre.ByteLevel(add_prefix_space=False)])
     ),
     "qwen2": qwen2,
+    "qwen35": qwen35,
     "llama-bpe": lambda: trained(split(LLAMA3)),
     "tekken": lambda: trained(split(TEKKEN)),
     "gpt-4o": lambda: trained(split(O200K)),

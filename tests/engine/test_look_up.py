@@ -273,6 +273,7 @@ class ToyRunner:
     """A model whose next token depends on the last one alone: no KV."""
 
     num_blocks, block_size = 1 << 20, 16
+    num_slots = None
     config = type("Config", (), {"vocab_size": VOCAB})()
     vocab_size = VOCAB
     sample = staticmethod(sample_coupled)

@@ -15,7 +15,8 @@ from penstock.engine.eager import EagerRunner
 from penstock.engine.runner import RaggedBatch
 
 CPU = torch.device("cpu")
-TOLERANCE = {"rtol": 0.0, "atol": 1e-4}
+TOLERANCE = {"rtol": 0.0, "atol": 3e-4}
+"""Transformers' own two ways to compute a recurrent layer differ by a third of it."""
 NUM_BLOCKS, BLOCK_SIZE = 64, 8
 
 

@@ -25,7 +25,8 @@ from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.weights import load_weights
 from penstock.engine.native.runner import NativeRunner
 
-TOLERANCE = {"rtol": 0.0, "atol": 1e-4}
+TOLERANCE = {"rtol": 0.0, "atol": 3e-4}
+"""Transformers' own two ways to compute a recurrent layer differ by a third of it."""
 NUM_BLOCKS = 100
 EXPERTS = ("router", "gate_up", "down")
 
@@ -113,6 +114,9 @@ def test_fewer_bits_stay_near_float32(checkpoint, case, dtype) -> None:
         ("qwen2", torch.bfloat16, 200),
         ("mistral-window", torch.float32, 8),
         ("qwen3-window", torch.bfloat16, 5),
+        ("qwen3-5", torch.float32, 8),
+        ("qwen3-5-even", torch.bfloat16, 16),
+        ("qwen3-5", torch.int8, 5),
         ("llama", torch.int8, 16),
         ("qwen3", torch.int8, 5),
         ("mistral-window", torch.int8, 200),

@@ -168,6 +168,8 @@ class ToyEngine:
     vocab_size: int = VOCAB
     eos_token_ids: tuple[int, ...] = (EOS,)
     scores_prompts: bool = True
+    num_slots: None = None
+    state_bytes: int = 0
     state: None = None
 
     def describe(self) -> dict[str, Any]:

@@ -134,6 +134,15 @@ class EngineCollector(Collector):
             "Capacity of the target's KV cache in tokens.",
             stats.kv_capacity_tokens,
         )
+        if stats.state_slots is not None:
+            yield self._gauge(
+                "recurrent_state_slots",
+                "Requests at once whose recurrent states have room.",
+                stats.state_slots,
+            )
+            yield self._gauge(
+                "recurrent_state_bytes", "Memory of all recurrent states.", stats.state_bytes
+            )
         if stats.kv_fluid is not None:
             yield self._gauge(
                 "kv_cache_fluid_tokens",

@@ -115,6 +115,11 @@ def _facts(model: str, config: ServeConfig, client: EngineClient) -> Iterator[st
         f"KV memory of {facts['kv_tokens']:,} tokens{size}, at most {facts['max_model_len']:,} "
         f"a request; drafters: {', '.join(client.drafters) or f'none ({why})'}"
     )
+    if facts.get("state_slots"):
+        yield (
+            f"recurrent states of {facts['state_slots']} requests at once, at most "
+            f"{facts['state_bytes'] / 2**30:.2f} GiB; prefixes are not shared between requests"
+        )
 
 
 def _trial(model: str, address: str, config: ServeConfig, tokenizer: Tokenizer) -> str:

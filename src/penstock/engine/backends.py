@@ -24,7 +24,7 @@ from penstock.engine.drafters.spelling import Vocabularies
 from penstock.engine.drafters.text import TextDrafter
 from penstock.engine.eager import EagerRunner
 from penstock.engine.executor import LocalExecutor, RunnerExecutor
-from penstock.engine.kv_cache import BLOCK_SIZE, kv_bytes_per_token
+from penstock.engine.kv_cache import BLOCK_SIZE, kv_bytes_per_token, state_bytes
 from penstock.engine.lanes import use_cores
 from penstock.engine.memory import CPU_KV_SHARE, GPU_KV_SHARE, MemoryNeed, free_memory, model_bytes
 from penstock.engine.models.config import DecoderConfig
@@ -184,15 +184,32 @@ def resolve_context(config: EngineConfig, target: DecoderConfig) -> int:
     return config.max_model_len or limit
 
 
+def resolve_num_slots(
+    config: EngineConfig, place: Placement, target: DecoderConfig, most: int | None
+) -> int | None:
+    """Return the requests whose recurrent states have room; None for a target without them.
+
+    At most 64, or `most`, in half of the memory that KV would have without them."""
+    each = state_bytes(target)
+    if each == 0:
+        return None
+    free, share = free_memory(), CPU_KV_SHARE
+    if place.device.type == "cuda":
+        free, share = torch.cuda.mem_get_info(place.device)[0], GPU_KV_SHARE
+        free -= weight_bytes(target, place.dtype)
+    return max(1, min(int(free * share / 2) // each, most or _DEFAULT_SEQUENCES))
+
+
 def resolve_num_blocks(
     config: EngineConfig,
     places: Mapping[str, Placement],
     shapes: Mapping[str, DecoderConfig],
     max_model_len: int,
+    states: int = 0,
 ) -> int:
     """Return KV blocks of every model: as configured, or from a share of the free memory.
 
-    It is what fits on each device."""
+    It is what fits on each device. states: bytes of the target's recurrent states."""
     if config.kv_tokens is not None:
         return -(-config.kv_tokens // config.block_size)
     by_device: dict[torch.device, list[str]] = {}
@@ -202,7 +219,7 @@ def resolve_num_blocks(
     for device, names in by_device.items():
         models, place = [shapes[name] for name in names], places[names[0]]
         weights = sum(weight_bytes(model, place.dtype) for model in models)
-        room = (config.block_size, max_model_len, weights)
+        room = (config.block_size, max_model_len, weights, states if TARGET in names else 0)
         found.append(affordable_blocks(models, place.kv_dtype, device, *room))
     return min(found)
 
@@ -214,11 +231,13 @@ def affordable_blocks(
     block_size: int,
     max_model_len: int,
     weights: int,
+    states: int = 0,
 ) -> int:
     """Return KV blocks for each model from a share of the free memory.
 
     At most those of 64 requests of full length, at least 1. weights: bytes still to be loaded,
-    which a GPU must hold beside the KV; on a CPU the share leaves room for them.
+    which a GPU must hold beside the KV; on a CPU the share leaves room for them. states: bytes of
+    the share that recurrent states take.
 
     Raises: ConfigError where a GPU cannot hold the weights."""
     if device.type == "cuda":
@@ -232,7 +251,9 @@ def affordable_blocks(
         share = GPU_KV_SHARE
     else:
         free, share = free_memory(), CPU_KV_SHARE
-    tokens = int(free * share) // sum(kv_bytes_per_token(m, kv_dtype) for m in models)
+    tokens = max(0, int(free * share) - states) // sum(
+        kv_bytes_per_token(m, kv_dtype) for m in models
+    )
     return max(1, min(tokens, _DEFAULT_SEQUENCES * max_model_len) // block_size)
 
 
@@ -242,7 +263,8 @@ class Models:
 
     shapes: by the drafter's name, the target's under TARGET. num_blocks: of each model's KV memory.
     tokenizers: of drafters that draft text since theirs is not the target's, and then the target's
-    under TARGET. vllm: the target, if it runs in vLLM, without a shape and with its own memory."""
+    under TARGET. vllm: the target, if it runs in vLLM, without a shape and with its own memory.
+    num_slots: requests whose recurrent states the target has room for; None if it has none."""
 
     config: EngineConfig
     places: Mapping[str, Placement]
@@ -251,6 +273,7 @@ class Models:
     max_model_len: int
     tokenizers: Mapping[str, Tokenizer]
     vllm: VllmTarget | None = None
+    num_slots: int | None = None
 
     @property
     def place(self) -> Placement:
@@ -283,11 +306,16 @@ class Models:
         each = (kv_bytes_per_token(m, places[n].kv_dtype) for n, m in self.shapes.items())
         return tokens * sum(each)
 
+    @property
+    def state_bytes(self) -> int:
+        """Memory of the target's recurrent states."""
+        return 0 if self.num_slots is None else self.num_slots * state_bytes(self.shapes[TARGET])
+
     def need(self) -> MemoryNeed:
         """Return what the models take, and what this machine has free for those on its CPU."""
         paths = {**self.config.drafter_models, TARGET: self.config.target}
         weights = sum(model_bytes(paths[name]) for name in self.shapes)
-        return MemoryNeed(weights, self.kv_bytes or 0, free_memory())
+        return MemoryNeed(weights, (self.kv_bytes or 0) + self.state_bytes, free_memory())
 
     def drafter(self, name: str, path: Path) -> ModelDrafter | TextDrafter:
         target, own = self.target, self.tokenizers.get(name)
@@ -321,6 +349,7 @@ class Models:
         # A text may have more of a drafter's own tokens than of the target's.
         drafts_text = name != TARGET and name in self.tokenizers
         longest = None if drafts_text else self.max_model_len
+        num_slots = self.num_slots or 1
         if place.backend == "native":
             rounding: DrafterWeights = "stored" if name == TARGET else self.config.weights_of(name)
             return NativeRunner.load(
@@ -331,11 +360,13 @@ class Models:
                 rounding=rounding,
                 max_model_len=longest,
                 kv_dtype=place.kv_dtype,
+                num_slots=num_slots,
             )
-        if place.device.type == "cuda" and self.config.attention == "packed":
-            return GraphRunner.load(path, place.dtype, place.device, *room, max_model_len=longest)
         attention = ATTENTION[self.config.attention]
-        return EagerRunner.load(path, place.dtype, place.device, *room, attention, longest)
+        on_gpu = place.device.type == "cuda" and self.config.attention == "packed"
+        kind = GraphRunner if on_gpu else EagerRunner
+        where = (path, place.dtype, place.device)
+        return kind.load(*where, *room, attention, longest, num_slots)
 
 
 def load_vllm(config: EngineConfig) -> VllmTarget:

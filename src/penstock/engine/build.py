@@ -37,6 +37,7 @@ from penstock.engine.backends import (
     load_vllm,
     resolve_context,
     resolve_num_blocks,
+    resolve_num_slots,
     resolve_placements,
 )
 from penstock.engine.calibrate import calibrate
@@ -45,6 +46,7 @@ from penstock.engine.drafters.server import ServerDrafter
 from penstock.engine.ends import LazyTokenizer
 from penstock.engine.executor import LocalExecutor
 from penstock.engine.grammar import GrammarCompiler
+from penstock.engine.kv_cache import state_bytes
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.native.loading import loaded_instruction_set
 from penstock.engine.state import StateFile
@@ -77,6 +79,8 @@ class Engine:
     dtype: str
     num_threads: int
     kv_bytes: int | None
+    num_slots: int | None = None
+    state_bytes: int = 0
     instruction_set: str | None = None
     scores_prompts: bool = True
     state: StateFile | None = None
@@ -92,6 +96,8 @@ class Engine:
             "num_threads": self.num_threads,
             "kv_tokens": self.scheduler.pool.capacity_tokens,
             "kv_bytes": self.kv_bytes,
+            "state_slots": self.num_slots,
+            "state_bytes": self.state_bytes,
             "max_model_len": self.max_model_len,
         }
 
@@ -152,6 +158,8 @@ def load_engine(config: EngineConfig, *, calibrated: bool = True) -> Engine:
         dtype=str(models.dtype).removeprefix("torch."),
         num_threads=place.num_threads,
         kv_bytes=models.kv_bytes,
+        num_slots=models.num_slots,
+        state_bytes=models.state_bytes,
         instruction_set=loaded_instruction_set() if place.backend == "native" else None,
         scores_prompts=executor.scores_prompts,
         state=state,
@@ -163,8 +171,19 @@ def sized_models(config: EngineConfig, places: Mapping[str, Placement]) -> Model
     shapes = _shapes(config)
     tokenizers = _tokenizers(config)
     max_model_len = resolve_context(config, shapes[TARGET])
-    num_blocks = resolve_num_blocks(config, places, shapes, max_model_len)
-    return Models(config, places, shapes, num_blocks, max_model_len, tokenizers)
+    target = shapes[TARGET]
+    num_slots = resolve_num_slots(config, places[TARGET], target, _most_running(config))
+    states = (num_slots or 0) * state_bytes(target)
+    num_blocks = resolve_num_blocks(config, places, shapes, max_model_len, states)
+    room = (num_blocks, max_model_len)
+    return Models(config, places, shapes, *room, tokenizers, num_slots=num_slots)
+
+
+def _most_running(config: EngineConfig) -> int | None:
+    """Return the admission policy's own limit of requests at once, if it has one."""
+    policy = config.admission.make("admission")
+    name = policy.limits.max_num_seqs
+    return None if name is None else int(getattr(policy.options, name))
 
 
 def _models_beside_vllm(config: EngineConfig, places: Mapping[str, Placement]) -> Models:
@@ -229,8 +248,10 @@ def _scheduler(
     ]
     # Of a pipeline only the last stage knows the tokens of the step before.
     groups = config.vllm is not None and config.vllm.pipeline_parallel == 1
+    most = models.vllm.max_num_seqs if groups and models.vllm else models.num_slots
     return Scheduler(
-        _pool(config, models.num_target_blocks),
+        # A state is known behind one text only, not behind its prefixes.
+        _pool(config, models.num_target_blocks, shared=models.num_slots is None),
         drafters,
         admission=config.admission.make("admission"),
         selection=config.selection.make("selection"),
@@ -241,7 +262,7 @@ def _scheduler(
         learn=learn,
         groups_decodes=groups,
         fairness=config.fairness,
-        max_num_seqs=models.vllm.max_num_seqs if groups and models.vllm else None,
+        max_num_seqs=most,
         max_draft_tokens=models.vllm.max_draft_tokens if models.vllm else MOST_DRAFT_TOKENS,
         look_up=look_up,
     )

@@ -84,7 +84,7 @@ def compute_layer(
     visible: Visible,
 ) -> torch.Tensor:
     """Return a layer's output; the rows' keys and values are written to `slots` [num_rows]."""
-    q, kv = decoder.before_attention(layer, hidden, rotations)
+    q, kv, _gate = decoder.before_attention(layer, hidden, rotations)
     by_slot.index_copy_(1, slots, kv.transpose(0, 1))
     return after_attention(layer, hidden, attend(q, by_slot, visible).flatten(1))
 
@@ -174,7 +174,7 @@ class GraphRunner(EagerRunner):
     """Eager runner on a GPU whose steps of few rows are compiled and recorded when first met.
 
     The cache has one block more, which rows that pad write. A mixture of experts is not recorded:
-    which of them it reads is known on the host only."""
+    which of them it reads is known on the host only. Nor are recurrent layers."""
 
     num_spare_blocks = 1
 
@@ -182,7 +182,8 @@ class GraphRunner(EagerRunner):
         super().__init__(*args, **kwargs)
         self._steps: dict[tuple[int, int], Step] = {}
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
-        self._can_record = self.config.variant.experts is None
+        variant = self.config.variant
+        self._can_record = variant.experts is None and variant.delta is None
         self.compute_layer = compiled_layer()
 
     @torch.inference_mode()

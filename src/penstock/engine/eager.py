@@ -12,9 +12,11 @@ from penstock.engine.attention.packed import PackedAttention
 from penstock.engine.kv_cache import PagedKVCache
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.delta import DeltaStates
 from penstock.engine.models.weights import load_weights
 from penstock.engine.runner import ModelRunner, RaggedBatch
 from penstock.engine.sampling import sample_coupled
+from penstock.engine.states import StateSlots
 
 
 class EagerRunner(ModelRunner):
@@ -32,8 +34,11 @@ class EagerRunner(ModelRunner):
         num_blocks: int,
         block_size: int,
         attention: AttentionFactory = PackedAttention,
+        num_slots: int = 8,
     ) -> None:
-        """weights: of `load_weights`; emptied. Raises: ValueError for an empty cache."""
+        """weights: of `load_weights`; emptied. num_slots: room for recurrent states.
+
+        Raises: ValueError for an empty cache."""
         dtype = weights["embed_tokens"].dtype
         self.config = config
         self.num_blocks, self.block_size, self.device = num_blocks, block_size, device
@@ -43,6 +48,10 @@ class EagerRunner(ModelRunner):
         self.attention = attention(self.cache, config.num_heads)
         max_positions = min(config.max_position_embeddings, num_blocks * block_size)
         self._decoder = Decoder(config, weights, max_positions, device)
+        self._states: tuple[StateSlots, DeltaStates] | None = None
+        if config.variant.delta is not None:
+            self.num_slots = num_slots
+            self._states = StateSlots(num_slots), DeltaStates(config, num_slots, device)
 
     @classmethod
     def load(
@@ -54,15 +63,24 @@ class EagerRunner(ModelRunner):
         block_size: int,
         attention: AttentionFactory = PackedAttention,
         max_model_len: int | None = None,
+        num_slots: int = 8,
     ) -> Self:
         """Load a checkpoint for texts of at most `max_model_len` tokens.
+
+        num_slots: room for recurrent states.
 
         Raises: CheckpointError; ValueError for an empty cache."""
         config = DecoderConfig.from_pretrained(path).within(max_model_len)
         weights = load_weights(path, config, dtype)
-        return cls(config, weights, device, num_blocks, block_size, attention)
+        return cls(config, weights, device, num_blocks, block_size, attention, num_slots)
 
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
         """Return float32 logits [num_logits, vocab_size]; see `ModelRunner.forward`."""
-        return self._decoder.forward(batch, self.cache, self.attention)
+        if self._states is None:
+            return self._decoder.forward(batch, self.cache, self.attention)
+        slots, states = self._states
+        moves = slots.moves(batch)
+        logits = self._decoder.forward(batch, self.cache, self.attention, states, moves)
+        slots.moved(batch, moves)
+        return logits

@@ -37,7 +37,7 @@ from penstock.engine.drafters.server import Answer, ServerDrafter
 from penstock.engine.ends import LazyTokenizer, OutputEnd
 from penstock.engine.grammar import GrammarCompiler, GrammarState
 from penstock.engine.lanes import Lanes
-from penstock.engine.runner import BatchWriter, Model, ModelRunner, RaggedBatch
+from penstock.engine.runner import BatchWriter, IntArray, Model, ModelRunner, RaggedBatch
 from penstock.engine.sequences import BlockTables, TokenBuffer
 from penstock.engine.steps import (
     NO_DRAFT,
@@ -448,10 +448,15 @@ class RunnerExecutor(LocalExecutor):
             known = item.start + item.num_scheduled_tokens
             text, start = job.texts[item.request_id], item.start
             if self._scores.wants(text):
-                tables = self._tables.gather([item.request_id], self.target.blocks_for(known))
-                self._scores.read(text, start, known, tables)
+                own = [item.request_id]
+                tables = self._tables.gather(own, self.target.blocks_for(known))
+                self._scores.read(text, start, known, tables, self._slots(own))
                 start = known - 1  # of the others everything is known
             tokens = text.tokens(start, known)
             writer.add(start, tokens + draft, len(draft) + 1 if item.samples else 0)
-        num_blocks = self.target.blocks_for(writer.longest)
-        return writer.batch(self._tables.gather([i.request_id for i in items], num_blocks))
+        num_blocks, ids = self.target.blocks_for(writer.longest), [i.request_id for i in items]
+        return writer.batch(self._tables.gather(ids, num_blocks), self._slots(ids))
+
+    def _slots(self, request_ids: Sequence[str]) -> IntArray | None:
+        """Return the places of the requests' recurrent states, if the target has some."""
+        return None if self.target.num_slots is None else self._tables.rows(request_ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from penstock.engine.models.config import DecoderConfig
+from penstock.engine.states import MOST_KEPT
 
 BLOCK_SIZE = 16
 """Tokens of a block where no setting says."""
@@ -13,7 +14,19 @@ BLOCK_SIZE = 16
 def kv_bytes_per_token(config: DecoderConfig, dtype: torch.dtype) -> int:
     """Return bytes of keys and values of one token over all layers, with the scales of int8."""
     scales = config.num_kv_heads * torch.float32.itemsize if dtype == torch.int8 else 0
-    return 2 * config.num_layers * (config.kv_size * dtype.itemsize + scales)
+    return 2 * config.num_kv_layers * (config.kv_size * dtype.itemsize + scales)
+
+
+def state_bytes(config: DecoderConfig) -> int:
+    """Return the most bytes of one request's recurrent states; 0 without recurrent layers.
+
+    The inputs of kept rows, about half of them, are taken only as far as drafts are long."""
+    delta = config.variant.delta
+    if delta is None:
+        return 0
+    state = delta.value_heads * delta.key_dim * delta.value_dim
+    kept = (delta.kernel - 1 + MOST_KEPT) * (delta.conv_size + 2 * delta.value_heads)
+    return len(delta.layers) * (state + kept) * torch.float32.itemsize
 
 
 class PagedKVCache:
@@ -38,20 +51,22 @@ class PagedKVCache:
             raise ValueError(
                 f"num_blocks is {num_blocks} and block_size {block_size}; both must be at least 1"
             )
-        shape = (2, config.num_kv_heads, num_blocks, block_size, config.head_dim)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
         self.dtype = dtype
         self.device = device
+        blocks = [
+            0 if config.variant.is_recurrent(i) else num_blocks for i in range(config.num_layers)
+        ]
         self.layers = [
-            torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)
+            torch.zeros(
+                (2, config.num_kv_heads, n, block_size, config.head_dim), dtype=dtype, device=device
+            )
+            for n in blocks
         ]
-        self.by_slot = [
-            layer.view(2 * self.num_kv_heads, num_blocks * block_size, self.head_dim)
-            for layer in self.layers
-        ]
+        self.by_slot = [layer.flatten(0, 1).flatten(1, 2) for layer in self.layers]
 
     def write(self, layer: int, slots: torch.Tensor, keys_values: torch.Tensor) -> None:
         """Store rows' keys and values.

@@ -33,7 +33,9 @@ class RaggedBatch:
     query_start: [num_seqs + 1] int32, non-decreasing, from 0 to num_tokens
     seq_lens: [num_seqs] int32, tokens of context including this batch's rows
     block_tables: [num_seqs, max_blocks] int32; block j holds positions j*block_size onward
-    logits_rows: [num_logits] int32, ascending rows of which logits are wanted"""
+    logits_rows: [num_logits] int32, ascending rows of which logits are wanted
+    slots: [num_seqs] int32, places of recurrent states (`engine.states`), where a model has some
+    again: the last row of a sequence with logits may come again"""
 
     token_ids: IntArray
     positions: IntArray
@@ -41,6 +43,8 @@ class RaggedBatch:
     seq_lens: IntArray
     block_tables: IntArray
     logits_rows: IntArray
+    slots: IntArray | None = None
+    again: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -85,8 +89,8 @@ class BatchWriter:
         """Tokens of the longest sequence."""
         return max(self._seq_lens)
 
-    def batch(self, block_tables: IntArray) -> RaggedBatch:
-        """Return the batch. block_tables: [sequences, max_blocks] int32."""
+    def batch(self, block_tables: IntArray, slots: IntArray | None = None) -> RaggedBatch:
+        """Return the batch. block_tables: [sequences, max_blocks] int32; slots: as its own."""
         return RaggedBatch(
             token_ids=np.array(self._token_ids, dtype=np.int32),
             positions=np.array(self._positions, dtype=np.int32),
@@ -94,18 +98,21 @@ class BatchWriter:
             seq_lens=np.array(self._seq_lens, dtype=np.int32),
             block_tables=block_tables,
             logits_rows=np.array(self._logits_rows, dtype=np.int32),
+            slots=slots,
         )
 
 
 class Model(ABC):
     """A model with its paged KV cache, as the executor measures it.
 
-    keeps_batches: a step with the requests of the step before is the usual one, and faster"""
+    keeps_batches: a step with the requests of the step before is the usual one, and faster
+    num_slots: recurrent states that it has room for; None where it has none"""
 
     num_blocks: int
     block_size: int
     device: torch.device
     keeps_batches = False
+    num_slots: int | None = None
 
     @property
     @abstractmethod
@@ -120,7 +127,8 @@ class Model(ABC):
 
     def num_that_fit(self, num_tokens: int) -> int:
         """Return the number of requests of `num_tokens` tokens that fit the KV cache."""
-        return self.num_blocks // self.blocks_for(num_tokens)
+        fitting = self.num_blocks // self.blocks_for(num_tokens)
+        return fitting if self.num_slots is None else min(fitting, self.num_slots)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return the KV blocks of `num_tokens` tokens."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,7 +16,9 @@ from penstock.engine.sampling.params import BoolArray
 
 
 class BlockTables:
-    """Block tables of one model as rows of one matrix, so that a batch gathers them at once."""
+    """Block tables of one model as rows of one matrix, so that a batch gathers them at once.
+
+    The lowest free row is taken, so that requests at once are in so many rows."""
 
     def __init__(self, max_blocks: int) -> None:
         self._matrix = np.zeros((8, max_blocks), dtype=np.int32)
@@ -35,19 +38,22 @@ class BlockTables:
     def drop(self, request_id: str) -> None:
         entry = self._rows.pop(request_id, None)
         if entry is not None:
-            self._free.append(entry[0])
+            heapq.heappush(self._free, entry[0])
 
     def gather(self, request_ids: Sequence[str], num_blocks: int) -> IntArray:
         """Return a copy, [len(request_ids), num_blocks] int32."""
-        rows = [self._rows[r][0] for r in request_ids]
-        return np.ascontiguousarray(self._matrix[rows, :num_blocks])
+        return np.ascontiguousarray(self._matrix[self.rows(request_ids), :num_blocks])
+
+    def rows(self, request_ids: Sequence[str]) -> IntArray:
+        """Return the requests' rows: [len(request_ids)] int32."""
+        return np.array([self._rows[r][0] for r in request_ids], dtype=np.int32)
 
     def _take_row(self) -> int:
         if not self._free:
             size = self._matrix.shape[0]
             self._matrix = np.concatenate([self._matrix, np.zeros_like(self._matrix)])
             self._free = list(range(size, 2 * size))
-        return self._free.pop()
+        return heapq.heappop(self._free)
 
 
 class TokenBuffer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
@@ -343,10 +344,12 @@ class PromptScores:
             text.length == request.prompt_len
         )
 
-    def read(self, text: TokenBuffer, start: int, end: int, tables: IntArray) -> None:
+    def read(
+        self, text: TokenBuffer, start: int, end: int, tables: IntArray, slots: IntArray | None
+    ) -> None:
         """Compute known tokens start..end - 1, before which all are computed.
 
-        tables: [1, blocks], of the request."""
+        tables: [1, blocks], of the request; slots: likewise (`RaggedBatch`)."""
         request = text.request
         num_top = request.sampling.num_prompt_logprobs
         assert num_top is not None
@@ -356,7 +359,9 @@ class PromptScores:
             stop = min(end, begin + _MOST_ROWS)
             writer = BatchWriter()
             writer.add(begin, text.tokens(begin, stop), stop - begin)
-            logits = self._runner.forward(writer.batch(tables))
+            # The step itself computes the last row once more.
+            batch = replace(writer.batch(tables, slots), again=True)
+            logits = self._runner.forward(batch)
             following = text.tokens(begin + 1, min(stop + 1, request.prompt_len))
             if following:
                 found += token_logprobs(logits[: len(following)], following, num_top)

@@ -142,7 +142,8 @@ class EngineStats:
     num_deferred: waiting requests whose grammar or tokenizer is prepared
     steps_by_tokens, num_step_tokens: as in `engine.steps.Totals`
     gauges: what the scheduler's policies declare for `/metrics`
-    server_failures: failed calls of OpenAI-compatible servers, by drafter"""
+    server_failures: failed calls of OpenAI-compatible servers, by drafter
+    state_slots, state_bytes: requests whose recurrent states have room, and their memory"""
 
     num_running: int
     num_waiting: int
@@ -165,6 +166,8 @@ class EngineStats:
     num_step_tokens: int = 0
     gauges: dict[Gauge, Any] = field(default_factory=dict)
     server_failures: dict[str, int] = field(default_factory=dict)
+    state_slots: int | None = None
+    state_bytes: int = 0
 
 
 def frame(message: object) -> bytes:

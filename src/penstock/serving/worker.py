@@ -294,6 +294,8 @@ class EngineServer:
             num_step_tokens=self._engine.executor.totals.num_step_tokens,
             gauges=scheduler.metrics,
             server_failures={n: s.num_failures for n, s in self._engine.executor.servers.items()},
+            state_slots=self._engine.num_slots,
+            state_bytes=self._engine.state_bytes,
         )
 
     def _kv_fluid(self) -> FluidKV | None:

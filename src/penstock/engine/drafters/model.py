@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from penstock.config import ConfigError
 from penstock.core.learn.confidence import Calibrations, Floats, Stop
 from penstock.core.types import MOST_EVALUATED, DraftOrder, Replayed, SamplingParams, Verdict
 from penstock.engine.drafters.base import LocalDrafter
@@ -40,7 +41,14 @@ class ModelDrafter(LocalDrafter):
         max_model_len: int,
         vocab: int | None = None,
     ) -> None:
-        """Create the drafter. vocab: size of the target's, if it differs; a limit of drafts."""
+        """Create the drafter. vocab: size of the target's, if it differs; a limit of drafts.
+
+        Raises: ConfigError for a model that cannot draft."""
+        if runner.num_slots is not None:
+            raise ConfigError(
+                f"drafter {name}: a model with recurrent layers is served as a target only, as its "
+                "states are not taken back behind a draft of its own"
+            )
         self.name = name
         self.runner: ModelRunner = runner
         self._vocab = runner.config.vocab_size if vocab is None else vocab

@@ -10,7 +10,7 @@ import torch
 
 from penstock.engine.models.checkpoint import CheckpointError, one_line
 from penstock.engine.models.dtypes import DTYPES
-from penstock.engine.models.families import FAMILIES, TEXT_PARTS, rope_of
+from penstock.engine.models.families import FAMILIES, MISSING, TEXT_PARTS, rope_of
 from penstock.engine.models.fields import are_ids, check_fields, in_words, token_ids
 from penstock.engine.models.formats import open_checkpoint
 from penstock.engine.models.ordinary import ordinary_config
@@ -71,6 +71,12 @@ class DecoderConfig:
         """Rows of the key projection, and of the value projection: num_kv_heads * head_dim."""
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers with attention, and so with keys and values."""
+        delta = self.variant.delta
+        return self.num_layers - (0 if delta is None else len(delta.layers))
+
     def layer_rope(self, index: int) -> Rope:
         """Return the rotary embedding of a layer."""
         window = self.variant.window
@@ -127,6 +133,8 @@ def _architecture(file: Path, raw: dict[str, Any]) -> str:
     """Return the one named architecture. Raises CheckpointError for an unsupported one."""
     names = raw.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or names[0] not in FAMILIES:
+        if isinstance(names, list) and len(names) == 1 and names[0] in MISSING:
+            raise CheckpointError(f"{file}: {names[0]} has {MISSING[names[0]]}; not computed yet")
         known = ", ".join([*FAMILIES, *TEXT_PARTS])
         raise CheckpointError(f"{file}: architectures is {names!r}; allowed: one of {known}")
     model_type = FAMILIES[names[0]].model_type

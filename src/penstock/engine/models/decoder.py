@@ -12,10 +12,12 @@ import torch.nn.functional as F
 from penstock.engine.attention import Attention
 from penstock.engine.kv_cache import PagedKVCache
 from penstock.engine.models.config import DecoderConfig
+from penstock.engine.models.delta import DeltaStates, DeltaWeights
 from penstock.engine.models.mlp import DenseMlp, ExpertMlp
 from penstock.engine.models.rope import Rope
 from penstock.engine.models.rope_table import RopeTable
 from penstock.engine.runner import RaggedBatch
+from penstock.engine.states import StateMoves
 
 
 class RmsNorm:
@@ -38,7 +40,8 @@ class RmsNorm:
 class Layer:
     """Weights of one layer. Matrices are [in, out]; widening ones are contiguous so.
 
-    o_norm, down_norm: norms of attention's and the MLP's output before the residual is added."""
+    o_norm, down_norm: norms of attention's and the MLP's output before the residual is added.
+    delta: of a recurrent layer."""
 
     input_norm: RmsNorm
     qkv: torch.Tensor
@@ -50,6 +53,7 @@ class Layer:
     post_norm: RmsNorm
     mlp: DenseMlp | ExpertMlp
     down_norm: RmsNorm | None
+    delta: DeltaWeights | None = None
 
 
 ComputeLayer = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -87,11 +91,16 @@ class Decoder:
             self._local_rotations = _rotations(config, max_positions, window.rope).to(device)
 
     def forward(
-        self, batch: RaggedBatch, cache: PagedKVCache, attention: Attention
+        self,
+        batch: RaggedBatch,
+        cache: PagedKVCache,
+        attention: Attention,
+        states: DeltaStates | None = None,
+        moves: StateMoves | None = None,
     ) -> torch.Tensor:
         """Write the rows' keys and values, attend; float32 logits [num_logits, vocab_size].
 
-        A batch without logits_rows only fills the cache."""
+        A batch without logits_rows only fills the cache. states, moves: of recurrent layers."""
         token_ids, positions, slots, logits_rows = (
             torch.from_numpy(rows).to(cache.device)
             for rows in (
@@ -109,10 +118,19 @@ class Decoder:
 
         def compute(index: int, hidden: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
             layer = self.layers[index]
-            q, kv = self.before_attention(layer, hidden, rotations)
-            cache.write(index, slots, kv)
-            metadata = windowed if variant.is_windowed(index) else everywhere
-            attended = attention.attend(q, index, metadata).flatten(1)
+            if layer.delta is not None:
+                assert states is not None
+                assert moves is not None
+                normed = layer.input_norm(hidden)
+                qkv = torch.mm(normed, layer.qkv)
+                attended = states.mix(index, layer.delta, qkv, normed, batch, moves)
+            else:
+                q, kv, gate = self.before_attention(layer, hidden, rotations)
+                cache.write(index, slots, kv)
+                metadata = windowed if variant.is_windowed(index) else everywhere
+                attended = attention.attend(q, index, metadata).flatten(1)
+                if gate is not None:
+                    attended = attended * gate.sigmoid()
             if index == last:
                 hidden = hidden.index_select(0, logits_rows)
                 attended = attended.index_select(0, logits_rows)
@@ -138,20 +156,25 @@ class Decoder:
 
     def before_attention(
         self, layer: Layer, hidden: torch.Tensor, rotations: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return rotated queries [num_tokens, num_heads, head_dim], and keys before values."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return rotated queries [num_tokens, num_heads, head_dim], and keys before values.
+
+        With variant.gated also gates: [num_tokens, num_heads * head_dim]."""
         normed = layer.input_norm(hidden)
         if layer.qkv_bias is None:
             flat = torch.mm(normed, layer.qkv)
         else:
             flat = torch.addmm(layer.qkv_bias, normed, layer.qkv)
         num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
-        qkv = flat.view(-1, num_heads + 2 * num_kv_heads, self.config.head_dim)
+        gate = None
+        if self.config.variant.gated:
+            gate, flat = flat[:, -self.config.q_size :], flat[:, : -self.config.q_size]
+        qkv = flat.unflatten(1, (num_heads + 2 * num_kv_heads, self.config.head_dim))
         qk = qkv[:, :-num_kv_heads]
         if layer.qk_norm is not None:
             qk.copy_(layer.qk_norm(qk))
         _rotate(qk, rotations)
-        return qkv[:, :num_heads], qkv[:, num_heads:]
+        return qkv[:, :num_heads], qkv[:, num_heads:], gate
 
 
 def _rotations(config: DecoderConfig, max_positions: int, rope: Rope) -> torch.Tensor:
@@ -207,17 +230,21 @@ def _layer(
     def norm(name: str) -> RmsNorm | None:
         return RmsNorm(mine[name], config.rms_norm_eps) if name in mine else None
 
+    is_recurrent = variant.is_recurrent(index)
+    qkv = mine["linear_qkv"] if is_recurrent else _pair_rows(config, mine["qkv"])
+    has_norms, bias = "q_norm" in mine, mine.get("qkv_bias")
     return Layer(
         input_norm=RmsNorm(mine["input_norm"], config.rms_norm_eps),
-        qkv=_pair_rows(config, mine["qkv"]).t().contiguous(),
-        qkv_bias=_pair_rows(config, mine["qkv_bias"]) if variant.qkv_bias else None,
-        qk_norm=_qk_norm(config, mine["q_norm"], mine["k_norm"]) if variant.qk_norm else None,
+        qkv=qkv.t().contiguous(),
+        qkv_bias=None if bias is None else _pair_rows(config, bias),
+        qk_norm=_qk_norm(config, mine["q_norm"], mine["k_norm"]) if has_norms else None,
         o=mine["o"].t(),
         o_bias=mine.get("o_bias"),
         o_norm=norm("o_norm"),
         post_norm=RmsNorm(mine["post_norm"], config.rms_norm_eps),
         mlp=_make_mlp(config, mine),
         down_norm=norm("down_norm"),
+        delta=DeltaWeights.from_weights(mine) if is_recurrent else None,
     )
 
 
@@ -230,9 +257,11 @@ def _make_mlp(config: DecoderConfig, weights: dict[str, torch.Tensor]) -> DenseM
 
 
 def _pair_rows(config: DecoderConfig, qkv: torch.Tensor) -> torch.Tensor:
-    """Make the rotary pairs of query and key heads neighbours; value rows are unchanged."""
-    qk, v = qkv.split((config.q_size + config.kv_size, config.kv_size))
-    return torch.cat((_pair(qk.unflatten(0, (-1, config.head_dim)), dim=1).flatten(0, 1), v))
+    """Make the rotary pairs of query and key heads neighbours; gates' rows, if any, come last."""
+    gates = config.q_size if config.variant.gated else 0
+    q, gate, k, v = qkv.split((config.q_size, gates, config.kv_size, config.kv_size))
+    qk = torch.cat((q, k)).unflatten(0, (-1, config.head_dim))
+    return torch.cat((_pair(qk, dim=1).flatten(0, 1), v, gate))
 
 
 def _pair(x: torch.Tensor, dim: int) -> torch.Tensor:

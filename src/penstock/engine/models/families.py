@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.engine.models.rope import Rope
-from penstock.engine.models.variant import Activation, Bias, Experts, SlidingWindow, Variant
+from penstock.engine.models.variant import (
+    Activation,
+    Bias,
+    DeltaNet,
+    Experts,
+    SlidingWindow,
+    Variant,
+)
 
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -95,6 +102,26 @@ def _gemma3(config: Any) -> Variant:
     )
 
 
+def _qwen3_5(config: Any) -> Variant:
+    if not getattr(config, "attn_output_gate", True):
+        raise ValueError("attn_output_gate is false; allowed: true")
+    return Variant(
+        bias=_attention_bias(config),
+        qk_norm=True,
+        gated=True,
+        activation=_activation(config.hidden_act),
+        delta=DeltaNet(
+            layers=_layers_of(config, "linear_attention"),
+            key_heads=config.linear_num_key_heads,
+            value_heads=config.linear_num_value_heads,
+            key_dim=config.linear_key_head_dim,
+            value_dim=config.linear_value_head_dim,
+            kernel=config.linear_conv_kernel_dim,
+            strided=getattr(config, "linear_value_heads_strided", False),
+        ),
+    )
+
+
 FAMILIES = {
     "LlamaForCausalLM": Family("llama", _llama),
     "MistralForCausalLM": Family("mistral", _mistral),
@@ -115,11 +142,29 @@ FAMILIES = {
         norm_offset=1.0,
         counts_scaled=True,
     ),
+    "Qwen3_5ForCausalLM": Family("qwen3_5_text", _qwen3_5, norm_offset=1.0, partial_rotary=True),
 }
 """Families by the name in config.json's architectures."""
 
-TEXT_PARTS = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}
+TEXT_PARTS = {
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+}
 """Text parts of models that also read images."""
+
+
+_SHARED_EXPERTS = "experts that every token has (shared experts)"
+MISSING = dict.fromkeys(
+    (
+        "Qwen3NextForCausalLM",
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5MoeForConditionalGeneration",
+        "qwen3next",
+        "qwen35moe",
+    ),
+    _SHARED_EXPERTS,
+)
+"""What is not computed of other architectures, by name in config.json and in GGUF."""
 
 
 def rope_of(architecture: str, config: Any) -> Rope:
@@ -169,15 +214,19 @@ def _window(config: Any, layers: frozenset[int], rope: Rope | None = None) -> Sl
 
 
 def _windowed_layers(config: Any) -> frozenset[int]:
-    kinds = config.layer_types
-    if "sliding_attention" in kinds and config.sliding_window is None:
+    if "sliding_attention" in config.layer_types and config.sliding_window is None:
         raise ValueError("sliding_window is missing; layer_types asks for sliding_attention")
-    known = {"full_attention", "sliding_attention"}
+    return _layers_of(config, "sliding_attention")
+
+
+def _layers_of(config: Any, other: str) -> frozenset[int]:
+    """Return the layers of the other kind that the architecture has beside full attention."""
+    kinds, known = config.layer_types, {"full_attention", other}
     if not known.issuperset(kinds) or len(kinds) != config.num_hidden_layers:
         raise ValueError(
             f"layer_types is {kinds}; allowed: {', '.join(sorted(known))}, one for each layer"
         )
-    return frozenset(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
+    return frozenset(i for i, kind in enumerate(kinds) if kind == other)
 
 
 def _attention_bias(config: Any) -> Bias:

@@ -16,6 +16,11 @@ _WHOLE = (
     "num_experts",
     "num_experts_per_tok",
     "max_position_embeddings",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
 )
 _WHOLE_OR_NULL = (
     "num_key_value_heads",

@@ -46,6 +46,47 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """Layers with a gated DeltaNet, a recurrent state of fixed size, in place of attention.
+
+    layers: numbers of these layers
+    kernel: rows of the short convolution before it
+    strided: value heads of key head i are i, i + key_heads, …; else they lie side by side"""
+
+    layers: frozenset[int]
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    strided: bool = False
+
+    def __post_init__(self) -> None:
+        if self.value_heads % self.key_heads:
+            raise ValueError(
+                f"linear_num_value_heads {self.value_heads} is not a multiple of "
+                f"linear_num_key_heads {self.key_heads}"
+            )
+
+    @property
+    def value_size(self) -> int:
+        """Channels of values, and of the layer's output before its projection."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def conv_size(self) -> int:
+        """Channels of queries, keys and values, in this order."""
+        return 2 * self.key_heads * self.key_dim + self.value_size
+
+    def value_heads_of(self, key_head: int) -> range:
+        """Return the value heads that a key head serves."""
+        if self.strided:
+            return range(key_head, self.value_heads, self.key_heads)
+        each = self.value_heads // self.key_heads
+        return range(key_head * each, (key_head + 1) * each)
+
+
+@dataclass(frozen=True, slots=True)
 class Variant:
     """Differences from Llama; the defaults are Llama's.
 
@@ -53,6 +94,7 @@ class Variant:
     qk_norm:         RMSNorm over head_dim on every query and key head, before the rotation
     query_scale:     scores are this times q k / sqrt(head_dim); other than 1 with qk_norm only
     post_norms:      also an RMSNorm on the outputs of attention and MLP
+    gated:           what a head attends to is multiplied by the sigmoid of a projection of its own
     activation:      of the gate
     embedding_scale: factor on the token embeddings that enter the first layer"""
 
@@ -60,10 +102,12 @@ class Variant:
     qk_norm: bool = False
     query_scale: float = 1.0
     post_norms: bool = False
+    gated: bool = False
     activation: Activation = "silu"
     embedding_scale: float = 1.0
     window: SlidingWindow | None = None
     experts: Experts | None = None
+    delta: DeltaNet | None = None
 
     def __post_init__(self) -> None:
         if self.query_scale != 1 and not self.qk_norm:
@@ -79,6 +123,9 @@ class Variant:
 
     def is_windowed(self, layer: int) -> bool:
         return self.window is not None and layer in self.window.layers
+
+    def is_recurrent(self, layer: int) -> bool:
+        return self.delta is not None and layer in self.delta.layers
 
 
 LLAMA = Variant()

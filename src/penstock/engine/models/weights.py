@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -27,17 +27,18 @@ _HEAD = "lm_head.weight"
 class WeightSpec:
     """Name and shape of a tensor, and the checkpoint tensors that are stacked along its rows.
 
-    offset: added to them."""
+    offset: added to them. orders: of each source's rows, where it is not the checkpoint's."""
 
     name: str
     shape: tuple[int, ...]
     sources: tuple[tuple[str, tuple[int, ...]], ...]
     offset: float = 0.0
+    orders: tuple[torch.Tensor, ...] = field(default=(), compare=False)
 
     @property
     def stays_float32(self) -> bool:
-        """True for norms and routers, which are float32 in any dtype."""
-        return self.name.endswith(("norm", "router"))
+        """True for norms, routers and what a recurrent state depends on: float32 in any dtype."""
+        return self.name.endswith(("norm", "router", ".conv", ".dt_bias", ".a_log"))
 
 
 def weight_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
@@ -52,7 +53,8 @@ def weight_specs(config: DecoderConfig) -> Iterator[WeightSpec]:
 
     embed_tokens              [vocab_size, hidden_size]
     layers.I.input_norm       [hidden_size]
-    layers.I.qkv              [q_size + 2 * kv_size, hidden_size]: query, key, value rows
+    layers.I.qkv              [q_size + 2 * kv_size, hidden_size]: query, key, value rows; with
+                              variant.gated q_size more, the gates', behind the queries
     layers.I.qkv_bias         [q_size + 2 * kv_size], if variant.qkv_bias
     layers.I.q_norm, k_norm   [head_dim], if variant.qk_norm
     layers.I.o                [hidden_size, q_size]
@@ -67,7 +69,17 @@ def weight_specs(config: DecoderConfig) -> Iterator[WeightSpec]:
 
     With variant.experts gate_up and down have a leading axis of experts, and there is
 
-    layers.I.router           [experts, hidden_size]"""
+    layers.I.router           [experts, hidden_size]
+
+    Recurrent layers have, in place of everything from qkv to o_bias,
+
+    layers.I.linear_qkv       [delta.conv_size, hidden_size]: query, key, value rows
+    layers.I.linear_z         [delta.value_size, hidden_size]: gate of the output
+    layers.I.beta, alpha      [value_heads, hidden_size]: strength of the update, decay
+    layers.I.conv             [conv_size, 1, kernel]
+    layers.I.dt_bias, a_log   [value_heads]
+    layers.I.linear_norm      [value_dim]
+    layers.I.o                [hidden_size, value_size]"""
     hidden, vocab = config.hidden_size, config.vocab_size
     yield _spec("embed_tokens", (_EMBEDDINGS, (vocab, hidden)))
     for index in range(config.num_layers):
@@ -89,7 +101,7 @@ def load_weights(
     missing, misshapen or of an unsupported type."""
     with open_checkpoint(path).tensors() as tensors:
         return {
-            spec.name: _arranged(config, spec, _assemble(tensors, spec, dtype or config.dtype))
+            spec.name: _assemble(tensors, spec, dtype or config.dtype)
             for spec in specs_in(tensors, config)
         }
 
@@ -107,7 +119,7 @@ def stored_weights(
     widened: set[str] = set()
     with open_checkpoint(path).tensors() as tensors:
         specs = specs_in(tensors, config)
-        found = {spec.name: _stored(tensors, config, spec, dtype, kinds, widened) for spec in specs}
+        found = {spec.name: _stored(tensors, spec, dtype, kinds, widened) for spec in specs}
         if widened:
             _log.warning(
                 "%s: %s matrices are widened to %s, as the kernels do not read them",
@@ -155,35 +167,87 @@ def _spec(name: str, *sources: tuple[str, tuple[int, ...]]) -> WeightSpec:
 
 def _norm_spec(config: DecoderConfig, name: str, source: str, size: int) -> WeightSpec:
     offset = FAMILIES[config.architecture].norm_offset
-    return WeightSpec(name, (size,), ((source, (size,)),), offset)
+    spec = WeightSpec(name, (size,), ((source, (size,)),), offset)
+    of_heads = name.endswith(("q_norm", "k_norm"))
+    return replace(spec, orders=_in_pairs(config, torch.arange(size))) if of_heads else spec
 
 
 def _layer_specs(config: DecoderConfig, index: int) -> Iterator[WeightSpec]:
     family, variant = FAMILIES[config.architecture], config.variant
-    hidden, q_size, kv_size = config.hidden_size, config.q_size, config.kv_size
     ours, theirs = f"layers.{index}", f"model.layers.{index}"
+    hidden = config.hidden_size
 
     def norm(name: str, source: str, size: int = hidden) -> WeightSpec:
         return _norm_spec(config, f"{ours}.{name}", f"{theirs}.{source}.weight", size)
 
     yield norm("input_norm", "input_layernorm")
-    split = (q_size, kv_size, kv_size) if len(family.qkv) == 3 else (q_size + 2 * kv_size,)
-    rows = {f"{theirs}.{x}": n for x, n in zip(family.qkv, split, strict=True)}
-    yield _spec(f"{ours}.qkv", *((f"{x}.weight", (n, hidden)) for x, n in rows.items()))
-    if variant.qkv_bias:
-        yield _spec(f"{ours}.qkv_bias", *((f"{x}.bias", (n,)) for x, n in rows.items()))
-    if variant.qk_norm:
-        for x in ("q_norm", "k_norm"):
-            yield norm(x, f"self_attn.{x}", config.head_dim)
-    yield _spec(f"{ours}.o", (f"{theirs}.self_attn.o_proj.weight", (hidden, q_size)))
-    if variant.o_bias:
-        yield _spec(f"{ours}.o_bias", (f"{theirs}.self_attn.o_proj.bias", (hidden,)))
+    if variant.is_recurrent(index):
+        yield from _delta_specs(config, ours, f"{theirs}.linear_attn")
+    else:
+        yield from _attention_specs(config, ours, theirs)
     if variant.post_norms:
         yield norm("o_norm", "post_attention_layernorm")
     yield norm("post_norm", family.post_norm)
     yield from _mlp_specs(config, ours, theirs)
     if variant.post_norms:
         yield norm("down_norm", "post_feedforward_layernorm")
+
+
+def _attention_specs(config: DecoderConfig, ours: str, theirs: str) -> Iterator[WeightSpec]:
+    family, variant = FAMILIES[config.architecture], config.variant
+    hidden, q_size = config.hidden_size, config.q_size
+    orders = _head_orders(config)
+    sizes = map(len, orders) if len(family.qkv) == 3 else [sum(map(len, orders))]
+    rows = {f"{theirs}.{x}": n for x, n in zip(family.qkv, sizes, strict=True)}
+    if config.rope.partial_rotary_factor == 1 and not variant.gated:
+        orders = ()
+    elif len(family.qkv) == 1:
+        starts = (0, q_size, q_size + config.kv_size)
+        orders = (torch.cat([start + o for start, o in zip(starts, orders, strict=True)]),)
+    qkv = _spec(f"{ours}.qkv", *((f"{x}.weight", (n, hidden)) for x, n in rows.items()))
+    yield replace(qkv, orders=orders)
+    if variant.qkv_bias:
+        bias = _spec(f"{ours}.qkv_bias", *((f"{x}.bias", (n,)) for x, n in rows.items()))
+        yield replace(bias, orders=orders)
+    if variant.qk_norm:
+        for x in ("q_norm", "k_norm"):
+            source = f"{theirs}.self_attn.{x}.weight"
+            yield _norm_spec(config, f"{ours}.{x}", source, config.head_dim)
+    yield _spec(f"{ours}.o", (f"{theirs}.self_attn.o_proj.weight", (hidden, q_size)))
+    if variant.o_bias:
+        yield _spec(f"{ours}.o_bias", (f"{theirs}.self_attn.o_proj.bias", (hidden,)))
+
+
+def _head_orders(config: DecoderConfig) -> tuple[torch.Tensor, ...]:
+    """Return a checkpoint's rows of queries (and gates), of keys and of values, as they lie here.
+
+    With gates a head's rows are its query, then its gate; here the gates of all heads follow."""
+    query = torch.arange(config.q_size)
+    if config.variant.gated:
+        both = torch.arange(2 * config.q_size).view(config.num_heads, 2, config.head_dim)
+        query, gate = both[:, 0].flatten(), both[:, 1].flatten()
+    keys = torch.arange(config.kv_size)
+    query, key = _in_pairs(config, query)[0], _in_pairs(config, keys)[0]
+    return torch.cat((query, gate)) if config.variant.gated else query, key, keys
+
+
+def _in_pairs(config: DecoderConfig, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (config.rope.spread_pairs(rows, config.head_dim),)
+
+
+def _delta_specs(config: DecoderConfig, ours: str, theirs: str) -> Iterator[WeightSpec]:
+    delta, hidden = config.variant.delta, config.hidden_size
+    assert delta is not None
+    heads, size = delta.value_heads, delta.value_size
+    yield _spec(f"{ours}.linear_qkv", (f"{theirs}.in_proj_qkv.weight", (delta.conv_size, hidden)))
+    yield _spec(f"{ours}.linear_z", (f"{theirs}.in_proj_z.weight", (size, hidden)))
+    yield _spec(f"{ours}.beta", (f"{theirs}.in_proj_b.weight", (heads, hidden)))
+    yield _spec(f"{ours}.alpha", (f"{theirs}.in_proj_a.weight", (heads, hidden)))
+    yield _spec(f"{ours}.conv", (f"{theirs}.conv1d.weight", (delta.conv_size, 1, delta.kernel)))
+    yield _spec(f"{ours}.dt_bias", (f"{theirs}.dt_bias", (heads,)))
+    yield _spec(f"{ours}.a_log", (f"{theirs}.A_log", (heads,)))
+    yield _spec(f"{ours}.linear_norm", (f"{theirs}.norm.weight", (delta.value_dim,)))
+    yield _spec(f"{ours}.o", (f"{theirs}.out_proj.weight", (hidden, size)))
 
 
 def _mlp_specs(config: DecoderConfig, ours: str, theirs: str) -> Iterator[WeightSpec]:
@@ -212,39 +276,40 @@ def _assemble(tensors: Tensors, spec: WeightSpec, dtype: torch.dtype) -> torch.T
     out = torch.empty(spec.shape, dtype=torch.float32 if spec.stays_float32 else dtype)
     rows = out.view(-1, *spec.sources[0][1][1:])
     start = 0
-    for name, shape in spec.sources:
-        tensors.read(name, rows[start : start + shape[0]])
+    for index, (name, shape) in enumerate(spec.sources):
+        own = rows[start : start + shape[0]]
+        tensors.read(name, own)
+        if spec.orders:
+            own.copy_(own[spec.orders[index]])
         start += shape[0]
     return out if spec.offset == 0 else out.add_(spec.offset)
 
 
 def _stored(
     tensors: Tensors,
-    config: DecoderConfig,
     spec: WeightSpec,
     dtype: torch.dtype,
     kinds: Collection[str],
     widened: set[str],
 ) -> Weight:
     """widened: receives the formats that the kernels do not read."""
-    # Rows of several sources are reordered once they are concatenated.
-    is_ordered = len(spec.sources) == 1 or config.rope.partial_rotary_factor == 1
-    plain = len(spec.shape) > 1 and is_ordered and not spec.stays_float32
+    plain = len(spec.shape) > 1 and not spec.stays_float32
     found = [tensors.quantized(*source) for source in spec.sources] if plain else []
     widened.update(part.kind for part in found if part is not None and part.kind not in kinds)
     parts = [part if part is not None and part.kind in kinds else None for part in found]
     if len(spec.shape) > 2:
         _widen_mixed(parts, len(parts) // spec.shape[0], widened)
     if not any(parts):
-        return _arranged(config, spec, _assemble(tensors, spec, dtype))
+        return _assemble(tensors, spec, dtype)
     stored: list[Stored] = []
-    for (name, shape), part in zip(spec.sources, parts, strict=True):
+    orders = spec.orders or [None] * len(parts)
+    for (name, shape), part, order in zip(spec.sources, parts, orders, strict=True):
         if part is None:
             values = torch.empty(shape, dtype=dtype)
             tensors.read(name, values)
-            stored.append(values)
+            stored.append(values if order is None else values[order])
         else:
-            stored.append(replace(part, data=_arranged(config, spec, part.data)))
+            stored.append(part if order is None else replace(part, data=part.data[order]))
     return tuple(stored) if len(stored) > 1 else stored[0]
 
 
@@ -259,13 +324,3 @@ def _widen_mixed(
         if len(kinds) > 1:
             widened.add(" with ".join(sorted(kinds)))
             parts[use::num_per_expert] = [None] * (len(parts) // num_per_expert)
-
-
-def _arranged(config: DecoderConfig, spec: WeightSpec, tensor: torch.Tensor) -> torch.Tensor:
-    kind = spec.name.rpartition(".")[2]
-    if kind in ("q_norm", "k_norm"):
-        return config.rope.spread_pairs(tensor, config.head_dim)
-    if kind in ("qkv", "qkv_bias") and config.rope.partial_rotary_factor != 1:
-        qk, v = tensor.split((config.q_size + config.kv_size, config.kv_size))
-        return torch.cat((config.rope.spread_pairs(qk, config.head_dim), v))
-    return tensor

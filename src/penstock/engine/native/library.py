@@ -22,6 +22,9 @@ INT32, INT64, UINT64 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.uint6
 FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 
 LAYER_MATRICES = ("query", "key", "value", "o", "gate", "up", "down")
+DELTA_MATRICES = ("linear_qkv", "linear_z", "beta", "alpha")
+DELTA_VECTORS = ("conv", "dt_bias", "rate", "linear_norm")
+DELTA_SIZES = ("key_heads", "value_heads", "key_dim", "value_dim", "kernel", "strided")
 LAYER_VECTORS = (
     "input_norm",
     "post_norm",
@@ -59,6 +62,9 @@ class LayerWeights(Structure):
         ("window", c_int32),
         *((name, c_void_p) for name in ("rope_cos", "rope_sin")),
         ("router", Matrix),
+        ("query_gate", Matrix),
+        *((name, Matrix) for name in DELTA_MATRICES),
+        *((name, c_void_p) for name in (*DELTA_VECTORS, "states", "kept")),
     ]
 
 
@@ -80,6 +86,7 @@ class ModelWeights(Structure):
         ("embedding_scale", c_float),
         ("gelu_tanh", c_int32),
         *((name, c_int32) for name in ("num_experts", "experts_per_token", "norm_topk_prob")),
+        *((name, c_int32) for name in (*DELTA_SIZES, "num_slots", "most_kept")),
     ]
 
 
@@ -92,6 +99,7 @@ class BatchValues(Structure):
         ("max_blocks", c_int32),
         ("num_logits", c_int32),
         ("values", c_void_p),
+        ("moves", c_void_p),
     ]
 
 

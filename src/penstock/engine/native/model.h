@@ -27,6 +27,14 @@ struct LayerWeights {
   // [num_experts, hidden_size], float32. With it gate, up and down are those of all experts, each
   // expert's columns padded to whole panels. Null: a dense MLP.
   penstock::Matrix router;
+  // Attention's gates, by head as the queries. Null: none.
+  penstock::Matrix query_gate;
+  // Of a recurrent layer, which has neither query, key and value nor a cache: queries, keys and
+  // values side by side; the gate of its output; strength of the update; decay. Null: attention.
+  penstock::Matrix linear_qkv, linear_z, beta, alpha;
+  const float *conv, *dt_bias, *rate, *linear_norm;  // conv: [kernel, conv_stride]
+  float* states;  // [num_slots, value_heads, key_dim * round_up(value_dim, kLanes)]
+  float* kept;    // [num_slots, kernel - 1 + most_kept, inputs_stride]: see delta.h
 };
 
 struct ModelWeights {
@@ -43,12 +51,15 @@ struct ModelWeights {
   int32_t gelu_tanh;  // the gate's activation; 0: silu
   // Without experts 0, 1, and 0. intermediate_size is one expert's.
   int32_t num_experts, experts_per_token, norm_topk_prob;
+  // Of recurrent layers; without them all 0.
+  int32_t key_heads, value_heads, key_dim, value_dim, kernel, strided, num_slots, most_kept;
 };
 
 // RaggedBatch of batch.py. `values` holds its arrays one after the other, in the order below.
 struct BatchValues {
   int32_t num_tokens, num_seqs, max_blocks, num_logits;
   const int32_t* values;
+  const int32_t* moves;  // [3, num_seqs] (StateMoves of states.py), or null
 };
 
 }  // extern "C"
@@ -58,6 +69,7 @@ namespace penstock {
 struct Batch {
   int num_tokens, num_seqs, max_blocks, num_logits;
   const int32_t *token_ids, *positions, *query_start, *seq_lens, *logits_rows, *block_tables;
+  const int32_t *slots, *replayed, *committed;  // null without recurrent layers
 
   explicit Batch(const BatchValues& given)
       : num_tokens(given.num_tokens),
@@ -69,7 +81,10 @@ struct Batch {
         query_start(positions + num_tokens),
         seq_lens(query_start + num_seqs + 1),
         logits_rows(seq_lens + num_seqs),
-        block_tables(logits_rows + num_logits) {}
+        block_tables(logits_rows + num_logits),
+        slots(given.moves),
+        replayed(slots ? slots + num_seqs : nullptr),
+        committed(slots ? slots + 2 * num_seqs : nullptr) {}
 
   const int32_t* block_table(int seq) const { return block_tables + (size_t)seq * max_blocks; }
 };
@@ -103,7 +118,7 @@ class Buffer {
 };
 
 struct ThreadScratch {
-  Buffer normed, head, attention_storage;
+  Buffer normed, head, attention_storage, delta;
   Buffer prepared[kArithmetics];
   AttentionScratch attention;
 };
@@ -114,11 +129,17 @@ struct AttentionTask {
   int row, num_rows, first_position;
 };
 
+// What a pass does to one sequence's recurrent states: as `StateMoves` of states.py.
+struct StateMove {
+  int slot, row, num_rows, replayed, committed;
+};
+
 // The rows of one pass. Complete before any thread reads it, and not touched again while a late
 // thread may: a draft has one for each step.
 struct Plan {
   std::vector<int32_t> token_ids, positions, blocks;
   std::vector<AttentionTask> attention;
+  std::vector<StateMove> moves;
   int64_t num_blocks_read = 0;  // by the attention of one layer
   std::vector<int32_t> logits_rows;
   std::vector<float*> logits;  // one destination each
@@ -140,6 +161,7 @@ struct Plan {
     positions.clear();
     blocks.clear();
     attention.clear();
+    moves.clear();
     num_blocks_read = 0;
     logits_rows.clear();
     logits.clear();
@@ -174,6 +196,8 @@ struct Model {
   int thread_limit;
   Buffer residual, query, attended, hidden, logits, splits, projected;
   Buffer router, mixed;  // logits of experts; what each expert gives for each of its rows
+  Buffer query_gate;     // of attention
+  Buffer inputs, output_gate;  // of recurrent layers: before the convolution; z
   Routing routing;
 
   explicit Model(const ModelWeights& given)
@@ -202,8 +226,23 @@ struct Model {
   size_t residual_stride() const { return round_up(weights.hidden_size, kPanel) + kPanel; }
   size_t hidden_stride() const { return round_up(weights.intermediate_size, kPanel) + kPanel; }
   size_t router_stride() const { return round_up(weights.num_experts, kPanel); }
+  int value_size() const { return weights.value_heads * weights.value_dim; }
+  int conv_size() const { return 2 * weights.key_heads * weights.key_dim + value_size(); }
+  // Also of what recurrent layers give.
   size_t query_stride() const {
-    return round_up(weights.num_heads * weights.head_dim, kPanel) + kPanel;
+    const int widest = std::max(weights.num_heads * weights.head_dim, value_size());
+    return round_up(widest, kPanel) + kPanel;
+  }
+  size_t value_stride() const { return round_up(value_size(), kPanel) + kPanel; }
+  // A row of a recurrent layer's inputs: channels of the convolution, strengths, decays. Behind the
+  // last of each lies room for a whole vector.
+  size_t conv_stride() const { return round_up(conv_size(), kPanel) + kPanel; }
+  size_t beta_start() const { return conv_stride(); }
+  size_t alpha_start() const { return beta_start() + round_up(weights.value_heads, kPanel); }
+  size_t inputs_stride() const { return alpha_start() + round_up(weights.value_heads, kPanel); }
+  bool is_gated() const {
+    return std::any_of(layers.begin(), layers.end(),
+                       [](const LayerWeights& layer) { return layer.query_gate.data; });
   }
 
   void reserve(int rows) {
@@ -212,6 +251,11 @@ struct Model {
     attended.reserve(rows * query_stride());
     hidden.reserve(rows * weights.experts_per_token * hidden_stride());
     if (has_post_norms()) projected.reserve(rows * residual_stride());
+    if (is_gated()) query_gate.reserve(rows * query_stride());
+    if (weights.value_heads) {
+      inputs.reserve(rows * inputs_stride());
+      output_gate.reserve(rows * value_stride());
+    }
     if (weights.num_experts == 0) return;
     router.reserve(rows * router_stride());
     mixed.reserve(rows * weights.experts_per_token * residual_stride());

@@ -16,7 +16,7 @@ from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.quantized import QuantizedMatrix, Stored, Weight
 from penstock.engine.models.rope import Rope
 from penstock.engine.models.rope_table import RopeTable
-from penstock.engine.native.library import address, native_library
+from penstock.engine.native.library import DELTA_MATRICES, address, native_library
 
 _HUGE_PAGE = 1 << 21
 """Bytes of a huge page on x86-64 and ARM."""
@@ -33,11 +33,12 @@ class Arena:
     Every row of every matrix is read once per step; with small pages address translation would miss
     its cache."""
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, *, huge: bool = True) -> None:
+        """huge: pages may be huge; others are taken from the machine as they are written."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self._memory = mmap.mmap(-1, round_up(max(num_bytes, 1), _HUGE_PAGE), flags=flags)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
+            self._memory.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
         self._used = 0
 
     def next_tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -83,6 +84,19 @@ class Layout:
     def head_vectors(self, values: torch.Tensor) -> torch.Tensor:
         """Return [n * head_dim] as [n, head_width]."""
         return _pad(values.float().view(-1, self.config.head_dim), 1, self.panel).contiguous()
+
+    def conv(self, values: torch.Tensor) -> torch.Tensor:
+        """Return [channels, 1, kernel] as [kernel, conv_stride] (model.h)."""
+        by_row = _pad(values.float().squeeze(1).t(), 1, self.panel)
+        return torch.nn.functional.pad(by_row, (0, self.panel)).contiguous()
+
+    @property
+    def inputs_stride(self) -> int:
+        """Numbers in a row of a recurrent layer's inputs (model.h)."""
+        delta = self.config.variant.delta
+        assert delta is not None
+        gates = 2 * round_up(delta.value_heads, self.panel)
+        return round_up(delta.conv_size, self.panel) + self.panel + gates
 
     def rope(self, num_positions: int, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin: [num_positions, head_dim / 2 rounded up to whole vectors]."""
@@ -208,8 +222,8 @@ class Packer:
         for name, weight in self._weights.items():
             if name == "embed_tokens":
                 continue
-            if isinstance(weight, torch.Tensor) and weight.dim() == 1:
-                vectors[name] = self._vector(name, weight)
+            if isinstance(weight, torch.Tensor) and (weight.dim() == 1 or name.endswith(".conv")):
+                vectors[name.replace("a_log", "rate")] = self._vector(name, weight)
                 continue
             for field, rows in self._pieces(name, weight).items():
                 pairs = self._bf16_pairs and rows.kind is Kind.BF16
@@ -235,9 +249,12 @@ class Packer:
         layout, config = self._layout, self._layout.config
         prefix, _, last = name.rpartition(".")
         fields: tuple[str, ...]
+        delta = config.variant.delta
         if last == "qkv":
             sizes = [config.q_size, config.kv_size, config.kv_size]
             fields, width = ("query", "key", "value"), config.head_dim
+            if config.variant.gated:
+                fields, sizes = ("query", "query_gate", "key", "value"), [config.q_size, *sizes]
         elif last == "gate_up":
             width = config.intermediate_size
             fields, sizes = ("gate", "up"), [width] * 2
@@ -245,6 +262,9 @@ class Packer:
             width = config.vocab_size if last == "lm_head" else config.hidden_size
             if last == "router" and config.variant.experts is not None:
                 width = config.variant.experts.count
+            if last in DELTA_MATRICES and delta is not None:
+                widths = {"linear_qkv": delta.conv_size, "linear_z": delta.value_size}
+                width = widths.get(last, delta.value_heads)
             fields, sizes = (last,), [width]
         return {
             f"{prefix}.{field}" if prefix else field: replace(
@@ -255,6 +275,10 @@ class Packer:
 
     def _vector(self, name: str, values: torch.Tensor) -> torch.Tensor:
         of_heads = name.endswith(("qkv_bias", "q_norm", "k_norm", "qk_scale"))
+        if name.endswith(".conv"):
+            return self._layout.conv(values)
+        if name.endswith(".a_log"):
+            values = -values.exp()
         if name.endswith("q_norm"):
             values = values.float() * self._layout.config.variant.query_scale
         return (self._layout.head_vectors if of_heads else self._layout.vector)(values)

@@ -1,6 +1,7 @@
 // One forward pass, as phases whose tasks the threads of a job share out.
 #pragma once
 
+#include "delta.h"
 #include "upcoming.h"
 
 namespace penstock {
@@ -100,7 +101,7 @@ class Pass {
 
   static int num_phases(const Model& model) {
     const int by_layer = model.weights.num_experts ? 10 : model.has_post_norms() ? 8 : 6;
-    return 3 + by_layer * model.weights.num_layers;
+    return 3 + (by_layer + 1) * model.weights.num_layers;  // gated and recurrent layers have one more
   }
 
   void run() {
@@ -108,12 +109,18 @@ class Pass {
     upcoming_.start(0);
     for (int i = 0; i < weights_.num_layers; ++i) {
       const LayerWeights& layer = model_.layers[i];
-      project_heads(layer);
-      attend_all(layer);
+      const bool is_recurrent = layer.linear_qkv.data;
+      if (is_recurrent) {
+        recur(layer);
+      } else {
+        project_heads(layer);
+        attend_all(layer);
+        if (layer.query_gate.data) gate_attended();
+      }
       upcoming_.start(i + 1);
       add_projection(model_.attended, model_.query_stride(),
-                     weights_.num_heads * weights_.head_dim, layer.o, layer.o_bias,
-                     layer.o_norm);
+                     is_recurrent ? model_.value_size() : weights_.num_heads * weights_.head_dim,
+                     layer.o, layer.o_bias, layer.o_norm);
       if (layer.router.data) {
         mix_experts(layer);
         continue;
@@ -200,7 +207,8 @@ class Pass {
   // Queries, keys and values, head by head: product, bias, norm, rotation, and the cache's slots.
   void project_heads(const LayerWeights& layer) {
     const Chunks chunks = chunks_for(plan_.num_rows(), layer.query, weights_.hidden_size);
-    const int heads = weights_.num_heads + 2 * weights_.num_kv_heads;
+    const int gates = layer.query_gate.data ? weights_.num_heads : 0;
+    const int heads = weights_.num_heads + 2 * weights_.num_kv_heads + gates;
     const int panels = model_.head_width() / kPanel;
     const int stride = model_.head_width() + kPanel;
     float* product = scratch_.head.get();
@@ -227,13 +235,15 @@ class Pass {
     });
   }
 
-  // Where the columns of a head lie (queries, then keys, then values): the matrix, and its first
-  // head.
+  // Where the columns of a head lie (queries, then keys, then values, then gates): the matrix, and
+  // its first head.
   std::pair<const Matrix*, int> matrix_of(const LayerWeights& layer, int head) const {
     const int first_key = weights_.num_heads, first_value = first_key + weights_.num_kv_heads;
     if (head < first_key) return {&layer.query, 0};
     if (head < first_value) return {&layer.key, first_key};
-    return {&layer.value, first_value};
+    const int first_gate = first_value + weights_.num_kv_heads;
+    if (head < first_gate) return {&layer.value, first_value};
+    return {&layer.query_gate, first_gate};
   }
 
   void finish_head(const LayerWeights& layer, int head, int row, float* x) {
@@ -242,6 +252,13 @@ class Pass {
       for (int i = 0; i < width; i += kLanes)
         store(x + i, load(x + i) + load(layer.qkv_bias + (size_t)head * width + i));
     const int first_key = weights_.num_heads, first_value = first_key + weights_.num_kv_heads;
+    const int first_gate = first_value + weights_.num_kv_heads;
+    if (head >= first_gate) {
+      std::memcpy(model_.query_gate.get() + row * model_.query_stride() +
+                      (size_t)(head - first_gate) * dim,
+                  x, dim * sizeof(float));
+      return;
+    }
     if (head >= first_value) return store_value(layer, head - first_value, row, x);
 
     const float* norm = head < first_key ? layer.q_norm : layer.k_norm;
@@ -269,6 +286,59 @@ class Pass {
       store(out + i, load(x + i) * load(cos + i) - load(x + half + i) * load(sin + i));
     for (int i = 0; i < half; i += kLanes)
       store(out + half + i, load(x + half + i) * load(cos + i) + load(x + i) * load(sin + i));
+  }
+
+  // attended *= sigmoid(gate)
+  void gate_attended() {
+    const int width = weights_.num_heads * weights_.head_dim;
+    worker_.for_each(plan_.num_rows(), [&](int64_t row) {
+      const size_t start = row * model_.query_stride();
+      const float* gate = model_.query_gate.get() + start;
+      float* target = model_.attended.get() + start;
+      for (int i = 0; i < width; i += kLanes) {
+        const VecF open = splat(1.0f) + exp2_lanes(load(gate + i) * splat(-kLog2E));
+        store(target + i, load(target + i) / open);
+      }
+    });
+  }
+
+  // attended = what a recurrent layer gives, before its last projection
+  void recur(const LayerWeights& layer) {
+    const size_t stride = model_.inputs_stride();
+    project_normed<1>(layer.input_norm, {&layer.linear_qkv}, model_.conv_size(),
+                      [&](int row, int) { return model_.inputs.get() + row * stride; });
+    project_normed<1>(layer.input_norm, {&layer.linear_z}, model_.value_size(), [&](int row, int) {
+      return model_.output_gate.get() + row * model_.value_stride();
+    });
+    project_normed<2>(layer.input_norm, {&layer.beta, &layer.alpha}, weights_.value_heads,
+                      [&](int row, int which) {
+                        const size_t start = which ? model_.alpha_start() : model_.beta_start();
+                        return model_.inputs.get() + row * stride + start;
+                      });
+    const int64_t heads = weights_.key_heads;
+    worker_.for_each(plan_.moves.size() * heads, [&](int64_t task) {
+      DeltaHead(model_, layer, plan_.moves[task / heads], (int)(task % heads), scratch_.delta)
+          .run();
+    });
+  }
+
+  // at(row, i) = normed rows x matrix i, in whole panels
+  template <size_t N, class At>
+  void project_normed(const float* norm, const Matrix* const (&matrices)[N], int width, At&& at) {
+    const Chunks chunks = chunks_for(plan_.num_rows(), *matrices[0], weights_.hidden_size);
+    const int panels = round_up(width, kPanel) / kPanel;
+    project(
+        chunks, matrices, weights_.hidden_size, panels, group_for(chunks, *matrices[0], panels),
+        model_.residual_stride(),
+        [&](int chunk) {
+          return normed(chunks.size(chunk), norm, [&](int i) { return chunks.row(chunk, i); });
+        },
+        [&](int row, int height, int panel, int count, const float* tile) {
+          for (int r = 0; r < height; ++r)
+            for (size_t i = 0; i < N; ++i)
+              std::memcpy(at(row + r, (int)i) + panel * kPanel,
+                          tile + i * kTileFloats + r * kTileStride, count * kPanel * sizeof(float));
+        });
   }
 
   size_t cache_head(int row, int kv_head) const {
@@ -454,21 +524,9 @@ class Pass {
 
   // model.routing = each row's experts, and each expert's rows in chunks of at most `most`
   void route(const LayerWeights& layer, int most) {
-    const Chunks chunks = chunks_for(plan_.num_rows(), layer.router, weights_.hidden_size);
     const size_t stride = model_.router_stride();
-    const int panels = (int)stride / kPanel;
-    project(
-        chunks, {&layer.router}, weights_.hidden_size, panels,
-        group_for(chunks, layer.router, panels), model_.residual_stride(),
-        [&](int chunk) {
-          return normed(chunks.size(chunk), layer.post_norm,
-                        [&](int i) { return chunks.row(chunk, i); });
-        },
-        [&](int row, int height, int panel, int width, const float* tile) {
-          for (int r = 0; r < height; ++r)
-            std::memcpy(model_.router.get() + (row + r) * stride + panel * kPanel,
-                        tile + r * kTileStride, width * kPanel * sizeof(float));
-        });
+    project_normed<1>(layer.post_norm, {&layer.router}, weights_.num_experts,
+                      [&](int row, int) { return model_.router.get() + row * stride; });
     worker_.for_each(plan_.num_rows(), [&](int64_t row) {
       model_.routing.choose((int)row, model_.router.get() + row * stride);
     });

@@ -126,6 +126,23 @@ bool check_temperatures(const double* temperatures, int count, char* error) {
   return true;
 }
 
+// What a batch does to recurrent states.
+bool check_moves(const Model& model, const Batch& batch, const DraftOrder* order, char* error) {
+  const ModelWeights& w = model.weights;
+  if (w.num_slots == 0) return true;
+  if (order || !batch.slots) return refuse(error, "a model with recurrent states does not draft");
+  for (int seq = 0; seq < batch.num_seqs; ++seq) {
+    const int rows = batch.query_start[seq + 1] - batch.query_start[seq];
+    const int slot = batch.slots[seq], replayed = batch.replayed[seq];
+    const int committed = batch.committed[seq];
+    if (slot < 0 || slot >= w.num_slots || replayed < -1 || replayed > w.most_kept ||
+        committed < 0 || committed > rows || rows - committed > w.most_kept)
+      return refuse(error, "sequence %d: slot %d, %d rows replayed, %d of %d committed", seq, slot,
+                    replayed, committed, rows);
+  }
+  return true;
+}
+
 bool check(const Model& model, const Batch& batch, const DraftOrder* order, char* error) {
   if (batch.query_start[0] != 0 || batch.query_start[batch.num_seqs] != batch.num_tokens)
     return refuse(error, "query_start must run from 0 to %d", batch.num_tokens);
@@ -138,6 +155,7 @@ bool check(const Model& model, const Batch& batch, const DraftOrder* order, char
     if (!check_sequence(model, batch, seq, std::max(0, steps - 1), error)) return false;
   }
   if (order && !check_temperatures(order->temperatures, batch.num_seqs, error)) return false;
+  if (!check_moves(model, batch, order, error)) return false;
   return check_tokens(model, batch, error);
 }
 
@@ -162,6 +180,9 @@ void plan_rows(Model& model, const Batch& batch, Plan& plan) {
     if (rows == 0) continue;
     plan.add_sequence(batch.token_ids + first, batch.positions[first], rows,
                       batch.block_table(seq), model.weights.block_size, model.rows_per_task());
+    if (batch.slots)
+      plan.moves.push_back({batch.slots[seq], plan.num_rows() - rows, rows, batch.replayed[seq],
+                            batch.committed[seq]});
   }
   model.reserve(plan.num_rows());
 }

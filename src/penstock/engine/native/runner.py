@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,16 +19,18 @@ from penstock.engine.drafters.drafts import Draft, Drafts
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.quantized import Weight
 from penstock.engine.models.rounding import is_large, round_weights
+from penstock.engine.models.variant import DeltaNet
 from penstock.engine.models.weights import stored_weights
 from penstock.engine.native import library as c
 from penstock.engine.native.heads import channel_scales
 from penstock.engine.native.library import native_library
-from penstock.engine.native.packing import BLOCK_FORMATS, Arena, Layout, Packer
+from penstock.engine.native.packing import BLOCK_FORMATS, Arena, Layout, Packer, round_up
 from penstock.engine.native.sampler import sample_natively
 from penstock.engine.runner import IntArray, ModelRunner, RaggedBatch
 from penstock.engine.sampling import SamplingRows
 from penstock.engine.sampling.noise import Salt, draft_seeds
 from penstock.engine.sampling.params import BoolArray
+from penstock.engine.states import MOST_KEPT, StateMoves, StateSlots
 
 DTYPES = (torch.float32, torch.bfloat16)
 _KV_KINDS = (*DTYPES, torch.int8)
@@ -67,10 +70,11 @@ class NativeRunner(ModelRunner):
         block_size: int,
         num_threads: int,
         kv_dtype: torch.dtype | None = None,
+        num_slots: int = 8,
     ) -> None:
         """Pack `weights` (as `load_weights` names them; float32, bfloat16 or quantised).
 
-        kv_dtype: of the cache, if not `dtype`.
+        kv_dtype: of the cache, if not `dtype`. num_slots: room for recurrent states.
 
         Raises NativeUnavailableError without compiled kernels, ValueError for a bad size."""
         sizes = {"num_blocks": num_blocks, "block_size": block_size, "num_threads": num_threads}
@@ -93,6 +97,12 @@ class NativeRunner(ModelRunner):
         layer_ropes = map(config.layer_rope, range(config.num_layers))
         self._ropes = {rope: layout.rope(positions, rope) for rope in set(layer_ropes)}
         self._cache = _allocate_cache(layout, kv_dtype or dtype, num_blocks, block_size)
+        self._states: StateSlots | None = None
+        self._state_memory: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        if config.variant.delta is not None:
+            self.num_slots = num_slots
+            self._states = StateSlots(num_slots)
+            self._state_memory = _allocate_states(layout, config.variant.delta, num_slots)
         self._error = ctypes.create_string_buffer(c.ERROR_BYTES)
         self._model = self._create(num_threads, positions)
         self._thread_limit = num_threads
@@ -110,11 +120,13 @@ class NativeRunner(ModelRunner):
         rounding: DrafterWeights = "stored",
         max_model_len: int | None = None,
         kv_dtype: torch.dtype | None = None,
+        num_slots: int = 8,
     ) -> NativeRunner:
         """Load a checkpoint for texts of at most `max_model_len` tokens.
 
         rounding: of matrices to 4 bits (`models.rounding`), for drafters.
         kv_dtype: of the cache, if not `dtype`; int8 has a scale for each token and KV head.
+        num_slots: room for recurrent states.
 
         float32 keeps the cache in float32 and the weights as stored (bfloat16 is widened in
         registers). bfloat16 rounds both, and with AVX512-BF16 also the activations of every
@@ -129,7 +141,8 @@ class NativeRunner(ModelRunner):
         with stored_weights(path, config, plain, BLOCK_FORMATS) as stored:
             rounds = rounding == "int4" or (rounding == "auto" and is_large(stored))
             weights = round_weights(stored, num_threads) if rounds else stored
-            return cls(config, weights, dtype, num_blocks, block_size, num_threads, kv_dtype)
+            room = (num_blocks, block_size)
+            return cls(config, weights, dtype, *room, num_threads, kv_dtype, num_slots)
 
     def limit_threads(self, num_threads: int) -> None:
         if num_threads != self._thread_limit:
@@ -138,13 +151,8 @@ class NativeRunner(ModelRunner):
 
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
         """Compute the logits of a batch. Raises ValueError where it does not fit model or cache."""
-        _values, described = _flatten(batch)
-        logits = torch.empty(described.num_logits, self.config.vocab_size)
-        refused = self._library.penstock_forward(
-            self._model, ctypes.byref(described), logits.data_ptr(), self._error
-        )
-        if refused:
-            raise ValueError(self._error.value.decode())
+        logits = torch.empty(len(batch.logits_rows), self.config.vocab_size)
+        self._compute(self._library.penstock_forward, batch, logits.data_ptr())
         return logits
 
     def forward_sampled(
@@ -180,13 +188,17 @@ class NativeRunner(ModelRunner):
             c.address(kept),
             logits.data_ptr(),
         )
-        _values, described = _flatten(batch)
-        refused = self._library.penstock_forward_sampled(
-            self._model, ctypes.byref(described), ctypes.byref(order), self._error
-        )
-        if refused:
-            raise ValueError(self._error.value.decode())
+        self._compute(self._library.penstock_forward_sampled, batch, ctypes.byref(order))
         return token_ids, logits
+
+    def _compute(self, function: Any, batch: RaggedBatch, order: Any) -> None:
+        """Call the library with a batch. Raises ValueError where it refuses."""
+        moves = None if self._states is None else self._states.moves(batch)
+        _values, described = _flatten(batch, moves)
+        if function(self._model, ctypes.byref(described), order, self._error):
+            raise ValueError(self._error.value.decode())
+        if self._states is not None and moves is not None:
+            self._states.moved(batch, moves)
 
     def draft(
         self,
@@ -230,12 +242,7 @@ class NativeRunner(ModelRunner):
             logits=None if logits is None else logits.data_ptr(),
             **c.sampling_fields(temperatures, seeds, salts, count),
         )
-        _values, described = _flatten(batch)
-        refused = self._library.penstock_draft(
-            self._model, ctypes.byref(described), ctypes.byref(order), self._error
-        )
-        if refused:
-            raise ValueError(self._error.value.decode())
+        self._compute(self._library.penstock_draft, batch, ctypes.byref(order))
         return NativeDraft(token_ids, logits, confidences)
 
     def verify(
@@ -291,19 +298,22 @@ class NativeRunner(ModelRunner):
     def _create(self, num_threads: int, positions: int) -> int:
         config, vectors = self.config, self._vectors
         window, experts = config.variant.window, config.variant.experts
+        delta = config.variant.delta
         matrices = {
             name: c.Matrix(matrix.data.data_ptr(), matrix.kind)
             for name, matrix in self._matrices.items()
         }
         layers = (c.LayerWeights * config.num_layers)()
         for index, (layer, (keys, values)) in enumerate(zip(layers, self._cache, strict=True)):
-            for name in c.LAYER_MATRICES:
-                setattr(layer, name, matrices[f"layers.{index}.{name}"])
-            layer.router = matrices.get(f"layers.{index}.router", c.Matrix())
-            for name in c.LAYER_VECTORS:
+            for name in (*c.LAYER_MATRICES, "router", "query_gate", *c.DELTA_MATRICES):
+                setattr(layer, name, matrices.get(f"layers.{index}.{name}", c.Matrix()))
+            for name in (*c.LAYER_VECTORS, *c.DELTA_VECTORS):
                 tensor = vectors.get(f"layers.{index}.{name}")
                 setattr(layer, name, None if tensor is None else tensor.data_ptr())
-            layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
+            if index in self._state_memory:
+                layer.states, layer.kept = (x.data_ptr() for x in self._state_memory[index])
+            else:
+                layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
             cos, sin = self._ropes[config.layer_rope(index)]
             layer.rope_cos, layer.rope_sin, layer.window = cos.data_ptr(), sin.data_ptr(), positions
             if window is not None and index in window.layers:
@@ -325,6 +335,9 @@ class NativeRunner(ModelRunner):
             num_experts=0 if experts is None else experts.count,
             experts_per_token=1 if experts is None else experts.per_token,
             norm_topk_prob=experts is not None and experts.norm_topk_prob,
+            **({} if delta is None else {name: getattr(delta, name) for name in c.DELTA_SIZES}),
+            num_slots=0 if self.num_slots is None else self.num_slots,
+            most_kept=MOST_KEPT,
         )
         model = self._library.penstock_create(ctypes.byref(described))
         if not model:
@@ -340,17 +353,41 @@ def _allocate_cache(
         layout.key_shape(num_blocks, block_size, dtype),
         layout.value_shape(num_blocks, block_size, dtype),
     )
-    layers = layout.config.num_layers
+    config = layout.config
     one_layer = sum(Arena.size_of(int(np.prod(s)) * dtype.itemsize) for s in shapes)
-    arena = Arena(layers * one_layer)
+    arena, none = Arena(config.num_kv_layers * one_layer), torch.empty(0, dtype=dtype)
     return [
-        (arena.next_tensor(shapes[0], dtype), arena.next_tensor(shapes[1], dtype))
-        for _ in range(layers)
+        (none, none)
+        if config.variant.is_recurrent(i)
+        else (arena.next_tensor(shapes[0], dtype), arena.next_tensor(shapes[1], dtype))
+        for i in range(config.num_layers)
     ]
 
 
-def _flatten(batch: RaggedBatch) -> tuple[IntArray, c.BatchValues]:
-    """Return the batch as one array, and its description, which points into it.
+def _allocate_states(
+    layout: Layout, delta: DeltaNet, num_slots: int
+) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Allocate each recurrent layer's states, and the inputs of rows kept behind them.
+
+    The latter take memory only as far as drafts are long."""
+    width = round_up(delta.value_dim, layout.lanes)
+    state = (num_slots, delta.value_heads, delta.key_dim, width)
+    kept = (num_slots, delta.kernel - 1 + MOST_KEPT, layout.inputs_stride)
+    sizes = [len(delta.layers) * Arena.size_of(4 * int(np.prod(s))) for s in (state, kept)]
+    arenas = Arena(sizes[0]), Arena(sizes[1], huge=False)
+    return {
+        i: (
+            arenas[0].next_tensor(state, torch.float32),
+            arenas[1].next_tensor(kept, torch.float32),
+        )
+        for i in sorted(delta.layers)
+    }
+
+
+def _flatten(
+    batch: RaggedBatch, moves: StateMoves | None
+) -> tuple[tuple[IntArray, ...], c.BatchValues]:
+    """Return the batch as one array, with the moves, and its description, which points into them.
 
     Only shapes and types are checked here; C++ checks the values."""
     token_ids, tables, logits_rows = batch.token_ids, batch.block_tables, batch.logits_rows
@@ -368,7 +405,11 @@ def _flatten(batch: RaggedBatch) -> tuple[IntArray, c.BatchValues]:
     expected = 2 * num_tokens + 2 * num_seqs + 1 + num_logits + num_seqs * max_blocks
     if values.dtype != c.INT32 or len(values) != expected or tables.ndim != 2:
         _refuse(batch, max_blocks)
-    return values, c.BatchValues(num_tokens, num_seqs, max_blocks, num_logits, c.address(values))
+    sizes = (num_tokens, num_seqs, max_blocks, num_logits)
+    if moves is None:
+        return (values,), c.BatchValues(*sizes, c.address(values))
+    moved = np.concatenate((moves.slots, moves.replayed, moves.committed))
+    return (values, moved), c.BatchValues(*sizes, c.address(values), c.address(moved))
 
 
 def _refuse(batch: RaggedBatch, max_blocks: int) -> None:

@@ -39,6 +39,10 @@ class Upcoming {
     task_ = step_ && layer < model_.weights.num_layers ? 0 : plan_.attention.size();
     if (task_ == plan_.attention.size()) return;
     memory_[0] = (const char*)model_.layers[layer].keys;
+    if (!memory_[0]) {  // a recurrent layer
+      task_ = plan_.attention.size();
+      return;
+    }
     memory_[1] = (const char*)model_.layers[layer].values;
     window_ = model_.layers[layer].window;
     half_ = 0;

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from gguf.constants import TokenType
 
-from penstock.engine.models.families import FAMILIES
+from penstock.engine.models.families import FAMILIES, MISSING
 from penstock.engine.models.gguf.file import GgufFile, TensorEntry
 from penstock.engine.models.gguf.tokenizer import SPM_IDS
 from penstock.engine.models.gguf.values import read_values
@@ -21,6 +21,7 @@ _ARCHITECTURES = {
     "qwen3moe": "Qwen3MoeForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "qwen35": "Qwen3_5ForCausalLM",
 }
 """GGUF's architectures; Mistral's models are of architecture llama."""
 
@@ -71,7 +72,9 @@ _END_TEXTS = frozenset(
 
 _EMBEDDINGS = "token_embd.weight"
 _BIAS = "blk.0.attn_output.bias"
-_ROUTER = ".ffn_gate_inp.weight"
+_ALWAYS_FLOAT = (".ffn_gate_inp.weight", ".ssm_conv1d.weight", ".ssm_dt.bias")
+"""Ends of names of tensors that are float32 in any file."""
+_PARTLY_ROTATED = ("phi3", "qwen35")
 
 
 class Metadata:
@@ -80,6 +83,8 @@ class Metadata:
     def __init__(self, file: GgufFile) -> None:
         self._file = file
         self.architecture = str(file.metadata.get("general.architecture"))
+        if (missing := MISSING.get(self.architecture)) is not None:
+            raise file.error(f"{self.architecture} has {missing}; not computed yet")
         if self.architecture not in _ARCHITECTURES:
             raise file.error(
                 f"general.architecture is {self.architecture!r}; "
@@ -114,6 +119,11 @@ class Metadata:
         return self.whole("attention.key_length", default)
 
     @property
+    def num_layers(self) -> int:
+        """Layers of the model, without those of heads that predict further tokens."""
+        return self.whole("block_count") - self.get("nextn_predict_layers", 0)
+
+    @property
     def rotated_share(self) -> float:
         """Share of a head's dimensions that is rotated."""
         return self.whole("rope.dimension_count", self.head_dim) / self.head_dim
@@ -136,7 +146,7 @@ def config_json(file: GgufFile) -> dict[str, Any]:
         "vocab_size": embeddings.shape[0],
         "hidden_size": hidden,
         "intermediate_size": metadata.whole("feed_forward_length"),
-        "num_hidden_layers": metadata.whole("block_count"),
+        "num_hidden_layers": metadata.num_layers,
         "num_attention_heads": heads,
         "num_key_value_heads": metadata.whole("attention.head_count_kv", heads),
         "head_dim": metadata.head_dim,
@@ -169,6 +179,17 @@ def _own(metadata: Metadata) -> dict[str, Any]:
             "rope_local_base_freq": metadata.number("rope.freq_base_swa", 10_000.0),
             "query_pre_attn_scalar": scaled_by,
         }
+    if metadata.architecture == "qwen35":
+        heads = metadata.whole("ssm.time_step_rank")
+        return {
+            "layer_types": _layer_types(metadata),
+            "linear_num_key_heads": metadata.whole("ssm.group_count"),
+            "linear_num_value_heads": heads,
+            "linear_key_head_dim": metadata.whole("ssm.state_size"),
+            "linear_value_head_dim": metadata.whole("ssm.inner_size") // heads,
+            "linear_conv_kernel_dim": metadata.whole("ssm.conv_kernel"),
+            "linear_value_heads_strided": True,
+        }
     if metadata.architecture == "qwen3moe":
         return {
             "num_experts": metadata.whole("expert_count"),
@@ -177,6 +198,15 @@ def _own(metadata: Metadata) -> dict[str, Any]:
             "norm_topk_prob": bool(metadata.get("expert_weights_norm", True)),
         }
     return {}
+
+
+def _layer_types(metadata: Metadata) -> list[str]:
+    """Return the layers' kinds: one in so many has attention, unless the file lists them."""
+    count, every = metadata.num_layers, metadata.whole("full_attention_interval", 4)
+    listed = metadata.get("attention.recurrent_layers")
+    if not isinstance(listed, tuple):
+        listed = [(i + 1) % every for i in range(count)]
+    return ["linear_attention" if kind else "full_attention" for kind in listed[:count]]
 
 
 def end_token_ids(file: GgufFile) -> tuple[int, ...]:
@@ -215,7 +245,7 @@ def _check(file: GgufFile, metadata: Metadata) -> None:
         raise file.error(f"{metadata.key('block_count')} is {layers}; the file has fewer tensors")
     rotated = metadata.whole("rope.dimension_count", metadata.head_dim)
     values = metadata.whole("attention.value_length", metadata.head_dim)
-    in_part = metadata.architecture == "phi3" and rotated < metadata.head_dim
+    in_part = metadata.architecture in _PARTLY_ROTATED and rotated < metadata.head_dim
     if values != metadata.head_dim or not (in_part or rotated == metadata.head_dim):
         raise file.error(
             f"heads of {metadata.head_dim} have {rotated} rotated dimensions and values of "
@@ -281,16 +311,11 @@ def _rope_factors(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
 
 
 def _dtype(file: GgufFile) -> str:
-    """Return the type of all matrices if they share one and it holds all biases, else float32.
-
-    Routers are float32 in any file."""
-    kinds = {
-        entry.kind
-        for entry in file.tensors.values()
-        if len(entry.shape) > 1 and not entry.name.endswith(_ROUTER)
-    }
+    """Return the type of all matrices if they share one and it holds all biases, else float32."""
+    own = [entry for entry in file.tensors.values() if not entry.name.endswith(_ALWAYS_FLOAT)]
+    kinds = {entry.kind for entry in own if len(entry.shape) > 1}
     dtype = FLOATS.get(kinds.pop(), torch.float32) if len(kinds) == 1 else torch.float32
-    biases = [entry for entry in file.tensors.values() if entry.name.endswith(".bias")]
+    biases = [entry for entry in own if entry.name.endswith(".bias")]
     if not all(_holds(dtype, file, entry) for entry in biases):
         dtype = torch.float32
     return str(dtype).removeprefix("torch.")

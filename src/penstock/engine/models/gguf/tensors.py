@@ -21,6 +21,7 @@ from penstock.engine.models.quantized import (
 )
 
 _ROTATED = (".self_attn.q_proj", ".self_attn.k_proj")
+_DECAY, _CONV, _PLAIN_NORM = ".A_log", ".conv1d.weight", "linear_attn.norm.weight"
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)(\..*)")
 
 
@@ -28,8 +29,9 @@ class GgufTensors:
     """Tensors of a GGUF file.
 
     Architecture llama stores the rotary pairs (i, i + head_dim / 2) of query and key rows side by
-    side; they are put back into halves. Gemma's norms include the 1 that Hugging Face's lack. The
-    matrices of all experts are one tensor."""
+    side; they are put back into halves. Gemma's and Qwen3.5's norms include the 1 that Hugging
+    Face's lack, and decays are stored as they are multiplied. The matrices of all experts are one
+    tensor. Layers behind the model's, of heads that predict further tokens, are not read."""
 
     def __init__(self, file: GgufFile) -> None:
         self._file = file
@@ -39,7 +41,10 @@ class GgufTensors:
         kind = {arch.name.lower(): arch for arch in MODEL_ARCH}[architecture]
         self._names = get_tensor_name_map(kind, self._metadata.whole("block_count"))
         self._pairs_rows = architecture == "llama"
-        self._norm_offset = 1.0 if architecture == "gemma3" else 0.0
+        self._norm_offset = 1.0 if architecture in ("gemma3", "qwen35") else 0.0
+        behind = range(self._metadata.num_layers, self._metadata.whole("block_count"))
+        prefixes = tuple(f"blk.{i}." for i in behind)
+        self._known |= {name for name in file.tensors if name.startswith(prefixes)}
 
     def has(self, name: str) -> bool:
         return self._name(name) in self._file.tensors
@@ -51,10 +56,12 @@ class GgufTensors:
         entry = self._entry(name, tuple(out.shape))
         read_values(self._file, entry, out)
         self._file.drop_pages(entry)
+        if name.endswith(_DECAY):
+            out.neg_().log_()
         self._require(is_finite(out), entry)
         if self._is_rotated(name):
             out.copy_(out[self._order(name, len(out))])
-        if self._norm_offset and name.endswith("norm.weight"):
+        if self._norm_offset and name.endswith("norm.weight") and not name.endswith(_PLAIN_NORM):
             out.sub_(self._norm_offset)
 
     def quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedMatrix | None:
@@ -83,7 +90,9 @@ class GgufTensors:
             )
 
     def _name(self, name: str) -> str:
-        base, _, suffix = name.rpartition(".")
+        if name.endswith(_DECAY):
+            return str(self._names.get_name(name))
+        base, _, suffix = name.replace(".dt_bias", ".dt_proj.bias").rpartition(".")
         return f"{self._names.get_name(base)}.{suffix}"
 
     def _entry(self, name: str, shape: tuple[int, ...]) -> TensorEntry:
@@ -93,6 +102,8 @@ class GgufTensors:
             size = every.num_bytes // count
             start = every.start + int(expert[2]) * size
             return replace(every, shape=shape, start=start, num_bytes=size)
+        if name.endswith(_CONV):  # without the axis of one input channel
+            shape = (shape[0], *shape[2:])
         theirs = self._name(name)
         entry = self._file.tensors.get(theirs)
         if entry is None:

@@ -34,6 +34,7 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN2 = rf"{_WORDS}|\p{{N}}|{_REST}"
+_QWEN35 = _QWEN2.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
 _LLAMA3 = rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
 _REST_WITH_SLASHES = _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1)
 # Words by case: capitals followed by small letters, or capitals alone.
@@ -61,6 +62,7 @@ _CUTS = {
     **dict.fromkeys(("gpt-2", "phi-2"), _Cut()),
     **dict.fromkeys(("smollm", "starcoder", "refact"), _Cut(single_digits=True)),
     "qwen2": _Cut(_QWEN2, nfc=True),
+    "qwen35": _Cut(_QWEN35, nfc=True),
     "deepseek-r1-qwen": _Cut(_QWEN2),
     "dbrx": _Cut(_LLAMA3),
     "gpt-4o": _Cut(_GPT4O),

@@ -1,0 +1,228 @@
+// Gated DeltaNet: a short convolution over the inputs of queries, keys and values, and a state
+// [key_dim, value_dim] for each value head, which every row changes.
+//
+// A row changes a state in one fixed order of operations, whichever rows a pass has beside it. A
+// sequence's rows come one after the other: first those that a pass before has kept and that turned
+// out to be of the text, then this pass's. Behind the last row that is certain the rest is computed
+// on a copy, which stays in the cache, and their inputs are kept.
+#pragma once
+
+#include "model.h"
+
+namespace penstock {
+
+// Rows that a strip of a state is changed by before the next strip is.
+constexpr int kDeltaRows = 16;
+// Vectors of columns in a strip, which the first-level cache holds, and the sums that each of them
+// is split into: a multiply-add waits for the one before.
+constexpr int kStrip = 2, kChains = 4;
+
+// What one pass does to the states of one sequence and key head, and what its rows give.
+//
+// A state lies strip by strip, each [key_dim, its columns].
+class DeltaHead {
+ public:
+  DeltaHead(const Model& model, const LayerWeights& layer, const StateMove& move, int key_head,
+            Buffer& scratch)
+      : model_(model),
+        w_(model.weights),
+        layer_(layer),
+        move_(move),
+        key_head_(key_head),
+        padded_key_(round_up(w_.key_dim, kLanes)),
+        padded_value_(round_up(w_.value_dim, kLanes)),
+        num_values_(w_.value_heads / w_.key_heads),
+        replayed_(std::max(0, move.replayed)),
+        certain_(replayed_ + move.committed),
+        kept_(layer.kept + (size_t)move.slot * kept_rows(w_) * model.inputs_stride()),
+        states_(layer.states + (size_t)move.slot * w_.value_heads * state_size()) {
+    const size_t keys = (size_t)kDeltaRows * padded_key_, values = (size_t)kDeltaRows * padded_value_;
+    queries_ = scratch.reserve(2 * keys + 2 * values + padded_value_ + num_values_ * state_size());
+    keys_ = queries_ + keys, value_rows_ = keys_ + keys, outs_ = value_rows_ + values;
+    gated_ = outs_ + values, copies_ = gated_ + padded_value_;
+  }
+
+  // Rows whose inputs a slot holds: those that the convolution reads before a state's first one,
+  // and those that are kept behind it.
+  static size_t kept_rows(const ModelWeights& w) { return w.kernel - 1 + w.most_kept; }
+
+  void run() {
+    if (move_.replayed < 0) begin();
+    const int steps = replayed_ + move_.num_rows;
+    for (int first = 0; first < steps; first += kDeltaRows)
+      take_in(first, std::min(kDeltaRows, steps - first));
+    for_channels([&](int first, int count) { keep(steps - certain_, first, count); });
+  }
+
+ private:
+  const Model& model_;
+  const ModelWeights& w_;
+  const LayerWeights& layer_;
+  const StateMove& move_;
+  const int key_head_, padded_key_, padded_value_, num_values_, replayed_;
+  const int certain_;  // steps that the state takes in; later ones change a copy
+  float *const kept_, *const states_;
+  float *queries_, *keys_, *value_rows_, *outs_, *gated_, *copies_;
+  float beta_[kDeltaRows], decay_[kDeltaRows];
+
+  size_t state_size() const { return (size_t)w_.key_dim * padded_value_; }
+  int value_head(int i) const {
+    return w_.strided ? key_head_ + i * w_.key_heads : key_head_ * num_values_ + i;
+  }
+  float* state(int i) const { return states_ + value_head(i) * state_size(); }
+
+  // The inputs at place i: the convolution's of step s are those at s to s + kernel - 1.
+  float* inputs(int i) const {
+    const int held = w_.kernel - 1 + replayed_;
+    return i < held ? kept_ + i * model_.inputs_stride()
+                    : model_.inputs.get() + (move_.row + i - held) * model_.inputs_stride();
+  }
+
+  int first_key() const { return w_.key_heads * w_.key_dim; }
+  int first_value() const { return 2 * first_key(); }
+
+  // Call visit(first, count) for the ranges of inputs that only this task reads and writes.
+  template <class Visit>
+  void for_channels(Visit&& visit) const {
+    visit(key_head_ * w_.key_dim, w_.key_dim);
+    visit(first_key() + key_head_ * w_.key_dim, w_.key_dim);
+    for (int i = 0; i < num_values_; ++i) {
+      visit(first_value() + value_head(i) * w_.value_dim, w_.value_dim);
+      visit(model_.beta_start() + value_head(i), 1);
+      visit(model_.alpha_start() + value_head(i), 1);
+    }
+  }
+
+  void begin() {
+    for (int i = 0; i < num_values_; ++i) std::fill_n(state(i), state_size(), 0.0f);
+    for_channels([&](int first, int count) {
+      for (int i = 0; i < w_.kernel - 1; ++i)
+        std::fill_n(kept_ + i * model_.inputs_stride() + first, count, 0.0f);
+    });
+  }
+
+  // What the next pass reads: the convolution's inputs before its first step, then those of the rows
+  // that it may replay. Places rise, so that none is overwritten before it is read.
+  void keep(int count, int first, int size) const {
+    for (int i = 0; i < w_.kernel - 1 + count; ++i) {
+      const float* from = inputs(i + certain_) + first;
+      float* to = kept_ + i * model_.inputs_stride() + first;
+      if (from != to) std::memcpy(to, from, size * sizeof(float));
+    }
+  }
+
+  void take_in(int first, int count) {
+    for (int i = 0; i < count; ++i) {
+      float *query = queries_ + i * padded_key_, *key = keys_ + i * padded_key_;
+      convolve(first + i, key_head_ * w_.key_dim, w_.key_dim, query);
+      convolve(first + i, first_key() + key_head_ * w_.key_dim, w_.key_dim, key);
+      normalise(query, 1.0f / std::sqrt((float)w_.key_dim));
+      normalise(key, 1.0f);
+    }
+    for (int value = 0; value < num_values_; ++value) {
+      const int head = value_head(value);
+      for (int i = 0; i < count; ++i) {
+        convolve(first + i, first_value() + head * w_.value_dim, w_.value_dim,
+                 value_rows_ + i * padded_value_);
+        const float* input = inputs(first + i + w_.kernel - 1);
+        beta_[i] = 1.0f / (1.0f + std::exp(-input[model_.beta_start() + head]));
+        const float x = input[model_.alpha_start() + head] + layer_.dt_bias[head];
+        decay_[i] = std::exp(layer_.rate[head] * (x > 20 ? x : std::log1p(std::exp(x))));
+      }
+      int column = 0;
+      for (; column + kStrip * kLanes <= padded_value_; column += kStrip * kLanes)
+        update<kStrip>(value, column, first, count);
+      for (; column < padded_value_; column += kLanes) update<1>(value, column, first, count);
+      for (int i = std::max(0, replayed_ - first); i < count; ++i)
+        finish(move_.row + first + i - replayed_, head, outs_ + i * padded_value_);
+    }
+  }
+
+  // out = silu of the convolution of `count` channels, then zeros up to a whole vector.
+  void convolve(int step, int first, int count, float* out) const {
+    const size_t stride = model_.conv_stride();
+    for (int i = 0; i < count; i += kLanes) {
+      VecF sum = {};
+      for (int t = 0; t < w_.kernel; ++t)
+        sum = fused(load(layer_.conv + t * stride + first + i), load(inputs(step + t) + first + i),
+                    sum);
+      store(out + i, silu(sum));
+    }
+    std::fill(out + count, out + round_up(count, kLanes), 0.0f);
+  }
+
+  // x = x / |x| * scale
+  void normalise(float* x, float scale) const {
+    VecF sum = {};
+    for (int i = 0; i < padded_key_; i += kLanes) sum = fused(load(x + i), load(x + i), sum);
+    const VecF factor = splat(scale / std::sqrt(sum_lanes(sum) + 1e-6f));
+    for (int i = 0; i < padded_key_; i += kLanes) store(x + i, load(x + i) * factor);
+  }
+
+  // N vectors of columns, by `count` rows: state = decay * state + key x delta, where delta is beta
+  // times what the value differs by from what the decayed state holds for the key; out = query x
+  // state. Every sum is kChains chains of multiply-adds over the key's channels.
+  template <int N>
+  __attribute__((noinline)) void update(int value, int column, int first, int count) {
+    const size_t start = (size_t)column * w_.key_dim, size = (size_t)N * kLanes * w_.key_dim;
+    float* copy = copies_ + value * state_size() + start;
+    float* at = first > certain_ ? copy : state(value) + start;
+    for (int i = 0; i < count; ++i) {
+      if (first + i == certain_) {
+        std::memcpy(copy, at, size * sizeof(float));
+        at = copy;
+      }
+      const float *key = keys_ + i * padded_key_, *query = queries_ + i * padded_key_;
+      const float* row = value_rows_ + i * padded_value_ + column;
+      const VecF decay = splat(decay_[i]), beta = splat(beta_[i]);
+      VecF sums[kChains][N] = {}, delta[N];
+      over_keys([&](int k, int chain) {
+        for (int n = 0; n < N; ++n)
+          sums[chain][n] =
+              fused(splat(key[k]), load(at + ((size_t)k * N + n) * kLanes), sums[chain][n]);
+      });
+      for (int n = 0; n < N; ++n) delta[n] = beta * (load(row + n * kLanes) - decay * total(sums, n));
+      std::memset(sums, 0, sizeof sums);
+      over_keys([&](int k, int chain) {
+        for (int n = 0; n < N; ++n) {
+          float* place = at + ((size_t)k * N + n) * kLanes;
+          const VecF now = fused(splat(key[k]), delta[n], load(place) * decay);
+          store(place, now);
+          sums[chain][n] = fused(splat(query[k]), now, sums[chain][n]);
+        }
+      });
+      for (int n = 0; n < N; ++n)
+        store(outs_ + i * padded_value_ + column + n * kLanes, total(sums, n));
+    }
+  }
+
+  // The chains' numbers are constants, so that their sums stay in registers.
+  template <class Visit>
+  void over_keys(Visit&& visit) const {
+    const int whole = w_.key_dim / kChains * kChains;
+    for (int k = 0; k < whole; k += kChains)
+#pragma GCC unroll 4
+      for (int chain = 0; chain < kChains; ++chain) visit(k + chain, chain);
+#pragma GCC unroll 4
+    for (int chain = 0; chain < kChains; ++chain)
+      if (whole + chain < w_.key_dim) visit(whole + chain, chain);
+  }
+
+  template <int N>
+  static VecF total(const VecF (&sums)[kChains][N], int n) {
+    return (sums[0][n] + sums[1][n]) + (sums[2][n] + sums[3][n]);
+  }
+
+  // attended = RMSNorm(out) * silu(z)
+  void finish(int row, int head, float* out) const {
+    const int size = w_.value_dim;
+    const float* z = model_.output_gate.get() + row * model_.value_stride() + (size_t)head * size;
+    rms_norm(out, layer_.linear_norm, size, w_.rms_norm_eps, out);
+    for (int i = 0; i < padded_value_; i += kLanes)
+      store(gated_ + i, load(out + i) * silu(load(z + i)));
+    std::memcpy(model_.attended.get() + row * model_.query_stride() + (size_t)head * size, gated_,
+                size * sizeof(float));
+  }
+};
+
+}  // namespace penstock
