@@ -21,6 +21,8 @@ under 0.85 of the best other, after a seed, is out of the race in that cell.
   besides.
 - Five drafters (`lab.bench.several_drafters`): against each one with priced and with fixed
   lengths, and `lbss` with priced ones.
+- Look-up that finds rarely or often, beside two drafters: against each of them, look-up alone and
+  neither.
 - 1 to 16 draft servers, a round trip of 5 to 300 ms away (geometric mean of tokens per second);
   the others have the better of two pipelines.
 

@@ -20,7 +20,7 @@ from lab.bench.never_behind_scenes import (
     servers,
 )
 from lab.bench.never_behind_systems import Cell
-from lab.bench.several_drafters import scene, with_choice
+from lab.bench.several_drafters import TEXTS, scene, with_choice
 from penstock.core.policies.bundles import AUTO, BUNDLES
 
 BEFORE, SARATHI = "vllm_v1, priced", "sarathi, priced"
@@ -48,15 +48,31 @@ _SEPARATE = (*(f"{a}, {n}" for a in ADMISSIONS for n in LENGTHS), BEFORE, SARATH
 
 def cells(data: Path) -> list[Cell]:
     """All, held out or not."""
-    held_out = set(tomllib.loads(HELD_OUT.read_text(encoding="utf-8"))["cells"])
-    found = [*_first(data), *added(data)]
+    named = tomllib.loads(HELD_OUT.read_text(encoding="utf-8"))
+    held_out = {name for names in named.values() for name in names}
+    found = [*_first(data), *added(data), *with_look_up(data)]
     return [replace(cell, held_out=cell.name in held_out) for cell in found]
 
 
 def added(data: Path) -> list[Cell]:
-    """Cells of which every second one is held out. Those with look-up beside drafters belong here,
-    with an own entry of `held_out.toml`: a scene's `options` are fields of its `Setup`."""
+    """Cells of which every second one is held out."""
     return [*_other_machines(data), *_gsm8k(data), *_several(data), *_far_servers()]
+
+
+def with_look_up(data: Path) -> list[Cell]:
+    """Look-up beside two drafters, in recorded texts; every second one is held out, too."""
+    found = []
+    machines = {"CPU": "qwen2.5-coder-1.5b-zen4", "A100": PROFILES["A100"]}
+    for often, (short, profile), batch in itertools.product(TEXTS, machines.items(), _BATCHES):
+        name = f"texts {often} {profile}"
+        drafters = scene(name, data).drafters
+        rivals = (
+            *(f"fluid_guided, {n}, {d}" for n in ("priced", "fixed 3") for d in drafters),
+            *("fluid_guided, priced, none", "vllm_v1, none", BEFORE),
+        )
+        at = partial(with_choice, name, data, batch, False)
+        found.append(Cell(f"{short}: look-up {often}, batch {batch}", at, rivals, kind="look-up"))
+    return found
 
 
 def every_second(names: Iterable[str]) -> list[str]:

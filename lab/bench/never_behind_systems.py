@@ -20,6 +20,8 @@ from penstock.core.policies.allocation.parts.values import TokenValues
 from penstock.core.policies.bundles import BUNDLES
 from penstock.core.policies.registry import policies
 
+_NO_DRAFTER = "none"
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -55,7 +57,7 @@ def decisions(system: str, remote: bool = False) -> dict[str, Any]:
     name, _, k = lengths.partition(" ")
     fixed = PolicyConfig.from_name("fixed", k=int(k or 1))
     selection = PolicyConfig.from_name("single")
-    for own in chosen:
+    for own in (name for name in chosen if name != _NO_DRAFTER):
         is_policy = own in policies("selection")
         selection = policy_named(own) if is_policy else policy_named("single", drafter=own)
     return {
@@ -67,7 +69,13 @@ def decisions(system: str, remote: bool = False) -> dict[str, Any]:
 
 
 def has_drafts(system: str) -> bool:
-    return not system.endswith(", none")
+    """Whether it has a drafter."""
+    return not system.endswith(f", {_NO_DRAFTER}")
+
+
+def looks_up(system: str) -> bool:
+    """Whether it has look-up where the cell has: with `none` in the place of a drafter, too."""
+    return system in BUNDLES or system.split(", ")[1] != _NO_DRAFTER
 
 
 # --- prices and values ----------------------------------------------------------------------------

@@ -8,6 +8,8 @@ priced, so that systems differ in the choice of drafters alone.
 - `spin`: Spin's five on a V100, on easy and hard text alike.
 - `specialists`: four equally fast ones, each better in a domain of its own.
 - `recorded`: look-up and EAGLE, each request's own record.
+- `texts`: recorded texts of a model of 1.5 B, in which look-up finds `rarely` or `often`, with its
+  two drafters.
 - `servers`: three draft servers that all clients share.
 
 With `words` the words of a prompt tell of its domain: half of them are from the domain's own."""
@@ -16,14 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lab.bench.never_behind_scenes import drafter_like
-from lab.bench.never_behind_systems import decisions, has_drafts
+from lab.bench.never_behind_systems import decisions, has_drafts, looks_up
 from lab.common.cells import Figures
 from lab.common.clients import log_normal, served
 from lab.common.families import (
@@ -37,6 +39,7 @@ from lab.common.families import (
     spin_acceptances,
     spin_profile,
 )
+from penstock.core.lookup import LookUp
 from penstock.core.policies.bundles import BUNDLES
 from penstock.fluid.step_profile import DrafterProfile, StepProfile
 from penstock.sim.acceptance import (
@@ -47,6 +50,7 @@ from penstock.sim.acceptance import (
 )
 from penstock.sim.domains import load_acceptance
 from penstock.sim.links import DraftServer, Link
+from penstock.sim.lookup import RecordedLookUp, read_texts
 from penstock.sim.profiles import load_profile
 from penstock.sim.run import Setup
 from penstock.sim.workloads import Workload
@@ -56,6 +60,8 @@ _ROUNDS = {1: 16, 8: 6, 32: 3}
 """Requests a client would be served without drafts, by the number of clients."""
 _OUTPUT = 200
 _VOCABULARY, _COMMON = 2000, 0.5
+TEXTS = {"rarely": ("chat", "code"), "often": ("edit", "JSON", "summary")}
+"""Kinds of recorded texts in which look-up finds so."""
 _SERVERS = {"north": 0.001, "east": 0.0015, "south": 0.002}
 
 
@@ -63,18 +69,20 @@ _SERVERS = {"north": 0.001, "east": 0.0015, "south": 0.002}
 class Scene:
     """Drafters and what is accepted from them.
 
-    acceptance: by seed. options: more fields of the `Setup`."""
+    acceptance, look_up: by seed. options: more fields of the `Setup`."""
 
     profile: StepProfile
     drafters: tuple[str, ...]
     acceptance: Callable[[int], AcceptanceModel]
     draft_servers: tuple[DraftServer, ...] = ()
+    look_up: Callable[[int], LookUp | None] = lambda _: None
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @cache
 def scene(name: str, data: Path) -> Scene:
-    """FAMILY PROFILE, `spin TARGET`, `specialists RATIO CONTRAST`, `recorded SET`, `servers`."""
+    """FAMILY PROFILE, `spin TARGET`, `specialists RATIO CONTRAST`, `recorded SET`, `texts
+    rarely|often PROFILE`, `servers`."""
     kind, *told = name.split()
     if kind == "family":
         return Scene(family_profile(told[0]), tuple(FAMILY), _family_acceptance)
@@ -93,10 +101,27 @@ def scene(name: str, data: Path) -> Scene:
         head = drafter_like(target, "eagle", 0.05)
         profile = replace(target, drafters=(DrafterProfile("ngram", (1,), (20e-6,)), head))
         return Scene(profile, ("ngram", "eagle"), lambda seed: RecordedAcceptance(rows, seed))
+    if kind == "texts":
+        return _of_texts(*told)
     fit = specialists_acceptances(0.4)
     servers = tuple(DraftServer(n, s, Link(0.0025)) for n, s in _SERVERS.items())
     profile = replace(load_profile("a100-llama2-7b"), drafters=())
     return Scene(profile, (), lambda seed: DomainAcceptance(fit, seed), servers)
+
+
+def _of_texts(how_often: str, profile: str) -> Scene:
+    """Texts in which look-up finds rarely or often, and their drafters: as measured, or of a third
+    and an eighth of a step."""
+    texts = read_texts(kinds=TEXTS[how_often])
+    names, target = tuple(texts[0].right), load_profile(profile)
+    if not {d.name for d in target.drafters}.issuperset(names):
+        shares = zip(names, (1 / 3, 1 / 8), strict=True)
+        target = replace(target, drafters=tuple(drafter_like(target, *pair) for pair in shares))
+
+    def acceptance(seed: int) -> AcceptanceModel:
+        return RecordedLookUp(texts, seed).acceptance(names)
+
+    return Scene(target, names, acceptance, look_up=partial(RecordedLookUp, texts))
 
 
 def family_profile(name: str) -> StepProfile:
@@ -123,6 +148,8 @@ def with_choice(name: str, data: Path, batch: int, words: bool, system: str, see
     found = scene(name, data)
     if not has_drafts(system):
         found = replace(found, drafters=(), draft_servers=())
+        if not looks_up(system):
+            found = replace(found, look_up=lambda _: None)
     chosen = decisions(system, remote=bool(found.draft_servers))
     if found.draft_servers and system not in BUNDLES:
         chosen["pipeline"] = "async"
@@ -144,6 +171,7 @@ def clients(
         acceptance=acceptance,
         drafters=scene.drafters,
         draft_servers=scene.draft_servers,
+        look_up=scene.look_up(seed),
         seed=seed,
         **scene.options,
         **policies,

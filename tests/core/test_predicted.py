@@ -13,7 +13,7 @@ from penstock.core.learn.matches import MatchRates
 from penstock.core.policies.base import MOST_DRAFT_TOKENS
 from penstock.core.policies.registry import make_policy
 from penstock.core.predicted import Prediction
-from penstock.core.types import PREDICTION, Output, Request
+from penstock.core.types import PREDICTION, Match, Output, Request
 
 TEXT = tuple(random.Random(0).randrange(1000) for _ in range(400))
 OTHER = 5000
@@ -94,6 +94,26 @@ def test_what_it_promises() -> None:
     assert sum(wrong.survival("r", first)) < 0.2
     doubted, others = wrong.survival("r", later), wrong.survival("another", later)
     assert sum(doubted) < 0.75 * sum(others), "also of longer matches, of which there were none"
+
+
+def test_how_far_requests_differ_is_learned() -> None:
+    """Where each keeps all or nothing a few tokens tell which; where all are alike, little."""
+    match = Match(tuple(range(8)), 4, "own")
+
+    def rates(outputs: Sequence[Sequence[int]]) -> MatchRates:
+        learned = MatchRates()
+        for i, output in enumerate(outputs):
+            for token in output:
+                learned.learn(str(i), match, (token,))
+            learned.release_request(str(i))
+        for _ in range(4):
+            learned.learn("new", match, (OTHER,))
+        return learned
+
+    right = match.token_ids[0]
+    unlike = rates([[right] * 20, [OTHER] * 20] * 20).survival("new", match)
+    alike = rates([[right, OTHER] * 10] * 40).survival("new", match)
+    assert sum(unlike) < 0.25 < 0.5 < alike[0] + 0.1
 
 
 # --- in the loop ----------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from lab.bench.never_behind_cells import (
     added,
     cells,
     every_second,
+    with_look_up,
 )
 from lab.bench.never_behind_scenes import KNOWING, beside_a_stranger, four_tenants, servers
 from lab.bench.never_behind_systems import WITHOUT, Cell, decisions, measured
@@ -83,7 +84,8 @@ def test_held_out_cells_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_every_second_added_cell_is_held_out_and_runs_only_if_asked(tmp_path: Path) -> None:
-    wanted = set(every_second(cell.name for cell in added(tmp_path)))
+    groups = (added(tmp_path), with_look_up(tmp_path))
+    wanted = {name for group in groups for name in every_second(cell.name for cell in group)}
     assert {cell.name for cell in cells(tmp_path) if cell.held_out} == wanted
     asked = Namespace(data=tmp_path, only="", held_out=True, quick=False)
     assert {cell.name for cell in _chosen(asked)} >= wanted

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from penstock.core.learn.saved import numbers
+from penstock.core.learn.strength import Strength
 from penstock.core.types import Match
 
 _LEAST_SURVIVAL = 0.05  # of a looked-up token: a row's cost is not known better than that
@@ -17,9 +19,8 @@ _LONGEST = 32  # longer matches count the same
 _FIRST_RATES = (0.5, 0.5, 0.7, 0.8, 0.9, 0.95, 0.97)
 """Expected share of right tokens behind matches of 0, 1, 2, 4, 8, 16 and 32 tokens."""
 _KEEP, _OWN_KEEP = 0.995, 0.97  # memory a round, over all requests and of one; chosen by hand
-_STRENGTH, _OWN_STRENGTH = 32.0, 1.0
-"""Tokens that the expected rates count for, over all requests and of one: most predictions are
-right, or none of it."""
+_STRENGTH = 32.0  # tokens that the expected rates count for, over all requests
+_FIRST_OWN_STRENGTH = 4.0  # and of one, before any request; chosen by hand
 
 
 class _Counts:
@@ -63,6 +64,8 @@ class MatchRates:
         self._by_source: defaultdict[str, _Counts] = defaultdict(_Counts)
         self._by_request: defaultdict[str, dict[str, _Counts]] = defaultdict(dict)
         self._rates: dict[tuple[str, str], list[float]] = {}
+        first = partial(Strength, _FIRST_OWN_STRENGTH)
+        self._own_strength: defaultdict[str, Strength] = defaultdict(first)
 
     def survival(self, request_id: str, match: Match) -> list[float]:
         """Return the probabilities that the first 1, 2, … tokens of a match are all right.
@@ -90,18 +93,26 @@ class MatchRates:
     def _rates_of(self, request_id: str, source: str) -> list[float]:
         found = self._rates.get((request_id, source))
         if found is None:
-            found = [*_FIRST_RATES]
-            if source in self._by_source:
-                found = self._by_source[source].rates(found, _STRENGTH)
+            found = self._usual_rates(source)
             own = self._by_request.get(request_id, {}).get(source)
             if own is not None:
-                found = own.rates(found, _OWN_STRENGTH)
+                found = own.rates(found, self._own_strength[source].value)
             self._rates[request_id, source] = found
         return found
 
+    def _usual_rates(self, source: str) -> list[float]:
+        """Return the rates of all requests."""
+        known = self._by_source.get(source)
+        return [*_FIRST_RATES] if known is None else known.rates(_FIRST_RATES, _STRENGTH)
+
     def release_request(self, request_id: str) -> None:
-        for source in self._by_request.pop(request_id, ()):
+        for source, own in self._by_request.pop(request_id, {}).items():
             self._rates.pop((request_id, source), None)
+            if total := sum(own.decided):
+                usual = zip(own.decided, self._usual_rates(source), strict=True)
+                strength = self._own_strength[source]
+                strength.fade()
+                strength.add(sum(n * p for n, p in usual) / total, sum(own.right), total)
         for key in [k for k in self._rates if k[0] == request_id]:
             del self._rates[key]
 

@@ -2,10 +2,7 @@
 
 The acceptance of the last requests, weighed by the cosine of the prompts' words, is drawn towards
 the drafter's mean over all of them, and that towards a first guess. A request counts for few
-tokens, however long it is: its tokens are alike.
-
-Requests are beta-binomial around that: with n tokens, of which a were accepted and p was expected,
-E[(a − np)² / np(1 − p)] = 1 + (n − 1) / (strength + 1)."""
+tokens, however long it is: its tokens are alike."""
 
 from __future__ import annotations
 
@@ -14,6 +11,8 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from penstock.core.learn.strength import Strength
+
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
@@ -21,9 +20,7 @@ _FIRST_TOKENS = 8.0  # tokens that the first guess counts for
 _REQUEST_TOKENS = 16.0  # most tokens that a request counts for
 _MEAN_TOKENS = 16.0  # tokens that a drafter's mean counts for, against alike prompts
 _MEMORY = 128  # requests; bounds the host's time
-_FIRST_STRENGTH, _FIRST_WEIGHT = 6.0, 64.0  # before any request, and tokens that it counts for
-_LEAST_STRENGTH, _MOST_STRENGTH = 2.0, 100.0
-_KEEP = 0.99  # memory of the strength a request
+_FIRST_STRENGTH = 6.0  # before any request
 _SHARED = 0.5  # part of a request's deviation, in log-odds, that all drafters share
 _SHARPNESS = 2.0  # exponent of the cosine; chosen by hand, like these
 _NUM_BUCKETS = 8192  # of hashed words
@@ -36,7 +33,7 @@ class AcceptancePrior:
     def __init__(self) -> None:
         self._prompts = _Prompts()
         self._counts = np.zeros((2, 0, _MEMORY))
-        self._tokens, self._excess = _FIRST_WEIGHT, _FIRST_WEIGHT / (_FIRST_STRENGTH + 1)
+        self._strength = Strength(_FIRST_STRENGTH)
 
     def grow(self, num_drafters: int) -> None:
         """Extend to `num_drafters` columns."""
@@ -56,9 +53,7 @@ class AcceptancePrior:
     @property
     def strength(self) -> float:
         """Tokens that the expected acceptance counts for, against a request's own."""
-        if self._excess * (_MOST_STRENGTH + 1) <= self._tokens:
-            return _MOST_STRENGTH
-        return max(_LEAST_STRENGTH, self._tokens / self._excess - 1)
+        return self._strength.value
 
     def learn(
         self,
@@ -71,12 +66,9 @@ class AcceptancePrior:
 
         A drafter is often measured on requests that accept little of the others. So it is told what
         a usual request would have accepted in this one's place."""
-        self._tokens *= _KEEP
-        self._excess *= _KEEP
-        for p, a, n in zip(expected.tolist(), accepted.tolist(), decided.tolist(), strict=False):
-            if n > 1:
-                self._tokens += n - 1
-                self._excess += (a - n * p) ** 2 / (n * p * (1 - p)) - 1
+        self._strength.fade()
+        for told in zip(expected.tolist(), accepted.tolist(), decided.tolist(), strict=False):
+            self._strength.add(*told)
         odds = expected / (1 - expected) * shifts(expected, accepted, decided, self.strength)
         usual = (accepted + decided * (expected - odds / (1 + odds))).clip(0.0, decided)
         slot = self._prompts.add(_buckets(words))
