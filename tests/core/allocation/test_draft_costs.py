@@ -1,7 +1,6 @@
-"""What `priced` counts as the cost of drafts: rows and drafting steps, the step's prefill only if
-prompts wait, the drafter's own reading, and drafts that come to nothing."""
+"""What `priced` counts as the cost of drafts: rows and drafting steps, not the step's prefill, but
+the drafter's own reading, and drafts that come to nothing."""
 
-from statistics import fmean
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from penstock.core.policies.base import DraftCandidate, Room, View
 from penstock.core.policies.registry import make_policy
 from penstock.core.state import Drafter, RequestState
 from penstock.core.types import Request, Verdict
-from penstock.fluid.step_profile import StepProfile
 
 STEPS = {1: 0.002, 2: 0.0026, 4: 0.004, 64: 0.046, 300: 0.2116}
 """From two rows on each takes 0.7 ms."""
@@ -77,17 +75,6 @@ def test_prefill_in_the_step_makes_no_draft_worth_its_time(rate: float) -> None:
     assert lengths_of(priced(), candidates(8, 8, 8, 8), view) == [0] * 4
     beside = with_prompt_rows(view, 200)
     assert lengths_of(priced(), candidates(8, 8, 8, 8), beside) == [0] * 4
-
-
-def test_drafts_are_shorter_the_more_requests_wait_with_their_prompts() -> None:
-    profile = StepProfile("p", 10**6, (0, 100, 1000), (0.01, 0.01, 0.1))
-    estimators = learned([0.6] * 4, verify={4: 0.01}, draft=1e-3, before=Estimators(profile))
-
-    def mean_length(num_delayed: int) -> float:
-        view = work(estimators)._replace(room=Room(1000, 200, 4, num_delayed))
-        return fmean(lengths_of(priced(), candidates(8, 8, 8, 8), view))
-
-    assert mean_length(400) < mean_length(4) < mean_length(0)
 
 
 def unread(

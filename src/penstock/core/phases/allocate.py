@@ -38,7 +38,7 @@ def of_step(ctx: Context, step: Step) -> dict[str, Grant]:
             is_inside = drafter is not None and drafter.name not in beside
             others.append((s.state, drafter if is_inside else None))
     num_sampled = sum([s.samples for s in scheduled])
-    room = Room(max(0, budget), num_rows, num_sampled, _num_delayed(ctx, step))
+    room = Room(max(0, budget), num_rows, num_sampled)
     grants |= _granted(ctx, others, room, step.now)
     for s in scheduled:
         grant = grants.get(s.state.request.id, NO_DRAFT)
@@ -46,18 +46,6 @@ def of_step(ctx: Context, step: Step) -> dict[str, Grant]:
         if num_tokens and (length := _grow(ctx, s, num_tokens)) < num_tokens:
             grants[s.state.request.id] = grant.cut(length)
     return grants
-
-
-def _num_delayed(ctx: Context, step: Step) -> int:
-    """Return the requests whose prompts wait for the target's time: not those without memory.
-
-    Where no prompt is in the step, others wait for memory."""
-    num_prompts = sum([not s.state.is_decoding for s in step.scheduled.values()])
-    if not num_prompts:
-        return 0
-    each = ctx.learn.traffic.mean_prompt_len + ctx.learn.lengths.mean
-    num_fit = int(step.pool.num_free_blocks * step.pool.block_size / each)
-    return num_prompts + min(num_fit, len(step.waiting))
 
 
 def of_lanes(ctx: Context, now: float) -> dict[str, Grant]:

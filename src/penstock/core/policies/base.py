@@ -54,12 +54,11 @@ class Room(NamedTuple):
     """Contents of the step besides drafts.
 
     budget: draft positions that may join. num_rows: target positions that are certain, of which
-    `num_sampled` yield a token. num_delayed: requests whose prompts wait for the target's time."""
+    `num_sampled` yield a token."""
 
     budget: int = 0
     num_rows: int = 0
     num_sampled: int = 0
-    num_delayed: int = 0
 
 
 NO_ROOM = Room()

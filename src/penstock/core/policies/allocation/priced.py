@@ -8,8 +8,7 @@ with v_i the value of a token of request i (`parts/values.py`), f_i the probabil
 finds a draft, and G_i(s) the survival of its s-th token. The plan maximises V / T. At the maximum
 π = V / T is the price of a second: a draft token is bought if v_i f_i G_i(s) is more than π times
 the seconds that it adds. Where drafts take no time this is GoodSpeed's eq. 5; with equal values it
-maximises tokens per second. Of prefill in the step the price tells (`_beside_prompts`): a second
-delays the prompts that wait, too, but of all that a step takes only decoding's work delays them.
+maximises tokens per second. Prefill in the step is left out: its time does not depend on drafts.
 
 A draft begins with a_i looked-up tokens of survival S_i and goes on with the drafter's, of survival
 S_i(a_i) G_i(s). Two plans are compared: all that is looked up comes first, or as much as is best if
@@ -283,12 +282,10 @@ class _Offers:
     def _price_step(self, values: TokenValues) -> None:
         """Work out the step without drafts: its seconds and its value."""
         times, room, candidates = self._times, self._view.room, self._candidates
-        alone = times.target(room.num_sampled)
-        self._target_s = self._beside_prompts(alone)
+        self._target_s = times.target(room.num_sampled)
         self._host = max(times.overhead, _LEAST_OVERHEAD_S)
         self.plain_s = round_seconds(self._target_s, host=self._host)
-        self._whole_s = round_seconds(alone, host=self._host)
-        self._worth = values.of_tokens(candidates, self._view, self._longest_gain, self._whole_s)
+        self._worth = values.of_tokens(candidates, self._view, self._longest_gain, self.plain_s)
         # Requests that do not draft are worth as much as the others, in the mean.
         mean = float(self._worth.sum()) / len(candidates)
         self.plain_value = max(room.num_sampled, len(candidates)) * mean
@@ -307,20 +304,6 @@ class _Offers:
         """Return the tokens [requests] that the longest draft is expected to add to a step."""
         longest = np.maximum(self._survival.sum(axis=1), self._looked_up.sum(axis=1))
         return np.asarray(longest)
-
-    def _beside_prompts(self, alone: float) -> float:
-        """Return the seconds of a step that count beside prompts, of one that takes `alone`.
-
-        For requests that wait with their prompts decoding's own work counts: the rest of the step
-        is spent on prompts anyway. Prompts lengthen steps, and so what a token saves its request;
-        more of them come during a second that is lost, and this costs as many times as much."""
-        room, num = self._view.room, len(self._candidates)
-        if not room.num_delayed:
-            return alone
-        linear, decoding = self._times.profile.linear, room.num_sampled
-        shared = linear(decoding) - decoding * linear(room.num_rows) / room.num_rows
-        spared = min(max(0.0, shared), alone)
-        return alone - spared * room.num_delayed / (num + room.num_delayed)
 
     def _reading_a_token(self, index: int) -> float:
         """Return the seconds of reading per token of a request's output, for which it is done once.
@@ -434,7 +417,7 @@ class _Offers:
         """Return whether a step without drafts, at best, might be worth more a second."""
         if all(g.drafter is None for g in self.groups):
             return False
-        least = self._times.target.least(self._view.room.num_sampled) + self.plain_s - self._whole_s
+        least = self._times.target.least(self._view.room.num_sampled)
         return rate < (1 + _DOUBTFUL_GAIN) * self.plain_value / max(least, _LEAST_OVERHEAD_S)
 
     @property
@@ -442,7 +425,7 @@ class _Offers:
         """Steps without drafts that a trial of each candidate's drafts would take."""
         drafters = {c.drafter for c in self._candidates if c.drafter is not None}
         drafting = _TRIAL_TOKENS * min([self._times.curve_of(d)(1) for d in drafters], default=0.0)
-        return [(seconds + drafting) / self._whole_s for seconds in self._unread]
+        return [(seconds + drafting) / self.plain_s for seconds in self._unread]
 
     def grants(self, lengths: IntArray, rate: float) -> list[Grant]:
         """Return grants; drafters that can end their drafts early get the price of a position.
@@ -477,7 +460,7 @@ class _Offers:
         tenants = {r.tenant for r, _ in owned}
         return {
             "price_of_second": float(self._rate),
-            "plain_step_seconds": float(self._whole_s),
+            "plain_step_seconds": float(self.plain_s),
             "draft_token_seconds": self._token_seconds(),
             "token_value": {r.id: v for r, v in owned},
             "tenant_token_value": {t: fmean(v for r, v in owned if r.tenant == t) for t in tenants},
