@@ -88,7 +88,8 @@ class Savings:
                 if users > 1:
                     seconds = self._plain + self._added + own * self._sharing / users
                     longest = int((seconds / (1 + accepted[j])).argmin())
-                    before = drafted * float(self._drafting(drafter, users - 1)[longest])
+                    waits = 1 - (1 - drafted) ** (users - 1)  # for some other request's draft
+                    before = waits * float(self._drafting(drafter, users - 1)[longest])
                     rows = drafted * self._added[longest] * users / self._sharing
                     self._base += before + rows
                     own = np.maximum(own, own[longest])
