@@ -103,9 +103,10 @@ def _values(cell: Cell, system: str, done: Cells, figure: str = "value") -> Floa
 
 
 def _over(cell: Cell, system: str, done: Cells) -> Interval:
-    """`auto` over a system, which may have fewer seeds."""
-    values = _values(cell, system, done)
-    return ratio(_values(cell, AUTO, done)[: len(values)], values)
+    """`auto` over a system, with the seeds that both have."""
+    ours, theirs = (_values(cell, name, done) for name in (AUTO, system))
+    num = min(len(ours), len(theirs))
+    return ratio(ours[:num], theirs[:num])
 
 
 def _near_the_best(cell: Cell, done: Cells) -> Sequence[str]:
