@@ -60,9 +60,9 @@ SHARES = {OPEN: 0.9, HELD_OUT: 0.8}
 """Of the cells that must be at `HINDSIGHT`; all must be at `LOWEST`."""
 OVER_BEFORE, OVER_BUNDLE, OVER_SEPARATE = 1.05, 1.02, 1.05
 KEPT = 0.97
-"""Of their tokens per second, by tenants beside one of whose drafts nothing is accepted."""
+"""Share of their tokens per second that tenants keep beside one that accepts no draft."""
 OUT_OF_THE_RACE = 0.85
-"""Of the best other, so far: a system under it is measured with no more seeds."""
+"""Share of the best other, so far, under which a system is measured with no more seeds."""
 _PICTURE = "auto over the best other in hindsight (dots), over the default before (diamonds)"
 _WAITS = ("latency", "ttft", "ttft_p99", "refused")
 
@@ -213,7 +213,7 @@ def _verdicts(rows: Sequence[dict[str, Any]], lost: Sequence[dict[str, Any]]) ->
 
 
 def _beside_a_stranger(row: dict[str, Any]) -> ClaimVerdict:
-    """What the others keep, and that they lose where drafts have fixed lengths."""
+    """Compare what the others keep with what they keep where drafts have fixed lengths."""
     over = row["over"]
     kept, control = over[AUTO + KNOWING], over[CARELESS + KNOWING] / over[CARELESS]
     told = f"{kept:.3f} (bar {KEPT}); with {CARELESS} {control:.3f}"

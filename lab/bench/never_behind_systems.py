@@ -69,12 +69,12 @@ def decisions(system: str, remote: bool = False) -> dict[str, Any]:
 
 
 def has_drafts(system: str) -> bool:
-    """Whether it has a drafter."""
+    """Return True if the system has a drafter."""
     return not system.endswith(f", {_NO_DRAFTER}")
 
 
 def looks_up(system: str) -> bool:
-    """Whether it has look-up where the cell has: with `none` in the place of a drafter, too."""
+    """Return True if the system has look-up where the cell has: without a drafter, too."""
     return system in BUNDLES or system.split(", ")[1] != _NO_DRAFTER
 
 

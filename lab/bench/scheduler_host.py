@@ -1,4 +1,4 @@
-"""What does a step cost the host in the scheduler, by decoding requests and drafters?
+"""Measure the scheduler's CPU time of a step, by decoding requests and drafters.
 
     python -m lab.bench.scheduler_host [--requests 1,32,256] [--drafters 0,1,3]
 
@@ -29,7 +29,7 @@ from penstock.sim.workloads import Workload
 
 ACCEPTANCE = {"small": 0.7, "middle": 0.75, "large": 0.8}
 SECONDS = {"small": 0.0004, "middle": 0.0006, "large": 0.0008}
-"""Of a drafter's step for one request."""
+"""Seconds of a drafter's step for one request."""
 PROMPT, WARM, STEPS = 4, 64, 240
 """Tokens of a prompt, and steps of the full batch before and within the measurement."""
 

@@ -137,7 +137,7 @@ def chosen(part: str, num: int) -> list[RealPrompt]:
 
 
 def passes(engine: Engine, args: argparse.Namespace) -> Iterator[Decoded]:
-    """Of the prompts that count, the sources in another order each time."""
+    """Decode the prompts, with the sources in another order each time."""
     prompts = [*chosen(PARTS[0], args.warm), *chosen(PARTS[1], args.prompts)]
     for turn in range(args.turns):
         loops = loops_of(engine, args)

@@ -180,7 +180,7 @@ class Checkpoint:
 
     @property
     def tolerance(self) -> dict[str, float]:
-        """Of its logits in float32. A recurrent state adds up what is rounded along the text."""
+        """Tolerance of its logits in float32: a recurrent state adds up rounding along the text."""
         is_recurrent = hasattr(self.model.config, "linear_conv_kernel_dim")
         return {"rtol": 0.0, "atol": 3e-4 if is_recurrent else 1e-4}
 

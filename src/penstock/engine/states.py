@@ -21,7 +21,7 @@ MOST_KEPT = MOST_DRAFT_TOKENS + 1
 
 @dataclass(frozen=True, slots=True)
 class StateMoves:
-    """What a step does to the states of a batch's sequences. All [num_seqs] int32.
+    """Changes that a step makes to the states of a batch's sequences. All [num_seqs] int32.
 
     slots:     places of the states
     replayed:  rows that were kept and now belong to the text; -1: the sequence begins

@@ -52,8 +52,15 @@ def test_it_drafts_nothing_where_no_drafter_pays() -> None:
 class Repeating(Rounds):
     """Texts of which look-up makes so much: in such rounds nobody else drafts."""
 
-    def __init__(self, looked_up: float, rates: Mapping[str, float], seconds: Mapping[str, float]):
-        super().__init__(make_policy("selection", "auto"), Machine(seconds), lambda _: rates)
+    def __init__(
+        self,
+        looked_up: float,
+        rates: Mapping[str, float],
+        seconds: Mapping[str, float],
+        live: int = 8,
+    ):
+        policy = make_policy("selection", "auto")
+        super().__init__(policy, Machine(seconds), lambda _: rates, live=live)
         self._looked_up = looked_up
 
     def _verdict(self, state: RequestState) -> Verdict:
@@ -171,3 +178,10 @@ def test_a_request_joins_a_drafter_for_which_it_waits_anyway() -> None:
     joined, alone = played(0.45, 0.9), played(0.45, 0.45)
     assert joined[True] > 0.9 * joined.total()
     assert alone[True] < 0.1 * alone.total()
+
+
+def test_where_look_up_makes_some_tokens_a_request_waits_for_the_others_all_the_same() -> None:
+    """In nearly every round of many requests somebody drafts."""
+    world = Repeating(0.4, {"small": 0.6}, {"small": 4e-3}, live=32)
+    chosen = used(world.run(200))
+    assert chosen["small"] > 0.95 * chosen.total()

@@ -164,7 +164,7 @@ MISSING = dict.fromkeys(
     ),
     _SHARED_EXPERTS,
 )
-"""What is not computed of other architectures, by name in config.json and in GGUF."""
+"""Missing parts of other architectures, by name in config.json and in GGUF."""
 
 
 def rope_of(architecture: str, config: Any) -> Rope:

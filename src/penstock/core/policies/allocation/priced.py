@@ -365,7 +365,7 @@ class _Offers:
         group whose caps differ between the plans."""
         times, view = self._times, self._view
         if self._looked_up.size:
-            caps = _with_free(caps)
+            caps = np.concatenate([caps, np.full((len(caps), 1), np.inf)], axis=1)
         tokens = np.arange(len(self.levels))
         if len(self.groups) > 1:
             tokens = np.flatnonzero(self.levels <= caps.max(axis=0)[self.group_of])
@@ -494,11 +494,6 @@ class _Offers:
                         best_rate = float(rates[plan, last])
                 caps = solved[key]
         return self.lengths(*best), plain if best[1] < 0 else best_rate
-
-
-def _with_free(caps: FloatArray) -> FloatArray:
-    """Add a cap that is none to caps [plans, groups], for looked-up tokens."""
-    return np.concatenate([caps, np.full((len(caps), 1), np.inf)], axis=1)
 
 
 POLICY = Priced
