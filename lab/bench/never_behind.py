@@ -47,7 +47,7 @@ from lab.bench.never_behind_systems import Cell, measured
 from lab.common.cells import Cells, Figures
 from lab.common.claims import ClaimVerdict, bar
 from lab.common.report import draw_cells
-from lab.common.results import DATA, Results, ResultTable, parser, table, tell
+from lab.common.results import DATA, Results, ResultTable, count, parser, table, tell
 from lab.common.statistics import SEEDS, FloatArray, Interval, ratio
 from penstock.core.policies.bundles import AUTO, BUNDLES
 from penstock.sim.parallel import Workers, workers
@@ -234,6 +234,8 @@ def _near(name: str, rows: Sequence[dict[str, Any]], share: float) -> ClaimVerdi
 def _chosen(args: Any) -> list[Cell]:
     grid = [cell for cell in cells(args.data) if args.only in cell.name]
     grid = [cell for cell in grid if args.held_out or not cell.held_out]
+    if not grid:
+        raise WorkloadError(f"no cell that runs has {args.only!r} in its name")
     return list(_one_of_each(grid)) if args.quick else grid
 
 
@@ -246,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser(__doc__, quick="one seed, a cell of each kind")
     options.add_argument("--held-out", action="store_true", help="the cells held out, too")
     options.add_argument("--only", default="", help="cells whose names contain this")
-    options.add_argument("--seeds", type=int, default=len(SEEDS))
+    options.add_argument("--seeds", type=count, default=len(SEEDS))
     options.add_argument("--data", type=Path, default=DATA)
     options.add_argument("--out", type=Path, default=Path("never_behind.jsonl"))
     options.add_argument("--workers", type=int, help="processes; default: one for each core")

@@ -1,6 +1,6 @@
 """Measure the scheduler's CPU time of a step, by decoding requests and drafters.
 
-    python -m lab.bench.scheduler_host [--requests 1,32,256] [--drafters 0,1,3]
+    python -m lab.bench.scheduler_host [--requests 1,32,256] [--drafters 0 1 3]
 
 CPU time of the scheduler's own calls in decoding steps with drafts inside them, against a simulated
 executor, which is not counted. All passes take the same steps: of each step the least time counts,
@@ -18,7 +18,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from lab.common.results import Results, parser, table, tell
+from lab.common.results import Results, count, counts, parser, table, tell
 from penstock.core.types import Arrive, Request
 from penstock.fluid.step_profile import DrafterProfile
 from penstock.sim.acceptance import GeometricAcceptance
@@ -82,13 +82,16 @@ def one_pass(num_requests: int, num_drafters: int) -> npt.NDArray[np.float64]:
 
 def main() -> int:
     options = parser(__doc__)
-    options.add_argument("--requests", default="1,32,256")
-    options.add_argument("--drafters", default="0,1,3", help=f"up to {len(ACCEPTANCE)}")
-    options.add_argument("--passes", type=int, default=5)
+    most = len(ACCEPTANCE)
+    options.add_argument("--requests", type=counts, default=[1, 32, 256], metavar="N,N")
+    options.add_argument(
+        "--drafters", type=int, nargs="+", default=[0, 1, most], choices=range(most + 1)
+    )
+    options.add_argument("--passes", type=count, default=5)
     args = options.parse_args()
     rows = []
-    for num_requests in map(int, args.requests.split(",")):
-        for num_drafters in map(int, args.drafters.split(",")):
+    for num_requests in args.requests:
+        for num_drafters in args.drafters:
             passes = [one_pass(num_requests, num_drafters) for _ in range(args.passes)]
             steps = 1e3 * np.min(passes, axis=0)
             mean, median = float(steps.mean()), float(np.median(steps))

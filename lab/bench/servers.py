@@ -49,7 +49,7 @@ from lab.bench.real_models import MODELS, default_folder
 from lab.bench.real_prompts import ChatTokenizer, RealPrompt, source_texts, token_ids
 from lab.bench.soak_clients import Refused, events, posted
 from lab.common.cells import Cells, Figures
-from lab.common.results import Results, ResultTable, save, show, table
+from lab.common.results import Results, ResultTable, count, counts, save, show, table
 from lab.common.statistics import rotated
 
 KINDS = {
@@ -386,12 +386,12 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[Riv
     add("--llama-cpp", type=Path, metavar="FOLDER", help="llama.cpp's, by its llama-server")
     add("--ik-llama", type=Path, metavar="FOLDER", help="ik_llama.cpp's, weights repacked")
     add("--other", action="append", default=[], metavar="NAME=COMMAND")
-    add("--clients", type=_numbers, default=[1, 4, 8, 32], metavar="N,N")
-    add("--prompts", type=_numbers, default=[100, 1400, 6000], metavar="N,N", help="tokens")
+    add("--clients", type=counts, default=[1, 4, 8, 32], metavar="N,N")
+    add("--prompts", type=counts, default=[100, 1400, 6000], metavar="N,N", help="tokens")
     add("--kinds", type=_kinds, default=[*KINDS], help=", ".join(KINDS))
-    add("--tokens", type=_number, default=128, help="of an answer")
-    add("--requests", type=_number, default=2, help="of each client in a cell")
-    add("--repeats", type=_number, default=3, help="starts of each server")
+    add("--tokens", type=count, default=128, help="of an answer")
+    add("--requests", type=count, default=2, help="of each client in a cell")
+    add("--repeats", type=count, default=3, help="starts of each server")
     add("--smoke", action="store_true", help="few tokens of a small model: does it all run?")
     add("--json", type=Path, metavar="FILE", default=Path("servers.jsonl"), help="every cell")
     add("--result", type=Path, metavar="FILE", help="write a result file, too")
@@ -404,16 +404,6 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[Riv
         return args, rivals_of(args)
     except ValueError as error:
         parser.error(str(error))
-
-
-def _numbers(text: str) -> list[int]:
-    return [_number(part) for part in text.split(",")]
-
-
-def _number(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; allowed: numbers from 1")
-    return int(text)
 
 
 def _kinds(text: str) -> list[str]:

@@ -28,7 +28,7 @@ import numpy as np
 
 from lab.bench.real_prompts import PARTS, RealPrompt, real_prompts, token_ids
 from lab.common.claims import ClaimVerdict, bar
-from lab.common.results import Results, parser, table, tell
+from lab.common.results import Results, count, parser, table, tell
 from lab.common.statistics import FloatArray, ratio, rotated
 from penstock.config import SUFFIX, EngineConfig, TenantConfig
 from penstock.core.loop import Loop
@@ -271,8 +271,8 @@ def main() -> int:
     options.add_argument("--other", type=Path, help="a second small model")
     options.add_argument("--prompts", type=int, default=4, help="measured, of each kind, at most 8")
     options.add_argument("--warm", type=int, default=2, help="to learn from, of each kind")
-    options.add_argument("--clients", type=int, default=1, help="prompts sent together")
-    options.add_argument("--turns", type=int, default=1, help="of all, each with new schedulers")
+    options.add_argument("--clients", type=count, default=1, help="prompts sent together")
+    options.add_argument("--turns", type=count, default=1, help="of all, each with new schedulers")
     options.add_argument("--new-tokens", type=int, default=128)
     options.add_argument("--threads", type=int, default=2)
     args = options.parse_args()

@@ -53,6 +53,18 @@ def parser(doc: str | None, quick: str = "") -> argparse.ArgumentParser:
     return made
 
 
+def count(text: str) -> int:
+    """Parse an option's number from 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed: numbers from 1")
+    return int(text)
+
+
+def counts(text: str) -> list[int]:
+    """Parse numbers from 1 between commas."""
+    return [count(part) for part in text.split(",")]
+
+
 def tell(args: argparse.Namespace, results: Results) -> int:
     """Print a benchmark's results as was asked for; returns 0. Raises: OSError."""
     if args.result:

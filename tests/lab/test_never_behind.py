@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lab.bench import several_drafters
-from lab.bench.never_behind import FAR, HELD_OUT, OPEN, _chosen, compare
+from lab.bench.never_behind import FAR, HELD_OUT, OPEN, _chosen, compare, main
 from lab.bench.never_behind_cells import (
     BEFORE,
     CARELESS,
@@ -180,3 +180,9 @@ def test_a_stranger_who_asks_for_none_drafts_nothing() -> None:
     with patch("lab.bench.never_behind_scenes._SECONDS", 2.0):
         careless, knowing = (scene(f"{CARELESS}{end}", 0)["value"] for end in ("", KNOWING))
     assert knowing > 1.05 * careless
+
+
+def test_no_cell_of_that_name_is_said_in_one_line(tmp_path: Path, capsys: Any) -> None:
+    asked = ["--only", "nosuch", "--data", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert main(asked) == 2
+    assert capsys.readouterr().err == "never_behind: no cell that runs has 'nosuch' in its name\n"
