@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+import gguf
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
@@ -90,6 +91,15 @@ class ReferenceHead:
         return x * scale * (self._tensors[name] + self._offset)
 
 
-def random_text(count: int, vocab: int, seed: int = 0) -> list[int]:
-    """Random token ids."""
-    return np.random.default_rng(seed).integers(vocab, size=count).tolist()  # type: ignore[no-any-return]
+def in_gguf(tensors: dict[str, torch.Tensor], layer: int) -> dict[str, np.ndarray]:
+    """A head's tensors as they lie in a file of Qwen3.5's, whose norms include the 1."""
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN35, layer + 1)
+    of_head = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm"}
+    found = {}
+    for name, values in tensors.items():
+        base = name.removeprefix("mtp.").removesuffix(".weight")
+        theirs = f"blk.{layer}.nextn.{of_head.get(base, 'shared_head_norm')}"
+        if base.startswith("layers.0."):
+            theirs = str(names.get_name(base.replace("layers.0.", f"model.layers.{layer}.")))
+        found[f"{theirs}.weight"] = (values + 1 if values.dim() == 1 else values).numpy()
+    return found
