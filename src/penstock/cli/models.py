@@ -10,6 +10,7 @@ from typing import Any
 from penstock.cli.drafters import automatic_drafter
 from penstock.cli.terminal import note
 from penstock.config import (
+    HEADS,
     LOOK_UPS,
     NGRAM,
     SUFFIX,
@@ -20,6 +21,7 @@ from penstock.config import (
     model_name,
 )
 from penstock.engine.models.checkpoint import is_gguf
+from penstock.engine.models.formats import open_checkpoint
 from penstock.engine.models.hub import HubName, cached, fetch
 from penstock.zoo.registry import DEFAULT_DRAFTER, DEFAULT_TARGET, ModelCard, bundled_models
 
@@ -54,7 +56,9 @@ def with_models(engine: dict[str, Any], *, download: bool = True) -> dict[str, A
                 drafters[name] = {**own, "path": found} if len({*own, "path"}) > 1 else found
     else:
         drafters = _drafters_of(target)
-        if not drafters and is_added:
+        if not drafters and is_added and open_checkpoint(path).has_head():
+            drafters = {HEADS[0]: HEADS[0]}
+        elif not drafters and is_added:
             drafters = automatic_drafter(path, target, say, download=False)
     paths = [given["path"] if isinstance(given, dict) else given for given in drafters.values()]
     is_bare = all(DrafterParts.from_path(path).server for path in paths)
@@ -143,7 +147,7 @@ def named_drafters(options: Sequence[str]) -> dict[str, str]:
 def _drafter_path(name: str, path: str, download: bool = True) -> str:
     parts = DrafterParts.from_path(path)
     model = parts.model
-    if model is None or _is_checkpoint(model):
+    if model is None or _is_checkpoint(model) or (name in HEADS and path == name):
         return path
     told, where = f"drafter {name!r}: {model!r}", ("engine", "drafters", name)
     return parts.with_model(str(_model_path(model, told, "drafter", where, download=download)))

@@ -8,6 +8,7 @@ from penstock.config.completions import CompletionsServer, key_variable
 from penstock.config.devices import checked_device, cores_of
 from penstock.config.drafters import DraftersConfig, DraftServerConfig, TlsConfig, is_loopback
 from penstock.config.engine import (
+    HEADS,
     LOOK_UPS,
     NGRAM,
     SUFFIX,
@@ -36,6 +37,7 @@ from penstock.config.tenants import (
 
 __all__ = [
     "DEFAULT_TENANT",
+    "HEADS",
     "LOOK_UPS",
     "NGRAM",
     "SUFFIX",

@@ -32,6 +32,9 @@ SUFFIX = "suffix"
 """Drafter paths without a model: look-up in a request's text, or in its tenant's outputs, too."""
 LOOK_UPS = (NGRAM, SUFFIX)
 
+HEADS = ("mtp",)
+"""Names of drafters that are layers of the target: theirs is the path, or a folder beside it."""
+
 _CHAIN = "+"
 
 DrafterWeights = Literal["auto", "stored", "int4"]
@@ -215,8 +218,10 @@ class ModelsConfig(Model):
             if name in (AUTO_DRAFTER, NO_DRAFTER, PREDICTION, TARGET) or not name:
                 raise ValueError(f"a drafter cannot be called {name!r}")
             parts = DrafterParts.from_path(drafter.path)
-            if parts.model is None and (drafter.device or drafter.weights):
+            if (parts.model is None or name in HEADS) and (drafter.device or drafter.weights):
                 raise ValueError(f"{name!r} loads no model, so it takes no device and no weights")
+            if name in HEADS and parts.model != drafter.path:
+                raise ValueError(f"{name!r} is a part of the target: {name}, or {name}=FOLDER")
             if parts.server is not None and not re.fullmatch(r"[\w.-]+", name, re.ASCII):
                 raise ValueError("a server needs a name of letters and digits, as in edge=URL")
         return drafters
@@ -249,7 +254,20 @@ class ModelsConfig(Model):
     @property
     def drafter_models(self) -> dict[str, Path]:
         """Checkpoints of the drafters with a model, by drafter name."""
-        return {name: Path(p.model) for name, p in self._parts.items() if p.model is not None}
+        return {
+            name: Path(p.model)
+            for name, p in self._parts.items()
+            if p.model is not None and name not in HEADS
+        }
+
+    @property
+    def head(self) -> tuple[str, Path] | None:
+        """Name of the drafter that is a part of the target, and the checkpoint that holds it."""
+        for name in HEADS:
+            if name in self.drafters:
+                path = self.drafters[name].path
+                return name, self.target if path == name else Path(path)
+        return None
 
 
 def model_name(path: Path) -> str:
@@ -345,4 +363,6 @@ class EngineConfig(ModelsConfig):
         if selected is not None and selected not in self.drafters:
             known = ", ".join(self.drafters) or "none is configured"
             raise ValueError(f"selection names an unknown drafter {selected!r}; drafters: {known}")
+        if self.head is not None and self.vllm is not None:
+            raise ValueError(f"drafter {self.head[0]!r} is a part of the target, not with vLLM")
         return self

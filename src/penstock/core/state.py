@@ -58,6 +58,7 @@ class DrafterKind(Enum):
 
     LOCAL = "drafts as many tokens as it is asked for"
     ENDING = "the same, but ends a draft where the rest does not pay (`Grant.min_survival`)"
+    HEAD = "the same, but a part of the target: inside its step, with its KV"
     SERVER = "a draft server, known while it is connected"
     COMPLETIONS = "a server that completes text, known while it is down, too"
 
@@ -98,11 +99,22 @@ class Drafter:
 
     def __post_init__(self) -> None:
         self.is_remote = self.kind in (DrafterKind.SERVER, DrafterKind.COMPLETIONS)
+        self.has_lane = self.has_lane and self.kind is not DrafterKind.HEAD
 
     @property
     def is_up(self) -> bool:
         """True if it takes orders."""
         return self.status is DrafterStatus.UP
+
+    @property
+    def ends_early(self) -> bool:
+        """True if it ends a draft where the rest does not pay."""
+        return self.kind in (DrafterKind.ENDING, DrafterKind.HEAD)
+
+    @property
+    def can_replay(self) -> bool:
+        """True if it can guess verified text; a head has no hidden states of it any more."""
+        return not self.is_remote and self.kind is not DrafterKind.HEAD
 
     @property
     def is_limited(self) -> bool:

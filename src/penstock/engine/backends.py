@@ -315,6 +315,8 @@ class Models:
         """Return what the models take, and what this machine has free for those on its CPU."""
         paths = {**self.config.drafter_models, TARGET: self.config.target}
         weights = sum(model_bytes(paths[name]) for name in self.shapes)
+        if self.config.head is not None and self.config.head[1] != self.config.target:
+            weights += model_bytes(self.config.head[1])
         return MemoryNeed(weights, (self.kv_bytes or 0) + self.state_bytes, free_memory())
 
     def drafter(self, name: str, path: Path) -> ModelDrafter | TextDrafter:
@@ -338,7 +340,8 @@ class Models:
 
             return VllmExecutor(self.vllm, drafters, clock, most, threads, cores)
         runner = self._runner(TARGET, self.config.target)
-        return RunnerExecutor(runner, drafters, clock, most, threads, cores)
+        head = None if self.config.head is None else self.config.head[0]
+        return RunnerExecutor(runner, drafters, clock, most, threads, cores, head)
 
     def is_apart(self, drafter: str) -> bool:
         """Return whether a drafter with a model computes on another device or other cores."""
@@ -350,6 +353,7 @@ class Models:
         drafts_text = name != TARGET and name in self.tokenizers
         longest = None if drafts_text else self.max_model_len
         num_slots = self.num_slots or 1
+        head = self.config.head[1] if name == TARGET and self.config.head is not None else None
         if place.backend == "native":
             rounding: DrafterWeights = "stored" if name == TARGET else self.config.weights_of(name)
             return NativeRunner.load(
@@ -361,12 +365,13 @@ class Models:
                 max_model_len=longest,
                 kv_dtype=place.kv_dtype,
                 num_slots=num_slots,
+                head=head,
             )
         attention = ATTENTION[self.config.attention]
         on_gpu = place.device.type == "cuda" and self.config.attention == "packed"
         kind = GraphRunner if on_gpu else EagerRunner
         where = (path, place.dtype, place.device)
-        return kind.load(*where, *room, attention, longest, num_slots)
+        return kind.load(*where, *room, attention, longest, num_slots, head)
 
 
 def load_vllm(config: EngineConfig) -> VllmTarget:

@@ -64,14 +64,15 @@ class EagerRunner(ModelRunner):
         attention: AttentionFactory = PackedAttention,
         max_model_len: int | None = None,
         num_slots: int = 8,
+        head: Path | None = None,
     ) -> Self:
         """Load a checkpoint for texts of at most `max_model_len` tokens.
 
-        num_slots: room for recurrent states.
+        num_slots: room for recurrent states. head: checkpoint of the model's head, if it has one.
 
         Raises: CheckpointError; ValueError for an empty cache."""
-        config = DecoderConfig.from_pretrained(path).within(max_model_len)
-        weights = load_weights(path, config, dtype)
+        config = DecoderConfig.from_pretrained(path).within(max_model_len, head)
+        weights = load_weights(path, config, dtype, head)
         return cls(config, weights, device, num_blocks, block_size, attention, num_slots)
 
     @torch.inference_mode()
@@ -84,3 +85,7 @@ class EagerRunner(ModelRunner):
         logits = self._decoder.forward(batch, self.cache, self.attention, states, moves)
         slots.moved(batch, moves)
         return logits
+
+    @torch.inference_mode()
+    def forward_head(self, batch: RaggedBatch) -> torch.Tensor:
+        return self._decoder.forward_head(batch, self.cache, self.attention)

@@ -31,8 +31,10 @@ from penstock.core.types import (
     StepResult,
     Verdict,
 )
+from penstock.engine.carried import CarriedStates
 from penstock.engine.drafters.base import LocalDrafter
 from penstock.engine.drafters.drafts import Draft
+from penstock.engine.drafters.head import HeadDrafter
 from penstock.engine.drafters.server import Answer, ServerDrafter
 from penstock.engine.ends import LazyTokenizer, OutputEnd
 from penstock.engine.grammar import GrammarCompiler, GrammarState
@@ -299,6 +301,7 @@ class LocalExecutor(ABC):
             plan = job.plan
             started_at = self._clock.now()
             drafted = DraftsAtHand()
+            self._extend_tables(plan)
             replays = self._carry_out(job, drafted)
             drafted_at = self._clock.now()
             for held in job.recalled:
@@ -319,6 +322,9 @@ class LocalExecutor(ABC):
                 self.drafters[verdict.drafter].learn(sampling, draft, verdict)
 
     # --- the target -----------------------------------------------------------------------------
+
+    def _extend_tables(self, plan: StepPlan) -> None:  # noqa: B027
+        """Take in a plan's new blocks, which a drafter may use that is a part of the target."""
 
     @abstractmethod
     def _compute(
@@ -405,11 +411,17 @@ class RunnerExecutor(LocalExecutor):
         max_model_len: int,
         num_threads: int = 1,
         cores: Mapping[str, Collection[int]] = MappingProxyType({}),
+        head: str | None = None,
     ) -> None:
+        """head: name of the drafter that is a part of the target, if there is one."""
+        self._tables = BlockTables(target.blocks_for(max_model_len) + 1)
+        self._carried: CarriedStates | None = None
+        if head is not None:
+            self._carried = CarriedStates(target.config.hidden_size, target.device)
+            drafters = [HeadDrafter(head, target, self._tables, self._carried), *drafters]
         super().__init__(target, drafters, clock, max_model_len, num_threads, cores)
         self._verifier = Verifier(target)
         self._scores = PromptScores(target)
-        self._tables = BlockTables(target.blocks_for(max_model_len) + 1)
 
     def _compute(
         self,
@@ -423,6 +435,8 @@ class RunnerExecutor(LocalExecutor):
         built_at = self._clock.now()
         scores = self._verifier.forward(batch, sampled)
         verified_at = self._clock.now()
+        if self._carried is not None:
+            self._carried.keep([i.request_id for i in job.plan.items], batch)
         if draft_probs is not None:
             draft_probs = draft_probs.to(self.target.device)
         decided = self._verifier.decide(scores, sampled, draft_probs)
@@ -433,18 +447,23 @@ class RunnerExecutor(LocalExecutor):
             ]
         return Computed(sampled, decided, batch.num_tokens, built_at, verified_at)
 
+    def _extend_tables(self, plan: StepPlan) -> None:
+        for item in plan.items:
+            self._tables.extend(item.request_id, item.epoch, item.new_blocks)
+
     def _drop_table(self, request_id: str) -> None:
         self._tables.drop(request_id)
+        if self._carried is not None:
+            self._carried.drop(request_id)
 
     def _forget_in_target(self, request_id: str) -> None:
-        self._tables.drop(request_id)
+        self._drop_table(request_id)
         self._scores.release_request(request_id)
 
     def _batch(self, job: StepJob, drafts: Sequence[list[int]]) -> RaggedBatch:
         writer = BatchWriter()
         items = job.plan.items
         for item, draft in zip(items, drafts, strict=True):
-            self._tables.extend(item.request_id, item.epoch, item.new_blocks)
             known = item.start + item.num_scheduled_tokens
             text, start = job.texts[item.request_id], item.start
             if self._scores.wants(text):
@@ -455,7 +474,10 @@ class RunnerExecutor(LocalExecutor):
             tokens = text.tokens(start, known)
             writer.add(start, tokens + draft, len(draft) + 1 if item.samples else 0)
         num_blocks, ids = self.target.blocks_for(writer.longest), [i.request_id for i in items]
-        return writer.batch(self._tables.gather(ids, num_blocks), self._slots(ids))
+        batch = writer.batch(self._tables.gather(ids, num_blocks), self._slots(ids))
+        if self._carried is None:
+            return batch
+        return replace(batch, carry=self._carried.carry(ids, batch))
 
     def _slots(self, request_ids: Sequence[str]) -> IntArray | None:
         """Return the places of the requests' recurrent states, if the target has some."""

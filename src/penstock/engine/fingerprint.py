@@ -38,12 +38,14 @@ def fingerprint(config: EngineConfig, models: Models) -> dict[str, Any]:
     settings = config.model_dump(
         mode="json", include={"drafter_weights", "kv_dtype", "attention", "vllm"}
     )
+    head = {} if config.head is None else {config.head[0]: [_hash_of_model(config.head[1])]}
     own = {n: [x for x in (d.device, d.weights) if x] for n, d in config.drafters.items()}
     return {
         "target": _hash_of_model(config.target),
         "drafters": {
             name: [_hash_of_model(path), *own[name]] for name, path in config.drafter_models.items()
         }
+        | head
         | {name: [url, model] for name, (url, model, _) in config.servers.items()},
         "look_up": list(config.text_look_up or ()),
         "machine": machine_name(models.place.device),

@@ -58,7 +58,8 @@ class PagedKVCache:
         self.dtype = dtype
         self.device = device
         blocks = [
-            0 if config.variant.is_recurrent(i) else num_blocks for i in range(config.num_layers)
+            0 if config.variant.is_recurrent(i) else num_blocks
+            for i in range(config.num_all_layers)
         ]
         self.layers = [
             torch.zeros(

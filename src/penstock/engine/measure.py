@@ -91,7 +91,9 @@ def measure(
     profiles = []
     for drafter, steps, seconds in zip(drafters, drafts, best_drafts, strict=True):
         context = _context_of(engine, drafter)
-        together = slowdowns(engine.executor, drafter, clock, context, grid.together_s)
+        together = (1.0, 1.0)
+        if not drafter.of_target:
+            together = slowdowns(engine.executor, drafter, clock, context, grid.together_s)
         batches = [batch for batch, _ in steps[:-2]]
         num_read = _num_read(engine, drafter)
         profiles.append(_drafter_profile(drafter.name, batches, num_read, seconds, together))

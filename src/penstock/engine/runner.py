@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,19 @@ from penstock.engine.sampling import SamplingRows, TokenSampler
 from penstock.engine.sampling.params import BoolArray
 
 IntArray = npt.NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class Carry:
+    """Hidden states that a model's head needs of the rows before, and will need.
+
+    before: [num_seqs, hidden_size] float32, of the row before each sequence's first
+    rows:   [num_kept] int32, ascending rows whose states are kept
+    after:  theirs, [num_kept, hidden_size] float32; set by the pass"""
+
+    before: torch.Tensor
+    rows: IntArray
+    after: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +48,8 @@ class RaggedBatch:
     block_tables: [num_seqs, max_blocks] int32; block j holds positions j*block_size onward
     logits_rows: [num_logits] int32, ascending rows of which logits are wanted
     slots: [num_seqs] int32, places of recurrent states (`engine.states`), where a model has some
-    again: the last row of a sequence with logits may come again"""
+    again: the last row of a sequence with logits may come again
+    carry: of the model's head, if it has one; None: zeros, and nothing is kept"""
 
     token_ids: IntArray
     positions: IntArray
@@ -45,6 +59,7 @@ class RaggedBatch:
     logits_rows: IntArray
     slots: IntArray | None = None
     again: bool = False
+    carry: Carry | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -184,7 +199,43 @@ class ModelRunner(Model):
         """
         return None
 
+    def forward_head(self, batch: RaggedBatch) -> torch.Tensor:
+        """Compute one row of each sequence by the model's head; logits as `forward`.
+
+        A row at a position takes its token and, by `batch.carry`, the state before it."""
+        raise NotImplementedError("this runner computes no heads")
+
     def dummy_run(self, batch: RaggedBatch) -> None:
         logits = self.forward(batch)
         rows = SamplingRows.from_params([SamplingParams(temperature=0.0)] * logits.shape[0])
         self.sample(logits, rows, np.zeros(logits.shape[0], dtype=np.int64)).cpu()
+
+
+class HeadRunner(ModelRunner):
+    """The head of a runner's model: a row is followed by what its hidden state and token give.
+
+    Its keys and values are those of one layer more of the model's cache. Every pass of the model
+    writes them for its rows; those of a draft are written again by the pass that verifies it."""
+
+    def __init__(self, model: ModelRunner) -> None:
+        self._model = model
+        self.config, self.sample = model.config, model.sample
+        self.num_blocks, self.block_size = model.num_blocks, model.block_size
+        self.device = model.device
+
+    def forward(self, batch: RaggedBatch) -> torch.Tensor:
+        return self._model.forward_head(batch)
+
+    def limit_threads(self, num_threads: int) -> None:
+        self._model.limit_threads(num_threads)
+
+    def propose(
+        self,
+        first: RaggedBatch,
+        limits: IntArray,
+        params: SamplingRows,
+        ratio: BoolArray,
+        starts: npt.NDArray[np.int64],
+        stop: Stop | None = None,
+    ) -> Drafts | None:
+        return self._model.propose(first, limits, params, ratio, starts, stop)

@@ -14,6 +14,7 @@ from penstock.core.state import (
     NO_DRAFT,
     SKIPPED,
     Drafter,
+    DrafterKind,
     DraftRound,
     DraftStage,
     Grant,
@@ -65,8 +66,12 @@ def order(
     length = grant.num_draft_tokens
     if drafter is None or not length:
         return None
-    if drafter.pool is None:
-        catch_up: CatchUp | None = CatchUp(num_known + len(front), 0)
+    catch_up: CatchUp | None
+    if drafter.kind is DrafterKind.HEAD:
+        # The target's pass has written the KV of all tokens before the last one.
+        catch_up = CatchUp(num_known - 1, 1 + len(front))
+    elif drafter.pool is None:
+        catch_up = CatchUp(num_known + len(front), 0)
     else:
         catch_up = _catch_up(ctx, state, drafter, num_known + len(front), length)
     if catch_up is None:
@@ -268,7 +273,8 @@ def _send_text(ctx: Context, proposal: ReplayProposal, drafter: Drafter) -> Draf
 def _replay(ctx: Context, proposal: ReplayProposal, drafter: Drafter) -> DraftOrder | None:
     """Return an order, or None where nothing can be read or the drafter works on the request."""
     state, name = proposal.state, drafter.name
-    if any(name in pools for pools in state.plans.values()) or not drafter.can_read(state):
+    is_busy = any(name in pools for pools in state.plans.values())
+    if is_busy or not (drafter.can_replay and drafter.can_read(state)):
         return None
     num_known = state.num_known_tokens
     if drafter.pool is None:

@@ -12,10 +12,13 @@ from penstock.engine.sequences import TokenBuffer
 
 
 class LocalDrafter(ABC):
-    """A drafter in this process. runner: of its model, if any."""
+    """A drafter in this process.
+
+    runner: of its model, if any; of_target: it is a part of the target, never beside it"""
 
     name: str
     runner: ModelRunner | None = None
+    of_target = False
 
     @abstractmethod
     def draft(self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]) -> Drafts:

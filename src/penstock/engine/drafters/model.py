@@ -40,8 +40,11 @@ class ModelDrafter(LocalDrafter):
         runner: ModelRunner,
         max_model_len: int,
         vocab: int | None = None,
+        tables: BlockTables | None = None,
     ) -> None:
         """Create the drafter. vocab: size of the target's, if it differs; a limit of drafts.
+
+        tables: of the KV cache, where it is the target's.
 
         Raises: ConfigError for a model that cannot draft."""
         if runner.num_slots is not None:
@@ -53,7 +56,7 @@ class ModelDrafter(LocalDrafter):
         self.runner: ModelRunner = runner
         self._vocab = runner.config.vocab_size if vocab is None else vocab
         self._num_guessed = min(self._vocab, runner.config.vocab_size)
-        self._tables = BlockTables(-(-max_model_len // runner.block_size) + 1)
+        self._tables = tables or BlockTables(-(-max_model_len // runner.block_size) + 1)
         self._sampling = SamplingTable()
         self._calibrations = Calibrations()
         self._foreseen: dict[str, tuple[int, int]] = {}

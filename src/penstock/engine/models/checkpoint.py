@@ -18,6 +18,8 @@ GGUF_MAGIC = b"GGUF"
 _GGUF_SUFFIX = ".gguf"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+HEAD_PROJECTION = "mtp.fc.weight"
+"""Tensor that every head has."""
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.\w+$")
 """Suffix of the parts of a split model."""
 
@@ -82,6 +84,12 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def tensors(self) -> AbstractContextManager[Tensors]: ...
+
+    def has_head(self) -> bool:
+        """Return whether there is a head that predicts further tokens (`models.head`).
+
+        Read without PyTorch."""
+        return False
 
     @abstractmethod
     def tokenizer_source(self) -> bytes:

@@ -28,7 +28,8 @@ class DecoderConfig:
     variant:        differences from Llama
     eos_token_ids:  end-of-text ids (config.json, then generation_config.json)
     dtype:          the checkpoint's own
-    architecture:   a key of FAMILIES, which names a checkpoint's tensors"""
+    architecture:   a key of FAMILIES, which names a checkpoint's tensors
+    has_head:       it drafts with one layer more (`models.head`), behind the others"""
 
     vocab_size: int
     hidden_size: int
@@ -45,6 +46,7 @@ class DecoderConfig:
     eos_token_ids: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
     architecture: str = "LlamaForCausalLM"
+    has_head: bool = False
 
     def __post_init__(self) -> None:
         sizes = {f.name: getattr(self, f.name) for f in fields(self)[:9]}
@@ -72,10 +74,15 @@ class DecoderConfig:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def num_all_layers(self) -> int:
+        """Layers, with that of the head."""
+        return self.num_layers + self.has_head
+
+    @property
     def num_kv_layers(self) -> int:
         """Layers with attention, and so with keys and values."""
         delta = self.variant.delta
-        return self.num_layers - (0 if delta is None else len(delta.layers))
+        return self.num_all_layers - (0 if delta is None else len(delta.layers))
 
     def layer_rope(self, index: int) -> Rope:
         """Return the rotary embedding of a layer."""
@@ -84,10 +91,13 @@ class DecoderConfig:
             return self.rope
         return window.rope
 
-    def within(self, max_model_len: int | None) -> DecoderConfig:
-        """Return the configuration for texts of at most `max_model_len` tokens, if given."""
-        most = self.max_position_embeddings
-        return replace(self, max_position_embeddings=min(most, max_model_len or most))
+    def within(self, max_model_len: int | None, head: Path | None = None) -> DecoderConfig:
+        """Return the configuration for texts of at most `max_model_len` tokens, if given.
+
+        head: checkpoint of the model's head, if it has one."""
+        most, has_head = self.max_position_embeddings, head is not None
+        least = min(most, max_model_len or most)
+        return replace(self, max_position_embeddings=least, has_head=has_head)
 
     @classmethod
     def from_pretrained(cls, path: Path) -> DecoderConfig:

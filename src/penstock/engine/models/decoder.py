@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from penstock.engine.attention import Attention
 from penstock.engine.kv_cache import PagedKVCache
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.delta import DeltaStates, DeltaWeights
+from penstock.engine.models.head import Head
 from penstock.engine.models.mlp import DenseMlp, ExpertMlp
 from penstock.engine.models.rope import Rope
 from penstock.engine.models.rope_table import RopeTable
@@ -78,8 +80,10 @@ class Decoder:
         The dict is emptied in the process, so that no layer is held twice for long."""
         self.config = config
         self.embed_tokens = weights.pop("embed_tokens").to(device)
-        self.layers = [_layer(config, weights, i, device) for i in range(config.num_layers)]
+        self.layers = [_layer(config, weights, i, device) for i in range(config.num_all_layers)]
         self.norm = RmsNorm(weights.pop("norm").to(device), config.rms_norm_eps)
+        norm = partial(RmsNorm, eps=config.rms_norm_eps)
+        self.head = Head.from_weights(weights, device, norm) if config.has_head else None
         if "lm_head" in weights:
             self.lm_head = weights.pop("lm_head").to(device).t().contiguous()
         else:
@@ -101,20 +105,13 @@ class Decoder:
         """Write the rows' keys and values, attend; float32 logits [num_logits, vocab_size].
 
         A batch without logits_rows only fills the cache. states, moves: of recurrent layers."""
-        token_ids, positions, slots, logits_rows = (
-            torch.from_numpy(rows).to(cache.device)
-            for rows in (
-                batch.token_ids,
-                batch.positions,
-                batch.slot_mapping(cache.block_size),
-                batch.logits_rows,
-            )
-        )
+        token_ids, positions, slots, logits_rows = _on_device(batch, cache)
         variant = self.config.variant
         everywhere = windowed = attention.prepare(batch)
         if variant.window is not None:
             windowed = attention.prepare(batch, variant.window.size)
-        last = len(self.layers) - 1
+        # A head needs the states of all rows.
+        last = self.config.num_layers - 1 if self.head is None else -1
 
         def compute(index: int, hidden: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
             layer = self.layers[index]
@@ -136,23 +133,82 @@ class Decoder:
                 attended = attended.index_select(0, logits_rows)
             return after_attention(layer, hidden, attended)
 
-        return self.run(token_ids, positions, compute)
+        if self.head is None:
+            return self.run(token_ids, positions, compute)
+        normed = self.norm(self.hidden(token_ids, positions, compute))
+        self._write_head(batch, cache, token_ids, positions, slots, normed)
+        return (normed.index_select(0, logits_rows) @ self.lm_head).float()
+
+    def _write_head(
+        self,
+        batch: RaggedBatch,
+        cache: PagedKVCache,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        states: torch.Tensor,
+    ) -> None:
+        """Write the head's keys and values of all rows. states: the model's, normed."""
+        assert self.head is not None
+        carry, starts = batch.carry, torch.from_numpy(batch.query_start[:-1]).to(cache.device)
+        before = states.roll(1, 0)
+        before[starts.long()] = 0.0 if carry is None else carry.before.to(states.dtype)
+        if carry is not None:
+            rows = torch.from_numpy(carry.rows).to(cache.device)
+            carry.after = states.index_select(0, rows).float()
+        index, rotations = self.config.num_layers, self.rotations.index_select(0, positions)
+        hidden = self.head.join(self.embed(token_ids), before)
+        _, kv, _ = self.before_attention(self.layers[index], hidden, rotations)
+        cache.write(index, slots, kv)
+
+    def forward_head(
+        self, batch: RaggedBatch, cache: PagedKVCache, attention: Attention
+    ) -> torch.Tensor:
+        """Compute one row of each sequence by the head; as `ModelRunner.forward_head`."""
+        assert self.head is not None
+        token_ids, positions, slots, logits_rows = _on_device(batch, cache)
+        carry, index = batch.carry, self.config.num_layers
+        embedded = self.embed(token_ids)
+        before = torch.zeros_like(embedded) if carry is None else carry.before
+        layer, hidden = self.layers[index], self.head.join(embedded, before)
+        rotations = self.rotations.index_select(0, positions)
+        q, kv, gate = self.before_attention(layer, hidden, rotations)
+        cache.write(index, slots, kv)
+        attended = attention.attend(q, index, attention.prepare(batch)).flatten(1)
+        if gate is not None:
+            attended = attended * gate.sigmoid()
+        states = self.head.norm(after_attention(layer, hidden, attended))
+        if carry is not None:
+            carry.after = states.float()
+        return (states.index_select(0, logits_rows) @ self.lm_head).float()
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings of tokens, as they enter a layer."""
+        hidden, scale = (
+            F.embedding(token_ids, self.embed_tokens),
+            self.config.variant.embedding_scale,
+        )
+        return hidden if scale == 1 else hidden * torch.tensor(scale, dtype=hidden.dtype)
 
     def run(
         self, token_ids: torch.Tensor, positions: torch.Tensor, compute: ComputeLayer
     ) -> torch.Tensor:
         """Compute all layers, each by `compute`, and float32 logits of the rows it leaves."""
+        return (self.norm(self.hidden(token_ids, positions, compute)) @ self.lm_head).float()
+
+    def hidden(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, compute: ComputeLayer
+    ) -> torch.Tensor:
+        """Compute all layers, each by `compute`."""
         variant = self.config.variant
         everywhere = windowed = self.rotations.index_select(0, positions)
         if variant.window is not None:
             windowed = self._local_rotations.index_select(0, positions)
-        hidden = F.embedding(token_ids, self.embed_tokens)
-        if variant.embedding_scale != 1:
-            hidden = hidden * torch.tensor(variant.embedding_scale, dtype=hidden.dtype)
-        for index in range(len(self.layers)):
+        hidden = self.embed(token_ids)
+        for index in range(self.config.num_layers):
             rotations = windowed if variant.is_windowed(index) else everywhere
             hidden = compute(index, hidden, rotations)
-        return (self.norm(hidden) @ self.lm_head).float()
+        return hidden
 
     def before_attention(
         self, layer: Layer, hidden: torch.Tensor, rotations: torch.Tensor
@@ -175,6 +231,13 @@ class Decoder:
             qk.copy_(layer.qk_norm(qk))
         _rotate(qk, rotations)
         return qkv[:, :num_heads], qkv[:, num_heads:], gate
+
+
+def _on_device(batch: RaggedBatch, cache: PagedKVCache) -> Iterator[torch.Tensor]:
+    """Yield token ids, positions, the cache's slots, and rows of logits."""
+    slots = batch.slot_mapping(cache.block_size)
+    for rows in (batch.token_ids, batch.positions, slots, batch.logits_rows):
+        yield torch.from_numpy(rows).to(cache.device)
 
 
 def _rotations(config: DecoderConfig, max_positions: int, rope: Rope) -> torch.Tensor:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.engine.models.checkpoint import (
+    HEAD_PROJECTION,
+    INDEX_FILE,
+    SINGLE_FILE,
     Checkpoint,
     CheckpointError,
     ModelDescription,
@@ -52,8 +55,25 @@ class FolderCheckpoint(Checkpoint):
         from penstock.engine.models.folder_tensors import FolderTensors
 
         with ExitStack() as stack:
-            packed = self._packed_format(_read_json(self.path / "config.json"))
+            config = self.path / "config.json"
+            # A folder with a head alone may have none.
+            packed = self._packed_format(_read_json(config)) if config.exists() else None
             yield FolderTensors(self.path, stack, packed)
+
+    def has_head(self) -> bool:
+        return HEAD_PROJECTION in self._tensor_names()
+
+    def _tensor_names(self) -> Collection[str]:
+        """Return the names of all tensors; none where the files cannot be read."""
+        single, index = self.path / SINGLE_FILE, self.path / INDEX_FILE
+        try:
+            if not single.is_file():
+                return list(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+            with single.open("rb") as file:
+                size = int.from_bytes(file.read(8), "little")
+                return list(json.loads(file.read(min(size, single.stat().st_size))))
+        except (OSError, ValueError, KeyError, TypeError):
+            return ()
 
     def tokenizer_source(self) -> bytes:
         self._require_tokenizer()

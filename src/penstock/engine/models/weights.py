@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-from penstock.engine.models.checkpoint import Tensors
+from penstock.engine.models.checkpoint import HEAD_PROJECTION, Tensors
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.families import FAMILIES
 from penstock.engine.models.formats import open_checkpoint
@@ -21,6 +21,11 @@ _log = logging.getLogger(__name__)
 
 _EMBEDDINGS = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
+_HEAD_NORMS = {
+    "embed_norm": "pre_fc_norm_embedding",
+    "hidden_norm": "pre_fc_norm_hidden",
+    "norm": "norm",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +50,8 @@ def weight_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
     """Return the bytes of a decoder's tensors, all in `dtype`, as on a GPU.
 
     The native runner keeps quantised and bfloat16 matrices as stored."""
-    return sum(math.prod(spec.shape) for spec in weight_specs(config)) * dtype.itemsize
+    specs = (*weight_specs(config), *head_specs(config))
+    return sum(math.prod(spec.shape) for spec in specs) * dtype.itemsize
 
 
 def weight_specs(config: DecoderConfig) -> Iterator[WeightSpec]:
@@ -89,26 +95,49 @@ def weight_specs(config: DecoderConfig) -> Iterator[WeightSpec]:
         yield _head_spec(config)
 
 
+def head_specs(config: DecoderConfig) -> Iterator[WeightSpec]:
+    """Yield the tensors of a model's head, if it has one.
+
+    They are those of a layer more, and
+
+    head.fc           [hidden_size, 2 * hidden_size]: of a token's embedding, then of what the model
+                      gives for the token before
+    head.embed_norm, hidden_norm, norm  [hidden_size]: before it, and behind the layer"""
+    if not config.has_head:
+        return
+    hidden = config.hidden_size
+    yield _spec("head.fc", (HEAD_PROJECTION, (hidden, 2 * hidden)))
+    for ours, theirs in _HEAD_NORMS.items():
+        yield _norm_spec(config, f"head.{ours}", f"mtp.{theirs}.weight", hidden)
+    yield from _layer_specs(config, config.num_layers, "mtp.layers.0")
+
+
 def load_weights(
-    path: Path, config: DecoderConfig, dtype: torch.dtype | None = None
+    path: Path,
+    config: DecoderConfig,
+    dtype: torch.dtype | None = None,
+    head: Path | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Read a checkpoint's tensors on the CPU.
+    """Read a checkpoint's tensors on the CPU. head: the checkpoint that holds the model's head.
 
     Returns the contiguous tensors of `weight_specs`, in `dtype` (default: config.dtype), norms and
     routers in float32. Query and key rows of partly rotated heads lie as in `Rope.spread_pairs`.
     With tied embeddings there is no "lm_head", except where the checkpoint has a different head, as
     in transformers. Raises CheckpointError where a file is missing or truncated, or a tensor is
     missing, misshapen or of an unsupported type."""
-    with open_checkpoint(path).tensors() as tensors:
+    with _opened(path, config, head) as found:
         return {
-            spec.name: _assemble(tensors, spec, dtype or config.dtype)
-            for spec in specs_in(tensors, config)
+            spec.name: _assemble(tensors, spec, dtype or config.dtype) for tensors, spec in found
         }
 
 
 @contextmanager
 def stored_weights(
-    path: Path, config: DecoderConfig, dtype: torch.dtype, kinds: Collection[str]
+    path: Path,
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    kinds: Collection[str],
+    head: Path | None = None,
 ) -> Iterator[dict[str, Weight]]:
     """Yield `load_weights`, but with matrices of the block formats `kinds` as stored.
 
@@ -117,9 +146,8 @@ def stored_weights(
     with a warning, and so are experts' matrices that do not share one. Raises as
     `load_weights`."""
     widened: set[str] = set()
-    with open_checkpoint(path).tensors() as tensors:
-        specs = specs_in(tensors, config)
-        found = {spec.name: _stored(tensors, spec, dtype, kinds, widened) for spec in specs}
+    with _opened(path, config, head) as opened:
+        found = {s.name: _stored(tensors, s, dtype, kinds, widened) for tensors, s in opened}
         if widened:
             _log.warning(
                 "%s: %s matrices are widened to %s, as the kernels do not read them",
@@ -130,16 +158,33 @@ def stored_weights(
         yield found
 
 
+@contextmanager
+def _opened(
+    path: Path, config: DecoderConfig, head: Path | None
+) -> Iterator[list[tuple[Tensors, WeightSpec]]]:
+    """Yield all specs of a model and its head, each with the tensors it is read from."""
+    with ExitStack() as stack:
+        own = other = stack.enter_context(open_checkpoint(path).tensors())
+        found = [(own, spec) for spec in specs_in(own, config)]
+        if head not in (None, path):
+            other = stack.enter_context(open_checkpoint(head).tensors())
+        yield found + [(other, spec) for spec in _checked(other, head_specs(config))]
+
+
+def _checked(tensors: Tensors, specs: Iterable[WeightSpec]) -> Iterator[WeightSpec]:
+    """Yield specs whose tensors are there. Raises CheckpointError."""
+    # Checked one by one: a description may ask for any number of layers.
+    for spec in specs:
+        for source in spec.sources:
+            tensors.check(*source)
+        yield spec
+
+
 def specs_in(tensors: Tensors, config: DecoderConfig) -> list[WeightSpec]:
     """Return `weight_specs`, with a separate head if the checkpoint has one after all.
 
     All tensors are checked. Raises CheckpointError."""
-    specs: list[WeightSpec] = []
-    # Checked one by one: a description may ask for any number of layers.
-    for spec in weight_specs(config):
-        for source in spec.sources:
-            tensors.check(*source)
-        specs.append(spec)
+    specs = list(_checked(tensors, weight_specs(config)))
     if config.tie_word_embeddings and _has_own_head(tensors, config):
         specs.append(_head_spec(config))
     return specs
@@ -172,9 +217,12 @@ def _norm_spec(config: DecoderConfig, name: str, source: str, size: int) -> Weig
     return replace(spec, orders=_in_pairs(config, torch.arange(size))) if of_heads else spec
 
 
-def _layer_specs(config: DecoderConfig, index: int) -> Iterator[WeightSpec]:
+def _layer_specs(
+    config: DecoderConfig, index: int, theirs: str | None = None
+) -> Iterator[WeightSpec]:
+    """theirs: the checkpoint's name of the layer, where it is not one of the model's."""
     family, variant = FAMILIES[config.architecture], config.variant
-    ours, theirs = f"layers.{index}", f"model.layers.{index}"
+    ours, theirs = f"layers.{index}", theirs or f"model.layers.{index}"
     hidden = config.hidden_size
 
     def norm(name: str, source: str, size: int = hidden) -> WeightSpec:

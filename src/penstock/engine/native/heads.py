@@ -21,7 +21,7 @@ def channel_scales(
     large channels are is told by the norms of heads, or the biases; both of a rotary pair get one
     factor, so that it may be applied before the rotation."""
     heads, groups, half = config.num_heads, config.num_kv_heads, config.head_dim // 2
-    for layer in (f"layers.{i}" for i in range(config.num_layers)):
+    for layer in (f"layers.{i}" for i in range(config.num_all_layers)):
         if (norm := weights.get(f"{layer}.k_norm")) is not None:
             own = weights[f"{layer}.q_norm"]
             assert isinstance(norm, torch.Tensor)

@@ -25,6 +25,7 @@ LAYER_MATRICES = ("query", "key", "value", "o", "gate", "up", "down")
 DELTA_MATRICES = ("linear_qkv", "linear_z", "beta", "alpha")
 DELTA_VECTORS = ("conv", "dt_bias", "rate", "linear_norm")
 DELTA_SIZES = ("key_heads", "value_heads", "key_dim", "value_dim", "kernel", "strided")
+HEAD_NORMS = ("embed_norm", "hidden_norm", "norm")
 LAYER_VECTORS = (
     "input_norm",
     "post_norm",
@@ -87,6 +88,8 @@ class ModelWeights(Structure):
         ("gelu_tanh", c_int32),
         *((name, c_int32) for name in ("num_experts", "experts_per_token", "norm_topk_prob")),
         *((name, c_int32) for name in (*DELTA_SIZES, "num_slots", "most_kept")),
+        ("head_fc", Matrix),
+        *((f"head_{name}", c_void_p) for name in HEAD_NORMS),
     ]
 
 
@@ -100,6 +103,9 @@ class BatchValues(Structure):
         ("num_logits", c_int32),
         ("values", c_void_p),
         ("moves", c_void_p),
+        *((name, c_void_p) for name in ("before", "after", "kept_rows")),
+        ("num_kept", c_int32),
+        ("is_head", c_int32),
     ]
 
 

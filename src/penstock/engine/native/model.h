@@ -53,6 +53,10 @@ struct ModelWeights {
   int32_t num_experts, experts_per_token, norm_topk_prob;
   // Of recurrent layers; without them all 0.
   int32_t key_heads, value_heads, key_dim, value_dim, kernel, strided, num_slots, most_kept;
+  // Of a head, whose layer is behind the others: [hidden_size, 2 * hidden_size], over the embedding
+  // and the state before; norms of both, and behind the layer. Null: none.
+  penstock::Matrix head_fc;
+  const float *head_embed_norm, *head_hidden_norm, *head_norm;
 };
 
 // RaggedBatch of batch.py. `values` holds its arrays one after the other, in the order below.
@@ -60,6 +64,12 @@ struct BatchValues {
   int32_t num_tokens, num_seqs, max_blocks, num_logits;
   const int32_t* values;
   const int32_t* moves;  // [3, num_seqs] (StateMoves of states.py), or null
+  // Of a model with a head: its states, [hidden_size] each, before each sequence (null: zeros), and
+  // of the rows that are kept. is_head: the rows are the head's, one of each sequence.
+  const float* before;
+  float* after;
+  const int32_t* kept_rows;
+  int32_t num_kept, is_head;
 };
 
 }  // extern "C"
@@ -70,6 +80,11 @@ struct Batch {
   int num_tokens, num_seqs, max_blocks, num_logits;
   const int32_t *token_ids, *positions, *query_start, *seq_lens, *logits_rows, *block_tables;
   const int32_t *slots, *replayed, *committed;  // null without recurrent layers
+  const float* before;
+  float* after;
+  const int32_t* kept_rows;
+  int num_kept;
+  bool is_head;
 
   explicit Batch(const BatchValues& given)
       : num_tokens(given.num_tokens),
@@ -84,7 +99,12 @@ struct Batch {
         block_tables(logits_rows + num_logits),
         slots(given.moves),
         replayed(slots ? slots + num_seqs : nullptr),
-        committed(slots ? slots + 2 * num_seqs : nullptr) {}
+        committed(slots ? slots + 2 * num_seqs : nullptr),
+        before(given.before),
+        after(given.after),
+        kept_rows(given.kept_rows),
+        num_kept(given.num_kept),
+        is_head(given.is_head) {}
 
   const int32_t* block_table(int seq) const { return block_tables + (size_t)seq * max_blocks; }
 };
@@ -148,6 +168,11 @@ struct Plan {
   std::vector<RowSampling> sampling;
   std::vector<int32_t> sampled;
   std::vector<float> confidence;  // of the sampled tokens; empty if not requested
+  // With a head, for each row: the state before it (null: that of the row before), and where its own
+  // is kept (null: nowhere).
+  std::vector<const float*> before;
+  std::vector<float*> after;
+  bool is_head = false;  // its rows are the head's
 
   int num_rows() const { return (int)token_ids.size(); }
   int most_attention_rows() const {
@@ -169,6 +194,8 @@ struct Plan {
     sampling.clear();
     sampled.clear();
     confidence.clear();
+    before.clear();
+    after.clear();
   }
 
   void add_sequence(const int32_t* tokens, int first_position, int num_rows,
@@ -198,11 +225,14 @@ struct Model {
   Buffer router, mixed;  // logits of experts; what each expert gives for each of its rows
   Buffer query_gate;     // of attention
   Buffer inputs, output_gate;  // of recurrent layers: before the convolution; z
+  Buffer states, joined;       // of a head: of the model's rows; its layer's input before head_fc
+  Buffer chain;                // its own states in a draft, of this step and the one before
+  Buffer no_state;             // zeros
   Routing routing;
 
   explicit Model(const ModelWeights& given)
       : weights(given),
-        layers(given.layers, given.layers + given.num_layers),
+        layers(given.layers, given.layers + given.num_layers + (given.head_fc.data ? 1 : 0)),
         shape{given.head_dim, given.num_kv_heads, given.block_size, given.kv_kind},
         scratch(given.num_threads),
         thread_limit(given.num_threads),
@@ -210,7 +240,11 @@ struct Model {
     weights.layers = layers.data();
     for (ThreadScratch& s : scratch) prepare(s);
     splits.reserve(split_floats());
+    no_state.reserve(residual_stride());
   }
+
+  bool has_head() const { return weights.head_fc.data; }
+  size_t joined_stride() const { return round_up(2 * weights.hidden_size, kPanel) + kPanel; }
 
   bool has_post_norms() const { return layers[0].o_norm; }
   int group() const { return weights.num_heads / weights.num_kv_heads; }
@@ -255,6 +289,10 @@ struct Model {
     if (weights.value_heads) {
       inputs.reserve(rows * inputs_stride());
       output_gate.reserve(rows * value_stride());
+    }
+    if (has_head()) {
+      states.reserve(rows * residual_stride());
+      joined.reserve(rows * joined_stride());
     }
     if (weights.num_experts == 0) return;
     router.reserve(rows * router_stride());

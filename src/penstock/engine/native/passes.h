@@ -101,36 +101,27 @@ class Pass {
 
   static int num_phases(const Model& model) {
     const int by_layer = model.weights.num_experts ? 10 : model.has_post_norms() ? 8 : 6;
-    return 3 + (by_layer + 1) * model.weights.num_layers;  // gated and recurrent layers have one more
+    // Gated and recurrent layers have one more, and a head four behind the model's.
+    return 7 + (by_layer + 1) * model.weights.num_layers;
   }
 
   void run() {
+    if (plan_.is_head) return run_head();
     embed();
     upcoming_.start(0);
     for (int i = 0; i < weights_.num_layers; ++i) {
       const LayerWeights& layer = model_.layers[i];
       const bool is_recurrent = layer.linear_qkv.data;
-      if (is_recurrent) {
+      if (is_recurrent)
         recur(layer);
-      } else {
-        project_heads(layer);
-        attend_all(layer);
-        if (layer.query_gate.data) gate_attended();
-      }
+      else
+        attend_in(layer);
       upcoming_.start(i + 1);
-      add_projection(model_.attended, model_.query_stride(),
-                     is_recurrent ? model_.value_size() : weights_.num_heads * weights_.head_dim,
-                     layer.o, layer.o_bias, layer.o_norm);
-      if (layer.router.data) {
-        mix_experts(layer);
-        continue;
-      }
-      gate(layer, chunks_for(plan_.num_rows(), layer.gate, weights_.hidden_size));
-      add_projection(model_.hidden, model_.hidden_stride(), weights_.intermediate_size,
-                     layer.down, nullptr, layer.down_norm);
+      finish_layer(layer, is_recurrent ? model_.value_size() : weights_.num_heads * weights_.head_dim);
     }
-    if (!plan_.logits_rows.empty()) unembed();
+    if (!plan_.logits_rows.empty()) unembed(weights_.norm);
     if (!plan_.sampling.empty()) sample();
+    if (model_.has_head()) write_head();
   }
 
  private:
@@ -142,18 +133,93 @@ class Pass {
   Inputs inputs_;
   Upcoming upcoming_;
 
+  void attend_in(const LayerWeights& layer) {
+    project_heads(layer);
+    attend_all(layer);
+    if (layer.query_gate.data) gate_attended();
+  }
+
+  // What is added to the residual, from what attention (or a recurrent layer) gives on.
+  void finish_layer(const LayerWeights& layer, int attended_size) {
+    add_projection(model_.attended, model_.query_stride(), attended_size, layer.o, layer.o_bias,
+                   layer.o_norm);
+    if (layer.router.data) return mix_experts(layer);
+    gate(layer, chunks_for(plan_.num_rows(), layer.gate, weights_.hidden_size));
+    add_projection(model_.hidden, model_.hidden_stride(), weights_.intermediate_size, layer.down,
+                   nullptr, layer.down_norm);
+  }
+
+  // --- the head -----------------------------------------------------------------------------------
+
+  // Rows of the head: from the states before them to their own, and to the tokens that follow.
+  void run_head() {
+    const LayerWeights& layer = model_.layers[weights_.num_layers];
+    join();
+    attend_in(layer);
+    finish_layer(layer, weights_.num_heads * weights_.head_dim);
+    if (!plan_.logits_rows.empty()) unembed(weights_.head_norm);
+    if (!plan_.sampling.empty()) sample();
+    keep_states(weights_.head_norm);
+  }
+
+  // The head's keys and values of the model's rows, after the model's layers.
+  void write_head() {
+    keep_states(weights_.norm);
+    join();
+    project_heads(model_.layers[weights_.num_layers], weights_.num_heads,
+                  2 * weights_.num_kv_heads);
+  }
+
+  // states = RMSNorm(residual), and a copy of those that are kept
+  void keep_states(const float* norm) {
+    const int width = weights_.hidden_size;
+    worker_.for_each(plan_.num_rows(), [&](int64_t row) {
+      float* state = model_.states.get() + row * model_.residual_stride();
+      rms_norm(residual((int)row), norm, width, weights_.rms_norm_eps, state);
+      if (plan_.after[row]) std::memcpy(plan_.after[row], state, width * sizeof(float));
+    });
+  }
+
+  // residual = head_fc x (RMSNorm(embedding), RMSNorm(state before))
+  void join() {
+    const int width = weights_.hidden_size;
+    const size_t stride = model_.joined_stride();
+    worker_.for_each(plan_.num_rows(), [&](int64_t row) {
+      const float* before = plan_.before[row];
+      if (!before) before = model_.states.get() + (row - 1) * model_.residual_stride();
+      float *out = model_.joined.get() + row * stride, *x = scratch_.normed.get();
+      embed_row(plan_.token_ids[row], x);
+      rms_norm(x, weights_.head_embed_norm, width, weights_.rms_norm_eps, out);
+      std::memcpy(x, before, width * sizeof(float));  // behind which there may be anything
+      rms_norm(x, weights_.head_hidden_norm, width, weights_.rms_norm_eps, out + width);
+    });
+    const Matrix& matrix = weights_.head_fc;
+    const Chunks chunks = chunks_for(plan_.num_rows(), matrix, 2 * width);
+    const int panels = round_up(width, kPanel) / kPanel;
+    project(
+        chunks, {&matrix}, 2 * width, panels, group_for(chunks, matrix, panels), stride,
+        [&](int chunk) { return model_.joined.get() + chunks.first(chunk) * stride; },
+        [&](int row, int height, int panel, int columns, const float* tile) {
+          for (int r = 0; r < height; ++r)
+            std::memcpy(residual(row + r) + panel * kPanel, tile + r * kTileStride,
+                        columns * kPanel * sizeof(float));
+        });
+  }
+
   float* residual(int row) { return model_.residual.get() + row * model_.residual_stride(); }
   float* projected(int row) { return model_.projected.get() + row * model_.residual_stride(); }
 
   void embed() {
+    worker_.for_each(plan_.num_rows(),
+                     [&](int64_t row) { embed_row(plan_.token_ids[row], residual((int)row)); });
+  }
+
+  void embed_row(int token, float* target) const {
     const int width = weights_.hidden_size;
-    worker_.for_each(plan_.num_rows(), [&](int64_t row) {
-      float* target = residual((int)row);
-      dequantize_row(weights_.embedding, plan_.token_ids[row], width, target);
-      std::fill(target + width, target + round_up(width, kPanel), 0.0f);
-      for (int i = 0; i < width; i += kLanes)
-        store(target + i, load(target + i) * splat(weights_.embedding_scale));
-    });
+    dequantize_row(weights_.embedding, token, width, target);
+    std::fill(target + width, target + round_up(width, kPanel), 0.0f);
+    for (int i = 0; i < width; i += kLanes)
+      store(target + i, load(target + i) * splat(weights_.embedding_scale));
   }
 
   // RMSNorm of rows row_of(0..count) into this thread's scratch.
@@ -206,15 +272,19 @@ class Pass {
 
   // Queries, keys and values, head by head: product, bias, norm, rotation, and the cache's slots.
   void project_heads(const LayerWeights& layer) {
-    const Chunks chunks = chunks_for(plan_.num_rows(), layer.query, weights_.hidden_size);
     const int gates = layer.query_gate.data ? weights_.num_heads : 0;
-    const int heads = weights_.num_heads + 2 * weights_.num_kv_heads + gates;
+    project_heads(layer, 0, weights_.num_heads + 2 * weights_.num_kv_heads + gates);
+  }
+
+  // `heads` of these alone.
+  void project_heads(const LayerWeights& layer, int first_head, int heads) {
+    const Chunks chunks = chunks_for(plan_.num_rows(), layer.query, weights_.hidden_size);
     const int panels = model_.head_width() / kPanel;
     const int stride = model_.head_width() + kPanel;
     float* product = scratch_.head.get();
     int held = -1;
     worker_.for_each((int64_t)chunks.count * heads, [&](int64_t task) {
-      const int chunk = (int)(task / heads), head = (int)(task % heads);
+      const int chunk = (int)(task / heads), head = first_head + (int)(task % heads);
       const int first = chunks.first(chunk), size = chunks.size(chunk);
       if (chunk != held)
         inputs_.hold(normed(size, layer.input_norm, [&](int i) { return first + i; }),
@@ -533,7 +603,7 @@ class Pass {
     worker_.for_each(1, [&](int64_t) { model_.routing.group(plan_.num_rows(), most); });
   }
 
-  void unembed() {
+  void unembed(const float* norm) {
     const Matrix& matrix = weights_.lm_head;
     const int num_rows = (int)plan_.logits_rows.size();
     const Chunks chunks = chunks_for(num_rows, matrix, weights_.hidden_size);
@@ -541,7 +611,7 @@ class Pass {
     project(
         chunks, {&matrix}, weights_.hidden_size, panels, kMaxPanels, model_.residual_stride(),
         [&](int chunk) {
-          return normed(chunks.size(chunk), weights_.norm,
+          return normed(chunks.size(chunk), norm,
                         [&](int i) { return plan_.logits_rows[chunks.first(chunk) + i]; });
         },
         [&](int row, int height, int panel, int width, const float* tile) {

@@ -129,7 +129,7 @@ bool check_temperatures(const double* temperatures, int count, char* error) {
 // What a batch does to recurrent states.
 bool check_moves(const Model& model, const Batch& batch, const DraftOrder* order, char* error) {
   const ModelWeights& w = model.weights;
-  if (w.num_slots == 0) return true;
+  if (w.num_slots == 0 || batch.is_head) return true;
   if (order || !batch.slots) return refuse(error, "a model with recurrent states does not draft");
   for (int seq = 0; seq < batch.num_seqs; ++seq) {
     const int rows = batch.query_start[seq + 1] - batch.query_start[seq];
@@ -140,6 +140,20 @@ bool check_moves(const Model& model, const Batch& batch, const DraftOrder* order
       return refuse(error, "sequence %d: slot %d, %d rows replayed, %d of %d committed", seq, slot,
                     replayed, committed, rows);
   }
+  return true;
+}
+
+// Rows of a head, and states of a model with one.
+bool check_head(const Model& model, const Batch& batch, char* error) {
+  if (batch.is_head && !(model.has_head() && batch.before))
+    return refuse(error, "this model has no head, or the batch no states before its rows");
+  for (int seq = 0; batch.is_head && seq < batch.num_seqs; ++seq)
+    if (batch.query_start[seq + 1] != seq + 1)
+      return refuse(error, "sequence %d has not one row of the head", seq);
+  for (int i = 0; i < batch.num_kept; ++i)
+    if (!model.has_head() || batch.kept_rows[i] < 0 || batch.kept_rows[i] >= batch.num_tokens)
+      return refuse(error, "kept_rows[%d] is %d; must be within 0..%d of a model with a head", i,
+                    batch.kept_rows[i], batch.num_tokens - 1);
   return true;
 }
 
@@ -155,7 +169,7 @@ bool check(const Model& model, const Batch& batch, const DraftOrder* order, char
     if (!check_sequence(model, batch, seq, std::max(0, steps - 1), error)) return false;
   }
   if (order && !check_temperatures(order->temperatures, batch.num_seqs, error)) return false;
-  if (!check_moves(model, batch, order, error)) return false;
+  if (!check_moves(model, batch, order, error) || !check_head(model, batch, error)) return false;
   return check_tokens(model, batch, error);
 }
 
@@ -180,11 +194,28 @@ void plan_rows(Model& model, const Batch& batch, Plan& plan) {
     if (rows == 0) continue;
     plan.add_sequence(batch.token_ids + first, batch.positions[first], rows,
                       batch.block_table(seq), model.weights.block_size, model.rows_per_task());
-    if (batch.slots)
+    if (batch.slots && !batch.is_head)
       plan.moves.push_back({batch.slots[seq], plan.num_rows() - rows, rows, batch.replayed[seq],
                             batch.committed[seq]});
   }
   model.reserve(plan.num_rows());
+  plan.is_head = batch.is_head;
+  if (!model.has_head()) return;
+  plan.before.resize(plan.num_rows());
+  plan.after.resize(plan.num_rows());
+  const size_t width = model.weights.hidden_size;
+  for (int seq = 0; seq < batch.num_seqs; ++seq)
+    if (batch.query_start[seq] < batch.query_start[seq + 1])
+      plan.before[batch.query_start[seq]] =
+          batch.before ? batch.before + seq * width : model.no_state.get();
+  for (int i = 0; i < batch.num_kept; ++i)
+    plan.after[batch.kept_rows[i]] = batch.after + i * width;
+}
+
+// Where the head keeps its state of a sequence in a draft's step.
+float* chain_state(const Model& model, const Batch& batch, int seq, int step) {
+  const size_t place = (size_t)(step % 2) * batch.num_seqs + seq;
+  return model.chain.get() + place * model.residual_stride();
 }
 
 // Have `row`'s logits sampled as the draft's step `step` of sequence `seq`.
@@ -235,6 +266,7 @@ bool ends_before(const DraftOrder& order, int seq, int step, float confidence) {
 void advance(const Model& model, const Batch& batch, const DraftOrder& order, int step,
              const Plan& done, Plan& next) {
   next.clear();
+  next.is_head = batch.is_head;
   for (size_t i = 0; i < done.sequences.size(); ++i) {
     const int seq = done.sequences[i];
     if (done.sampled[i] < 0) continue;
@@ -244,6 +276,10 @@ void advance(const Model& model, const Batch& batch, const DraftOrder& order, in
     const int position = done.positions[done.logits_rows[i]] + 1;
     next.add_sequence(&done.sampled[i], position, 1, batch.block_table(seq),
                       model.weights.block_size, model.rows_per_task());
+    if (batch.is_head) {
+      next.before.push_back(chain_state(model, batch, seq, step));
+      next.after.push_back(chain_state(model, batch, seq, step + 1));
+    }
     plan_sample(model, order, seq, step + 1, next.num_rows() - 1, next);
   }
 }
@@ -253,7 +289,7 @@ int threads_for(const Model& model, const Plan& plan) {
   const double layer = (double)w.hidden_size *
                        ((2.0 * w.num_heads + 2.0 * w.num_kv_heads) * w.head_dim +
                         3.0 * w.intermediate_size * w.experts_per_token + w.num_experts);
-  const double work = plan.num_rows() * layer * w.num_layers +
+  const double work = plan.num_rows() * layer * (plan.is_head ? 1 : w.num_layers) +
                       (double)plan.logits_rows.size() * w.vocab_size * w.hidden_size;
   return work < kWorkForThreads ? 1 : model.thread_limit;
 }
@@ -348,6 +384,9 @@ void execute(Model& model, const Batch& batch, const DraftOrder* order, const Ta
   plan_rows(model, batch, plan);
   if (order) {
     if (!order->logits) model.logits.reserve((size_t)batch.num_seqs * model.weights.vocab_size);
+    if (batch.is_head) model.chain.reserve(2 * batch.num_seqs * model.residual_stride());
+    for (int seq = 0; batch.is_head && seq < batch.num_seqs; ++seq)
+      plan.after[seq] = chain_state(model, batch, seq, 0);
     for (int seq = 0; seq < batch.num_seqs; ++seq)
       if (order->num_steps[seq] > 0)
         plan_sample(model, *order, seq, 0, batch.query_start[seq + 1] - 1, plan);

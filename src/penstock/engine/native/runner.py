@@ -26,7 +26,7 @@ from penstock.engine.native.heads import channel_scales
 from penstock.engine.native.library import native_library
 from penstock.engine.native.packing import BLOCK_FORMATS, Arena, Layout, Packer, round_up
 from penstock.engine.native.sampler import sample_natively
-from penstock.engine.runner import IntArray, ModelRunner, RaggedBatch
+from penstock.engine.runner import Carry, IntArray, ModelRunner, RaggedBatch
 from penstock.engine.sampling import SamplingRows
 from penstock.engine.sampling.noise import Salt, draft_seeds
 from penstock.engine.sampling.params import BoolArray
@@ -94,7 +94,7 @@ class NativeRunner(ModelRunner):
         packer = Packer(weights, layout, bf16_pairs=pairs)
         self._matrices, self._vectors = packer.pack(num_threads)
         positions = min(config.max_position_embeddings, num_blocks * block_size)
-        layer_ropes = map(config.layer_rope, range(config.num_layers))
+        layer_ropes = map(config.layer_rope, range(config.num_all_layers))
         self._ropes = {rope: layout.rope(positions, rope) for rope in set(layer_ropes)}
         self._cache = _allocate_cache(layout, kv_dtype or dtype, num_blocks, block_size)
         self._states: StateSlots | None = None
@@ -121,12 +121,13 @@ class NativeRunner(ModelRunner):
         max_model_len: int | None = None,
         kv_dtype: torch.dtype | None = None,
         num_slots: int = 8,
+        head: Path | None = None,
     ) -> NativeRunner:
         """Load a checkpoint for texts of at most `max_model_len` tokens.
 
         rounding: of matrices to 4 bits (`models.rounding`), for drafters.
         kv_dtype: of the cache, if not `dtype`; int8 has a scale for each token and KV head.
-        num_slots: room for recurrent states.
+        num_slots: room for recurrent states. head: checkpoint of the model's head, if it has one.
 
         float32 keeps the cache in float32 and the weights as stored (bfloat16 is widened in
         registers). bfloat16 rounds both, and with AVX512-BF16 also the activations of every
@@ -135,10 +136,10 @@ class NativeRunner(ModelRunner):
         (CheckpointError for the checkpoint), or NativeUnavailableError."""
         if dtype not in DTYPES:
             raise ValueError(f"dtype is {dtype}; allowed: {', '.join(map(str, DTYPES))}")
-        config = DecoderConfig.from_pretrained(path).within(max_model_len)
+        config = DecoderConfig.from_pretrained(path).within(max_model_len, head)
         rounded = torch.bfloat16 in (dtype, config.dtype)
         plain = torch.bfloat16 if rounded else torch.float32
-        with stored_weights(path, config, plain, BLOCK_FORMATS) as stored:
+        with stored_weights(path, config, plain, BLOCK_FORMATS, head) as stored:
             rounds = rounding == "int4" or (rounding == "auto" and is_large(stored))
             weights = round_weights(stored, num_threads) if rounds else stored
             room = (num_blocks, block_size)
@@ -191,10 +192,21 @@ class NativeRunner(ModelRunner):
         self._compute(self._library.penstock_forward_sampled, batch, ctypes.byref(order))
         return token_ids, logits
 
-    def _compute(self, function: Any, batch: RaggedBatch, order: Any) -> None:
+    def forward_head(self, batch: RaggedBatch) -> torch.Tensor:
+        logits = torch.empty(len(batch.logits_rows), self.config.vocab_size)
+        self._compute(self._library.penstock_forward, batch, logits.data_ptr(), of_head=True)
+        return logits
+
+    def _compute(
+        self, function: Any, batch: RaggedBatch, order: Any, *, of_head: bool = False
+    ) -> None:
         """Call the library with a batch. Raises ValueError where it refuses."""
-        moves = None if self._states is None else self._states.moves(batch)
+        has_moves = self._states is not None and not of_head
+        moves = self._states.moves(batch) if self._states is not None and has_moves else None
         _values, described = _flatten(batch, moves)
+        described.is_head = of_head
+        if batch.carry is not None:
+            _describe(batch.carry, described)
         if function(self._model, ctypes.byref(described), order, self._error):
             raise ValueError(self._error.value.decode())
         if self._states is not None and moves is not None:
@@ -242,7 +254,8 @@ class NativeRunner(ModelRunner):
             logits=None if logits is None else logits.data_ptr(),
             **c.sampling_fields(temperatures, seeds, salts, count),
         )
-        self._compute(self._library.penstock_draft, batch, ctypes.byref(order))
+        of_head = batch.carry is not None
+        self._compute(self._library.penstock_draft, batch, ctypes.byref(order), of_head=of_head)
         return NativeDraft(token_ids, logits, confidences)
 
     def verify(
@@ -303,7 +316,7 @@ class NativeRunner(ModelRunner):
             name: c.Matrix(matrix.data.data_ptr(), matrix.kind)
             for name, matrix in self._matrices.items()
         }
-        layers = (c.LayerWeights * config.num_layers)()
+        layers = (c.LayerWeights * config.num_all_layers)()
         for index, (layer, (keys, values)) in enumerate(zip(layers, self._cache, strict=True)):
             for name in (*c.LAYER_MATRICES, "router", "query_gate", *c.DELTA_MATRICES):
                 setattr(layer, name, matrices.get(f"layers.{index}.{name}", c.Matrix()))
@@ -338,6 +351,12 @@ class NativeRunner(ModelRunner):
             **({} if delta is None else {name: getattr(delta, name) for name in c.DELTA_SIZES}),
             num_slots=0 if self.num_slots is None else self.num_slots,
             most_kept=MOST_KEPT,
+            head_fc=matrices.get("head.fc", c.Matrix()),
+            **{
+                f"head_{n}": vectors[f"head.{n}"].data_ptr()
+                for n in c.HEAD_NORMS
+                if config.has_head
+            },
         )
         model = self._library.penstock_create(ctypes.byref(described))
         if not model:
@@ -360,7 +379,7 @@ def _allocate_cache(
         (none, none)
         if config.variant.is_recurrent(i)
         else (arena.next_tensor(shapes[0], dtype), arena.next_tensor(shapes[1], dtype))
-        for i in range(config.num_layers)
+        for i in range(config.num_all_layers)
     ]
 
 
@@ -410,6 +429,17 @@ def _flatten(
         return (values,), c.BatchValues(*sizes, c.address(values))
     moved = np.concatenate((moves.slots, moves.replayed, moves.committed))
     return (values, moved), c.BatchValues(*sizes, c.address(values), c.address(moved))
+
+
+def _describe(carry: Carry, described: c.BatchValues) -> None:
+    """Describe a head's states, and allocate those that the pass is to keep."""
+    num_seqs, width = carry.before.shape
+    c.require("kept rows", carry.rows, c.INT32, (len(carry.rows),))
+    if num_seqs != described.num_seqs or carry.before.dtype != torch.float32:
+        raise ValueError(f"states before are {carry.before.dtype} {tuple(carry.before.shape)}")
+    carry.after = torch.empty(len(carry.rows), width)
+    described.before, described.after = carry.before.data_ptr(), carry.after.data_ptr()
+    described.kept_rows, described.num_kept = c.address(carry.rows), len(carry.rows)
 
 
 def _refuse(batch: RaggedBatch, max_blocks: int) -> None:

@@ -43,7 +43,7 @@ from penstock.core.policies.allocation.parts.values import TokenValues
 from penstock.core.policies.base import AllocationPolicy, DraftCandidate, Gauges, View
 from penstock.core.policies.declared import Gauge, LimitOptions
 from penstock.core.policies.options import MaxDraftTokens, NonNegativeFloat
-from penstock.core.state import NO_DRAFT, DrafterKind, Grant, Outcome
+from penstock.core.state import NO_DRAFT, Grant, Outcome
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -433,7 +433,7 @@ class _Offers:
         At π = `rate` the least survival that pays is π times the seconds of a position over the
         value of its token."""
         self._rate, self._num_rows = rate, self._view.room.num_rows + int(lengths.sum())
-        stopping = {n for n, d in self._view.drafters.items() if d.kind is DrafterKind.ENDING}
+        stopping = {n for n, d in self._view.drafters.items() if d.ends_early}
         token_s = self._token_seconds() if stopping else {}
         grants = []
         for i, (num_looked_up, num_drafted) in enumerate(lengths.T.tolist()):

@@ -303,7 +303,7 @@ def _words_of(request: Request) -> IntArray:
 
 
 def _can_replay(drafter: Drafter, state: RequestState) -> bool:
-    return not drafter.is_remote and not state.request.sampling.is_ratio
+    return drafter.can_replay and not state.request.sampling.is_ratio
 
 
 def _others(drafter: Drafter, states: Sequence[RequestState], loads: Mapping[str, int]) -> int:

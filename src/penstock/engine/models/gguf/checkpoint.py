@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from penstock.engine.models.checkpoint import Checkpoint, ModelDescription, Tensors
+from penstock.engine.models.checkpoint import Checkpoint, CheckpointError, ModelDescription, Tensors
 from penstock.engine.models.gguf.file import open_gguf
 
 
@@ -31,6 +31,13 @@ class GgufCheckpoint(Checkpoint):
         yield tensors
         tensors.check_all_known()
         file.drop_pages()
+
+    def has_head(self) -> bool:
+        try:
+            names = open_gguf(self.path).tensors
+        except (CheckpointError, OSError):
+            return False  # whoever reads it says why
+        return any(name.endswith(".nextn.eh_proj.weight") for name in names)
 
     def tokenizer_source(self) -> bytes:
         file, digest = open_gguf(self.path), hashlib.sha256()

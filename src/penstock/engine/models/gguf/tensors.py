@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from gguf import MODEL_ARCH, get_tensor_name_map
 
+from penstock.engine.models.checkpoint import HEAD_PROJECTION
 from penstock.engine.models.gguf.config import ROPE_TENSORS, Metadata
 from penstock.engine.models.gguf.file import GgufFile, TensorEntry
 from penstock.engine.models.gguf.values import read_values
@@ -22,6 +23,12 @@ from penstock.engine.models.quantized import (
 
 _ROTATED = (".self_attn.q_proj", ".self_attn.k_proj")
 _DECAY, _CONV, _PLAIN_NORM = ".A_log", ".conv1d.weight", "linear_attn.norm.weight"
+_HEAD_NAMES = {
+    HEAD_PROJECTION: "eh_proj",
+    "mtp.pre_fc_norm_embedding.weight": "enorm",
+    "mtp.pre_fc_norm_hidden.weight": "hnorm",
+    "mtp.norm.weight": "shared_head_norm",
+}
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)(\..*)")
 
 
@@ -31,7 +38,7 @@ class GgufTensors:
     Architecture llama stores the rotary pairs (i, i + head_dim / 2) of query and key rows side by
     side; they are put back into halves. Gemma's and Qwen3.5's norms include the 1 that Hugging
     Face's lack, and decays are stored as they are multiplied. The matrices of all experts are one
-    tensor. Layers behind the model's, of heads that predict further tokens, are not read."""
+    tensor. A layer behind the model's is that of a head that predicts further tokens (`mtp`)."""
 
     def __init__(self, file: GgufFile) -> None:
         self._file = file
@@ -42,7 +49,8 @@ class GgufTensors:
         self._names = get_tensor_name_map(kind, self._metadata.whole("block_count"))
         self._pairs_rows = architecture == "llama"
         self._norm_offset = 1.0 if architecture in ("gemma3", "qwen35") else 0.0
-        behind = range(self._metadata.num_layers, self._metadata.whole("block_count"))
+        self._head = self._metadata.num_layers
+        behind = range(self._head, self._metadata.whole("block_count"))
         prefixes = tuple(f"blk.{i}." for i in behind)
         self._known |= {name for name in file.tensors if name.startswith(prefixes)}
 
@@ -61,7 +69,8 @@ class GgufTensors:
         self._require(is_finite(out), entry)
         if self._is_rotated(name):
             out.copy_(out[self._order(name, len(out))])
-        if self._norm_offset and name.endswith("norm.weight") and not name.endswith(_PLAIN_NORM):
+        is_norm = name.endswith("norm.weight") or (name in _HEAD_NAMES and out.dim() == 1)
+        if self._norm_offset and is_norm and not name.endswith(_PLAIN_NORM):
             out.sub_(self._norm_offset)
 
     def quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedMatrix | None:
@@ -90,6 +99,9 @@ class GgufTensors:
             )
 
     def _name(self, name: str) -> str:
+        if (of_head := _HEAD_NAMES.get(name)) is not None:
+            return f"blk.{self._head}.nextn.{of_head}.weight"
+        name = name.replace("mtp.layers.0.", f"model.layers.{self._head}.")
         if name.endswith(_DECAY):
             return str(self._names.get_name(name))
         base, _, suffix = name.replace(".dt_bias", ".dt_proj.bias").rpartition(".")
