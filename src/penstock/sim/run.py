@@ -327,6 +327,7 @@ def make_scheduler(setup: Setup) -> Scheduler:
         groups_decodes=setup.counted,
         tenants=[Tenant(name, weight) for name, weight in setup.tenant_weights.items()],
         fairness=setup.fairness,
+        max_num_seqs=setup.profile.state_slots,
         look_up=setup.look_up,
     )
 
