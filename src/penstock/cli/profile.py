@@ -177,7 +177,7 @@ def _print_drafters(profile: StepProfile) -> None:
         ("drafter", *(f"{n}, ms" for n in batches), "read, µs", "slowed", "slows target"),
         (
             (
-                known.name,
+                f"{known.name}, in the target" if known.of_target else known.name,
                 *(f"{known.seconds(n, 1) * 1e3:.3g}" for n in batches),
                 f"{known.per_catch_up_token * 1e6:.3g}",
                 f"{known.slowdown:.2f} ×",

@@ -58,6 +58,7 @@ class DrafterKind(Enum):
 
     LOCAL = "drafts as many tokens as it is asked for"
     ENDING = "the same, but ends a draft where the rest does not pay (`Grant.min_survival`)"
+    HEAD = "the same, but a part of the target: inside its step, with its KV"
     SERVER = "a draft server, known while it is connected"
     COMPLETIONS = "a server that completes text, known while it is down, too"
 

@@ -49,7 +49,9 @@ class DrafterProfile:
         non-decreasing; interpolated, and continued with the upper slope beyond the last point.
     per_catch_up_token: for each verified token that it has to read first.
     slowdown: its step beside a working target over its step alone; `target_slowdown`: the target's
-        step beside this drafter over its step alone. 1 where each has its own device."""
+        step beside this drafter over its step alone. 1 where each has its own device.
+    of_target: a head of the target: in its step, with its KV. It reads only looked-up tokens that
+        its draft begins with."""
 
     __pydantic_config__: ClassVar = _STRICT
 
@@ -59,6 +61,7 @@ class DrafterProfile:
     per_catch_up_token: float = 0.0
     slowdown: float = 1.0
     target_slowdown: float = 1.0
+    of_target: bool = False
 
     def __post_init__(self) -> None:
         _check_table(f"drafter {self.name!r}", self.batch_counts, self.batch_seconds)

@@ -16,6 +16,7 @@ class LocalDrafter(ABC):
 
     name: str
     runner: ModelRunner | None = None
+    of_target = False
 
     @abstractmethod
     def draft(self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]) -> Drafts:
