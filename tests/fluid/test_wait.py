@@ -39,6 +39,10 @@ def test_thresholds_are_the_smallest_that_keep_up(profile: StepProfile, wave: in
 def test_where_none_fit_it_says_so() -> None:
     with pytest.raises(ValueError, match="107686 KV tokens, memory has 107685"):
         wait_thresholds(PAPER_LINEAR, scaled(HIGH, 0.01), 107_685)
+    few = replace(TOY, state_slots=11)
+    with pytest.raises(ValueError, match=r"hold at least 12 requests, .* for 11 recurrent states"):
+        wait_thresholds(few, scaled(SMALL, 0.01), MEMORY)
+    assert wait_thresholds(replace(TOY, state_slots=12), scaled(SMALL, 0.01), MEMORY)
     with pytest.raises(ValueError, match="unstable"):
         wait_thresholds(PAPER_LINEAR, scaled(HIGH, 1000.0), MEMORY)
     with pytest.raises(ValueError, match="at least one type"):

@@ -2,9 +2,12 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from penstock.config import PolicyConfig
+from penstock.core.loop import Instrument
+from penstock.core.state import DrafterKind
 from penstock.core.types import TARGET, DraftOrder, DraftSource, Request, StepPlan, VerifyItem
 from penstock.fluid.step_profile import DrafterProfile, StepProfile
 from penstock.sim.acceptance import GeometricAcceptance
@@ -41,6 +44,49 @@ def test_reading_is_charged_by_token() -> None:
     times = ProfiledStepTimes(PROFILE)
     assert times.draft("small", [order("a", read=101)]) == pytest.approx(4e-3 + 100 * 1e-4)
     assert times.draft("small", [order("a", 101, 0)]) == pytest.approx(1e-3 + 100 * 1e-4)
+
+
+@pytest.mark.parametrize("pipeline", ["off", "async"])
+def test_a_head_of_the_target_has_no_text_to_read(pipeline: str) -> None:
+    """It drafts in the target's step, for its steps alone, whatever else drafts beside."""
+    head = DrafterProfile("mtp", (1, 4), (1e-3, 2e-3), 1e-1, of_target=True)
+    lengths = Workload("long", np.full(12, 500), np.full(12, 40))
+    setup = Setup(
+        replace(PROFILE, drafters=(SMALL, head)),
+        PolicyConfig.from_name("vllm_v1"),
+        PolicyConfig.from_name("fixed", k=3),
+        kv_tokens=60_000,
+        drafters=("mtp",),
+        acceptance=GeometricAcceptance({"mtp": 0.8}),
+        pipeline=pipeline,
+    )
+    (drafter,) = setup.make_drafters()
+    assert (drafter.pool, drafter.has_lane, drafter.kind) == (None, False, DrafterKind.HEAD)
+    counts = DrafterCounts()
+    steps = StepsOf()
+    run(setup, make_workload(lengths, rate=2.0, seed=1), instruments=(counts, steps))
+    assert counts.rounds["mtp"] > 100
+    assert counts.seconds["mtp"] == pytest.approx(steps.seconds(head))
+    read = replace(setup, profile=replace(PROFILE, drafters=(replace(head, of_target=False),)))
+    again = DrafterCounts()
+    run(read, make_workload(lengths, rate=2.0, seed=1), instruments=(again,))
+    assert again.seconds["mtp"] > 10 * counts.seconds["mtp"], "a drafter reads prompts"
+
+
+class StepsOf(Instrument):
+    """Drafting steps by their number of requests."""
+
+    def __init__(self) -> None:
+        self._batches: list[int] = []
+
+    def on_plan(self, plan: StepPlan) -> None:
+        lengths = [i.draft.max_draft_tokens for i in plan.items if i.draft is not None]
+        self._batches += [
+            sum(n >= k for n in lengths) for k in range(1, max(lengths, default=0) + 1)
+        ]
+
+    def seconds(self, profile: DrafterProfile) -> float:
+        return sum(profile.seconds(batch, 1) for batch in self._batches)
 
 
 def executor(clock: VirtualClock, setup: Setup) -> SimulatedExecutor:

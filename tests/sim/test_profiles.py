@@ -74,8 +74,9 @@ def test_what_is_shipped_agrees_with_the_measurements(gpu: str) -> None:
 
 
 def test_a_profile_survives_its_file(tmp_path: Path) -> None:
-    save_profile(TRUTH, tmp_path / "truth.json")
-    assert load_profile(tmp_path / "truth.json") == TRUTH
+    for profile in (TRUTH, replace(TRUTH, state_slots=48)):
+        save_profile(profile, tmp_path / "truth.json")
+        assert load_profile(tmp_path / "truth.json") == profile
 
 
 @pytest.mark.parametrize(
@@ -86,6 +87,7 @@ def test_a_profile_survives_its_file(tmp_path: Path) -> None:
         ({"kv_tokens": 1.5}, "kv_tokens: Input should be"),
         ({"per_decode": "fast"}, "per_decode: Input should be"),
         ({"per_decode": -1.0}, "no coefficient may be negative"),
+        ({"state_slots": 0}, "a state needs a slot, not 0"),
         ({"token_seconds": [1.0]}, "as many times as token counts"),
         ({"token_seconds": [5.0, 4.0, 3.0, 2.0, 1.0]}, "cannot be faster"),
         ({"token_counts": [1, 2, 2, 3, 4]}, "must rise"),

@@ -1,11 +1,16 @@
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from penstock.config import PolicyConfig
+from penstock.core.loop import Instrument
 from penstock.core.scheduler import Scheduler
+from penstock.core.types import StepPlan
 from penstock.fluid.capacity import output_work
+from penstock.fluid.step_profile import StepProfile
 from penstock.sim.acceptance import GeometricAcceptance
 from penstock.sim.planner import (
     PlanError,
@@ -195,18 +200,23 @@ def test_thresholds_of_any_policy_that_declares_them(tmp_path: Path) -> None:
         assert length_classes(own.with_defaults(options), HIGH) == [101, 201, 301]
     own = PolicyConfig.from_name(str(path), lens=(101, 201, 301), counts=(900.0,) * 3)
     with pytest.raises(PlanError, match="memory has 100000"):
-        check_thresholds_fit(own, HIGH, 100_000)
+        check_thresholds_fit(own, PROFILE, HIGH, 100_000)
 
 
 def test_thresholds_that_cannot_fit_are_refused() -> None:
     options = {"output_lens": (101, 201, 301), "thresholds": (1, 1, 1)}
-    check_thresholds_fit(PolicyConfig.from_name("wait", **options), HIGH, 160_000)
-    check_thresholds_fit(PolicyConfig.from_name("wait", gated=True, **options), HIGH, 100)
+    literal = PolicyConfig.from_name("wait", **options)
+    check_thresholds_fit(literal, PROFILE, HIGH, 160_000)
+    check_thresholds_fit(PolicyConfig.from_name("wait", gated=True, **options), PROFILE, HIGH, 100)
     with pytest.raises(PlanError, match=r"thresholds 1,1,1 hold up to 1\d{5} KV tokens"):
-        check_thresholds_fit(PolicyConfig.from_name("wait", **options), HIGH, 100_000)
+        check_thresholds_fit(literal, PROFILE, HIGH, 100_000)
+    check_thresholds_fit(literal, with_slots(603), HIGH, 160_000)
+    with pytest.raises(PlanError, match="wait: no thresholds fit: they hold at least 603 requests"):
+        check_thresholds_fit(literal, with_slots(602), HIGH, 160_000)
     segments = {"segment_ends": (100, 300), "thresholds": (3, 1)}
+    nested = PolicyConfig.from_name("nested_wait", **segments)
     with pytest.raises(PlanError, match="nested_wait: thresholds 3,1 hold up to"):
-        check_thresholds_fit(PolicyConfig.from_name("nested_wait", **segments), HIGH, 50_000)
+        check_thresholds_fit(nested, PROFILE, HIGH, 50_000)
 
 
 def test_the_static_budget_is_at_a_corner_and_within_memory() -> None:
@@ -219,6 +229,74 @@ def test_the_static_budget_is_at_a_corner_and_within_memory() -> None:
     assert tight.max_num_seqs < 0.4 * static.max_num_seqs
     with pytest.raises(PlanError, match="hold no step"):
         static_budget(PROFILE, work, 5)
+
+
+def with_slots(num: int) -> StepProfile:
+    """The profile of a hybrid model, whose states have room for so many requests."""
+    return replace(PROFILE, state_slots=num)
+
+
+@pytest.mark.parametrize("num_slots", [1, 8, 100])
+def test_states_bound_the_advised_requests(num_slots: int) -> None:
+    """And with them the budget: a step of so few requests has no more positions to fill."""
+    work = output_work(HIGH.prompt_len, HIGH.output_len)
+    free = static_budget(PROFILE, work, PROFILE.kv_tokens)
+    static = static_budget(with_slots(num_slots), work, PROFILE.kv_tokens)
+    assert 0.8 * num_slots <= static.max_num_seqs <= num_slots
+    assert static.token_budget <= free.token_budget / 4
+    assert static_budget(with_slots(10**6), work, PROFILE.kv_tokens) == free
+
+
+def test_a_plan_is_within_the_states_that_have_room() -> None:
+    plan = plan_deployment(with_slots(20), HIGH, 5.0, PROFILE.kv_tokens)
+    assert 0 < plan.memory.requests < 20 == plan.static.max_num_seqs
+    with pytest.raises(PlanError, match="room for 6 recurrent states"):
+        plan_deployment(with_slots(6), HIGH, 5.0, PROFILE.kv_tokens)
+    lengths = Workload("trace", HIGH.prompt_len, HIGH.output_len)
+    by_segment = plan_deployment(with_slots(20), lengths, 5.0, PROFILE.kv_tokens)
+    assert by_segment.memory.requests == pytest.approx(plan.memory.requests, rel=0.05)
+    with pytest.raises(PlanError, match="room for 6 recurrent states"):
+        plan_deployment(with_slots(6), lengths, 5.0, PROFILE.kv_tokens)
+
+
+class MostRunning(Instrument):
+    """Most requests at once, and the largest number that waited meanwhile."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._table = scheduler.table
+        self.running = self.waiting = 0
+
+    def on_plan(self, plan: StepPlan) -> None:
+        self.running = max(self.running, len(self._table.running))
+        self.waiting = max(self.waiting, len(self._table.waiting))
+
+
+@pytest.mark.parametrize("admission", ["fluid_guided", "vllm_v1", "sarathi", "gated"])
+def test_requests_wait_for_a_state(admission: str) -> None:
+    """As in a server: KV memory would hold all of them."""
+    chosen = PolicyConfig.from_name(admission)
+    if admission == "gated":
+        chosen = PolicyConfig.from_name("nested_wait", gated=True, thresholds=())
+    seen: list[MostRunning] = []
+
+    def watch(scheduler: Scheduler) -> Sequence[MostRunning]:
+        seen.append(MostRunning(scheduler))
+        return seen[-1:]
+
+    for profile in (PROFILE, with_slots(8)):
+        report = run(Setup(profile, chosen, block_size=16), HIGH, watch=watch)
+        assert report.completed.all()
+    free, bounded = seen
+    assert (free.running > 30, bounded.running) == (True, 8)
+    assert bounded.waiting > free.waiting + 100
+
+
+def test_no_load_above_the_bound_is_served_with_few_states() -> None:
+    bound = load_bound(with_slots(8), HIGH, PROFILE.kv_tokens)
+    assert bound < 0.5 * load_bound(PROFILE, HIGH, PROFILE.kv_tokens)
+    crowd = make_workload("high", num_requests=400, rate=1000.0, seed=2)
+    figures = run(Setup(with_slots(8)), crowd).figures()
+    assert 0.85 * bound < figures["throughput_requests_per_s"] < bound
 
 
 @pytest.mark.slow

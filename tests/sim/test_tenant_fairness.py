@@ -112,6 +112,16 @@ def test_long_outputs_make_way(admission: str) -> None:
     assert fair.completed.all()
 
 
+def test_places_make_way() -> None:
+    """Long outputs hold all recurrent states, and little memory."""
+    setup = Setup(replace(PROFILE, state_slots=8), fairness=True)
+    workload = greedy_and_quiet(outputs=2000, num=10)
+    assert ttft_of(run(replace(setup, fairness=False), workload), "quiet").max() > 10
+    fair = run(setup, workload)
+    assert ttft_of(fair, "quiet").max() < 2
+    assert fair.completed.all()
+
+
 def backlog(weights: dict[str, float]) -> Report:
     """Two tenants that always want more."""
     num = 600

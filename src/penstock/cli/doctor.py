@@ -208,7 +208,7 @@ def _memory(config: ServeConfig) -> Finding:
         need = sized_models(config.engine, resolve_placements(config.engine)).need()
     except ValueError as error:
         return Finding("settings", "failure", str(error), "change that setting")
-    if config.engine.device.startswith("cpu") and need.weights + need.kv > need.free:
+    if config.engine.device.startswith("cpu") and need.weights + need.kv + need.states > need.free:
         return Finding("memory", "failure", str(need), LESS_MEMORY)
     return Finding("memory", "ok", str(need))
 

@@ -81,7 +81,7 @@ def plan(
     advised = expected["penstock"]
     bound = load_bound(base.profile, made, advised["kv_tokens"], base.acceptance, base.drafters)
     if load.json:
-        figures = _figures(planned, offered)
+        figures = {**_figures(planned, offered), "state_slots": base.profile.state_slots}
         figures |= {"bound_requests_per_s": bound, "serve_flags": flags}
         figures |= {"expected": advised, "expected_by_configuration": expected}
         print(dumps(figures))
@@ -90,6 +90,11 @@ def plan(
     print(f"  penstock serve MODEL {flags['penstock']}")
     _print_expected(expected, flags)
     _print_how_sure(planned, offered, bound, advised)
+    if base.profile.state_slots is not None:
+        print(
+            f"  requests at once: {base.profile.state_slots:,} recurrent states have room, ", end=""
+        )
+        print(f"{planned.memory.requests:.3g} are there in the mean")
 
 
 def _figures_of(
@@ -147,6 +152,7 @@ def _figures(planned: DeploymentPlan, rate: float) -> dict[str, Any]:
         "thresholds": planned.thresholds,
         "token_budget": planned.static.token_budget,
         "max_num_seqs": planned.static.max_num_seqs,
+        "requests_mean": memory.requests,
         "kv_mean_tokens": memory.mean,
         "kv_batch_tokens": memory.batch,
         "kv_bound_tokens": memory.bound,

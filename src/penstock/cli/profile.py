@@ -103,7 +103,7 @@ def measure(
             kv_tokens=kv_tokens or _KV_TOKENS,
             origin=f"penstock profile measure: {_describe(built, repeats)}",
         )
-        profile = replace(fitted.profile, drafters=measured.drafters)
+        profile = replace(fitted.profile, drafters=measured.drafters, state_slots=built.num_slots)
         save_profile(profile, out)
     if as_json:
         quality = [asdict(q) for q in fitted.quality]
@@ -152,12 +152,13 @@ def _print_quality(quality: tuple[FitQuality, ...]) -> None:
 
 
 def _print_profile(profile: StepProfile) -> None:
+    states = "" if profile.state_slots is None else f", {profile.state_slots} recurrent states"
     columns = ("tokens", "one prompt, ms", f"decodes over {_DECODE_CONTEXT} tokens each, ms")
     curves = zip(_SHOWN_COUNTS, *_curves(profile, _SHOWN_COUNTS), strict=True)
     rows = [(str(count), f"{prefill:.2f}", f"{decode:.2f}") for count, prefill, decode in curves]
     print_table(profile.name, columns, rows)
     print(
-        f"{profile.kv_tokens:,} KV tokens; token counts in steps of {profile.granularity}; "
+        f"{profile.kv_tokens:,} KV tokens{states}; token counts in steps of {profile.granularity}; "
         f"{len(profile.token_counts)} points in the table\n"
         f"decoding: {profile.decode_fixed * 1e3:.4g} ms, {profile.per_decode * 1e3:.4g} a request, "
         f"{profile.per_kv_token * 1e3:.4g} a KV token\n"
@@ -176,7 +177,7 @@ def _print_drafters(profile: StepProfile) -> None:
         ("drafter", *(f"{n}, ms" for n in batches), "read, µs", "slowed", "slows target"),
         (
             (
-                known.name,
+                f"{known.name}, in the target" if known.of_target else known.name,
                 *(f"{known.seconds(n, 1) * 1e3:.3g}" for n in batches),
                 f"{known.per_catch_up_token * 1e6:.3g}",
                 f"{known.slowdown:.2f} ×",

@@ -344,7 +344,7 @@ def with_thresholds(base: Setup, workload: Workload) -> Setup:
         planned = threshold_options(admission, base.profile, workload, rate, kv_tokens)
         base = replace(base, admission=base.admission.with_defaults(planned))
     make_scheduler(base)
-    check_thresholds_fit(base.admission, workload, kv_tokens)
+    check_thresholds_fit(base.admission, base.profile, workload, kv_tokens)
     return base
 
 
@@ -425,6 +425,7 @@ def describe(setup: Setup, workload: Workload) -> dict[str, Any]:
         "requests": len(workload),
         "profile": setup.profile.name,
         "kv_tokens": setup.num_blocks * setup.block_size,
+        "state_slots": setup.profile.state_slots,
         "admission": setup.admission.name,
         "options": setup.admission.options,
         "fairness": setup.fairness,

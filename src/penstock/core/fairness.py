@@ -205,9 +205,12 @@ class Fairness:
         return low
 
     def _seconds(self, num_requests: float, step: Step) -> float:
-        """Return the seconds of a step that decodes ordinary requests, up to full memory."""
+        """Return the seconds of a step that decodes ordinary requests, up to full memory.
+
+        Or until each place is taken."""
         lengths, traffic = self._learn.lengths, self._learn.traffic
         context = traffic.mean_prompt_len + 0.5 * lengths.mean
-        num = math.ceil(min(num_requests, max(1.0, step.pool.capacity_tokens / context)))
+        room = min(step.pool.capacity_tokens / context, step.num_places + len(step.running))
+        num = math.ceil(min(num_requests, max(1.0, room)))
         work = StepWork(num_decodes=num, num_kv_tokens=round(num * context))
         return self._learn.times.step_seconds(work)

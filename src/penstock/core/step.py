@@ -93,6 +93,11 @@ class Step:
         return [s.state for s in self.scheduled.values()]
 
     @property
+    def num_places(self) -> float:
+        """Requests that could be admitted if memory were free: each running one takes a place."""
+        return self._rules.max_num_seqs - len(self.running)
+
+    @property
     def num_reserved(self) -> int:
         """Draft positions that the scheduled requests would use."""
         return sum([self._rules.reserve(s.state) for s in self.scheduled.values()])

@@ -189,7 +189,8 @@ def resolve_num_slots(
 ) -> int | None:
     """Return the requests whose recurrent states have room; None for a target without them.
 
-    At most 64, or `most`, in half of the memory that KV would have without them."""
+    At most 64, or `most`, in half of the memory that KV would have without them: whatever the
+    lengths of texts, so divided it holds half as many as the division that is best for them."""
     each = state_bytes(target)
     if each == 0:
         return None
@@ -317,7 +318,7 @@ class Models:
         weights = sum(model_bytes(paths[name]) for name in self.shapes)
         if self.config.head is not None and self.config.head[1] != self.config.target:
             weights += model_bytes(self.config.head[1])
-        return MemoryNeed(weights, (self.kv_bytes or 0) + self.state_bytes, free_memory())
+        return MemoryNeed(weights, self.kv_bytes or 0, free_memory(), self.state_bytes)
 
     def drafter(self, name: str, path: Path) -> ModelDrafter | TextDrafter:
         target, own = self.target, self.tokenizers.get(name)

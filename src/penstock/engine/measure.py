@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -96,7 +96,8 @@ def measure(
             together = slowdowns(engine.executor, drafter, clock, context, grid.together_s)
         batches = [batch for batch, _ in steps[:-2]]
         num_read = _num_read(engine, drafter)
-        profiles.append(_drafter_profile(drafter.name, batches, num_read, seconds, together))
+        found = _drafter_profile(drafter.name, batches, num_read, seconds, together)
+        profiles.append(replace(found, of_target=drafter.of_target))
         on_progress()
     return Measured(tuple(zip((w for w, _ in works), best_work, strict=True)), tuple(profiles))
 

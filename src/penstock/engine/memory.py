@@ -42,15 +42,19 @@ def free_memory(meminfo: Path = _MEMINFO, cgroup: Path = CGROUP) -> int:
 
 
 class MemoryNeed(NamedTuple):
-    """Bytes of this machine that models take, and those that were free before."""
+    """Bytes of this machine that models take, and those that were free before.
+
+    states: recurrent ones, of all requests at once."""
 
     weights: int
     kv: int
     free: int
+    states: int = 0
 
     def __str__(self) -> str:
-        weights, kv, free = (f"{num_bytes / 2**30:.1f} GiB" for num_bytes in self)
-        return f"models take {weights} and their KV memory {kv}; {free} are free"
+        weights, kv, free, states = (f"{num_bytes / 2**30:.1f} GiB" for num_bytes in self)
+        told = f", recurrent states {states}" if self.states else ""
+        return f"models take {weights} and their KV memory {kv}{told}; {free} are free"
 
     @contextmanager
     def explained(self) -> Iterator[None]:

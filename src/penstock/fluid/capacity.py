@@ -79,7 +79,8 @@ def request_work(
 def capacity_bound(profile: StepProfile, work: RequestWork, kv_tokens: int) -> float:
     """Return the largest stable load in requests/s on `profile` with `kv_tokens` of KV memory.
 
-    Raises ValueError where memory cannot hold the longest request."""
+    A step has as many decodes at most as recurrent states have room. Raises ValueError where memory
+    cannot hold the longest request."""
     rows = 1 + work.speculation.num_draft_tokens
     if work.max_context + rows - 1 > kv_tokens:
         raise ValueError(
@@ -142,7 +143,7 @@ def _columns(profile: StepProfile, work: RequestWork, kv_tokens: int) -> FloatAr
     columns = []
     for positions in _position_counts(profile, work, kv_tokens):
         spare = kv_tokens - positions
-        most = min(positions / (1 + extra), spare / (work.min_context - 1))
+        most = min(positions / (1 + extra), spare / (work.min_context - 1), profile.most_requests)
         corner = spare / max(work.max_context - 1, 1.0)
         for decodes in {0.0, most, min(corner, most)}:
             # A decode and its draft tokens hold context + extra tokens; its own position is in
@@ -163,7 +164,7 @@ def _position_counts(profile: StepProfile, work: RequestWork, kv_tokens: int) ->
     # Decode-only steps of the smallest or largest context that fill the memory.
     for context in (work.min_context, work.max_context):
         bends.append(kv_tokens * rows / (context - 1 + rows))
-    bends.append(float(kv_tokens))
+    bends += [float(kv_tokens), min(rows * profile.most_requests, float(kv_tokens))]
     granule = profile.granularity
     rounded = {b // granule * granule for b in bends} | {-(-b // granule) * granule for b in bends}
     return sorted(b for b in rounded | set(bends) if 0 < b <= kv_tokens)

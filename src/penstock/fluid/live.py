@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -66,6 +68,7 @@ class LiveSegments:
         prompt_len: float,
         rate: float,
         kv_tokens: int,
+        most_requests: float = math.inf,
     ) -> None:
         """Plan anew (eq. 11, by `fluid_segments`) if the traffic has drifted since the last plan.
 
@@ -76,6 +79,8 @@ class LiveSegments:
         if rate <= 0 or all(abs(now - then) <= _DRIFT * then for now, then in pairs):
             return
         self._planned = measured
+        if most_requests < math.inf:
+            profile = replace(profile, state_slots=int(most_requests))
         ranks = (np.arange(_NUM_LENGTHS) + 0.5) / _NUM_LENGTHS
         lengths = np.maximum(1, np.searchsorted(-survival, ranks - 1))
         prompts = np.full(_NUM_LENGTHS, max(1, round(prompt_len)))

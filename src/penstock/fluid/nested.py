@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.fluid.queues import queue_limit
-from penstock.fluid.stages import StageRange, iteration_seconds, peak_kv_tokens
+from penstock.fluid.stages import StageRange, iteration_seconds, peak_kv_tokens, refuse_beyond
 from penstock.fluid.step_profile import StepProfile
 from penstock.fluid.traffic import Traffic
 from penstock.fluid.wait import roomy_wait_thresholds
@@ -203,6 +203,7 @@ def _that_keep_up(
         thresholds = _following(first, segments.survival, margins)
         if (least := peak_kv_tokens(ranges, thresholds)) > kv_tokens:
             raise _too_large(least, kv_tokens)
+        refuse_beyond(profile, ranges, thresholds)
         seconds = iteration_seconds(profile, ranges, thresholds)
         needed = math.floor(segments.rate * seconds) + 1
         if needed <= first:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,7 +49,9 @@ class DrafterProfile:
         non-decreasing; interpolated, and continued with the upper slope beyond the last point.
     per_catch_up_token: for each verified token that it has to read first.
     slowdown: its step beside a working target over its step alone; `target_slowdown`: the target's
-        step beside this drafter over its step alone. 1 where each has its own device."""
+        step beside this drafter over its step alone. 1 where each has its own device.
+    of_target: a head of the target: in its step, with its KV. It reads only looked-up tokens that
+        its draft begins with."""
 
     __pydantic_config__: ClassVar = _STRICT
 
@@ -58,6 +61,7 @@ class DrafterProfile:
     per_catch_up_token: float = 0.0
     slowdown: float = 1.0
     target_slowdown: float = 1.0
+    of_target: bool = False
 
     def __post_init__(self) -> None:
         _check_table(f"drafter {self.name!r}", self.batch_counts, self.batch_seconds)
@@ -81,7 +85,8 @@ class StepProfile:
     granularity: positions are rounded up to a multiple of it first.
     decode_fixed: added once if any request decodes.
     kv_tokens: KV memory of the measured machine.
-    drafters: models measured with it."""
+    drafters: models measured with it.
+    state_slots: requests at once whose recurrent states have room; None: the model has none."""
 
     __pydantic_config__: ClassVar = _STRICT
 
@@ -97,6 +102,7 @@ class StepProfile:
     per_prefill_context: float = 0.0
     origin: str = ""
     drafters: tuple[DrafterProfile, ...] = ()
+    state_slots: int | None = None
 
     def __post_init__(self) -> None:
         _check_table(f"profile {self.name!r}", self.token_counts, self.token_seconds)
@@ -109,6 +115,13 @@ class StepProfile:
         )
         if min(coefficients) < 0 or self.kv_tokens < 1 or self.granularity < 1:
             raise ValueError(f"profile {self.name!r}: no coefficient may be negative")
+        if self.state_slots is not None and self.state_slots < 1:
+            raise ValueError(f"profile {self.name!r}: a state needs a slot, not {self.state_slots}")
+
+    @property
+    def most_requests(self) -> float:
+        """Requests at once that there is room for beside KV memory."""
+        return math.inf if self.state_slots is None else self.state_slots
 
     def linear(self, num_tokens: int) -> float:
         """Return the seconds of everything but attention over `num_tokens` positions."""

@@ -8,7 +8,7 @@ from operator import mul
 
 from penstock.fluid.equilibrium import equilibrium
 from penstock.fluid.queues import mean_excess
-from penstock.fluid.stages import iteration_seconds, peak_kv_tokens, stages_of
+from penstock.fluid.stages import iteration_seconds, peak_kv_tokens, refuse_beyond, stages_of
 from penstock.fluid.step_profile import StepProfile
 from penstock.fluid.traffic import Traffic, offered_throughput, scaled
 
@@ -82,6 +82,7 @@ def wait_thresholds(
     while True:
         kv = peak_kv_tokens(ranges, counts)
         _refuse_beyond(kv_tokens, kv)
+        refuse_beyond(profile, ranges, counts)
         seconds = iteration_seconds(profile, ranges, counts)
         needed = [
             max(n, math.floor(t.rate * seconds) + 1) for n, t in zip(counts, traffic, strict=True)
@@ -125,6 +126,7 @@ def fractional_wait_thresholds(
     _check(traffic)
     fluid = equilibrium(profile, scaled(traffic, 1 + headroom))
     _refuse_beyond(kv_tokens, fluid.kv_tokens)
+    refuse_beyond(profile, [stages_of(t) for t in traffic], fluid.per_stage)
     return WaitThresholds(traffic, fluid.per_stage, fluid.iteration_s, fluid.kv_tokens)
 
 

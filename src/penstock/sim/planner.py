@@ -21,7 +21,13 @@ from penstock.fluid.nested import (
     nested_thresholds,
     segments_of,
 )
-from penstock.fluid.stages import StageRange, peak_kv_tokens
+from penstock.fluid.stages import (
+    StageRange,
+    peak_kv_tokens,
+    refuse_beyond,
+    requests_at,
+    stages_of,
+)
 from penstock.fluid.step_profile import StepProfile, StepWork
 from penstock.fluid.traffic import (
     NO_SPECULATION,
@@ -213,7 +219,9 @@ def _segment_ends(found: NestedThresholds) -> tuple[int, ...]:
     return tuple(end + 1 for end in found.segments.ends)
 
 
-def check_thresholds_fit(admission: PolicyConfig, workload: Workload, kv_tokens: int) -> None:
+def check_thresholds_fit(
+    admission: PolicyConfig, profile: StepProfile, workload: Workload, kv_tokens: int
+) -> None:
     """Raises: PlanError where a literal algorithm's full stages exceed the memory."""
     policy = admission.make("admission")
     names = policy.thresholds
@@ -230,6 +238,10 @@ def check_thresholds_fit(admission: PolicyConfig, workload: Workload, kv_tokens:
             f"{admission.name}: thresholds {','.join(map(str, thresholds))} hold up to "
             f"{held} KV tokens, memory has {kv_tokens}; choose lower ones"
         )
+    try:
+        refuse_beyond(profile, ranges, thresholds)
+    except ValueError as error:
+        raise PlanError(f"{admission.name}: {error}") from error
 
 
 def length_classes(admission: PolicyConfig, workload: Workload, num_classes: int = 4) -> list[int]:
@@ -253,32 +265,38 @@ class StaticBudget:
 def static_budget(profile: StepProfile, work: RequestWork, kv_tokens: int) -> StaticBudget:
     """Return the token budget with the highest throughput within memory, and its requests.
 
-    Prefill and decoding share a step as the requests need both. Throughput peaks at every corner of
-    the profile's staircase; the smallest budget within 1% of the highest peak is taken for short
-    steps. Raises: PlanError where memory holds no step."""
+    They are as many at most as recurrent states have room. Prefill and decoding share a step as the
+    requests need both. Throughput peaks at every corner of the profile's staircase; the smallest
+    budget within 1% of the highest peak is taken for short steps. Raises: PlanError where memory
+    holds no step."""
     rates: list[float] = []
     granule = profile.granularity
     for budget in range(granule, _MAX_BUDGET + 1, granule):
-        step, held = _balanced_step(work, budget)
+        step, held = _balanced_step(work, budget, profile.most_requests)
         if held > kv_tokens:
             break
-        rates.append(budget / profile.seconds(step))
+        rates.append(step.num_positions / profile.seconds(step))
     if not rates:
         raise PlanError(f"{kv_tokens} KV tokens hold no step of these requests")
     padded = [0.0, *rates, 0.0]
     peaks = [i for i, r in enumerate(rates) if padded[i] <= r >= padded[i + 2]]
     highest = max(rates)
     budget = granule * (1 + next(i for i in peaks if rates[i] >= _CLOSE * highest))
-    step, _ = _balanced_step(work, budget)
+    step, _ = _balanced_step(work, budget, profile.most_requests)
     prompts = step.num_prefill_tokens / work.prefill_tokens
-    return StaticBudget(budget, max(1, min(budget, round(step.num_decodes + prompts))))
+    most = min(budget, profile.most_requests)
+    return StaticBudget(budget, int(max(1, min(most, round(step.num_decodes + prompts)))))
 
 
-def _balanced_step(work: RequestWork, budget: int) -> tuple[StepWork, float]:
-    """Return a step of `budget` positions in the proportions of a mean request, and its KV."""
-    requests = budget / (work.prefill_tokens + work.decode_steps)
+def _balanced_step(work: RequestWork, budget: int, most: float) -> tuple[StepWork, float]:
+    """Return a step in the proportions of a mean request, and its KV.
+
+    It has `budget` positions, or fewer if those are of more than `most` requests."""
+    each = work.prefill_tokens + work.decode_steps
+    positions = round(min(budget, max(1.0, most / (1 + work.decode_steps) * each)))
+    requests = positions / each
     decodes = round(requests * work.decode_steps)
-    prefill = budget - decodes
+    prefill = positions - decodes
     kv = requests * work.kv_token_steps
     context = work.prefill_context * prefill / work.prefill_tokens
     return StepWork(prefill, context, decodes, round(kv)), kv + prefill
@@ -291,13 +309,15 @@ class PlannedMemory:
     mean: M* of eq. 5, the mean at this load. batch: M^π, with every stage as full as the thresholds
     allow. bound: the most held, except with probability `delta` within an hour (0: never); it may
     exceed the memory. basis: full stages (`stages`), with queues between segments (`queues`,
-    theorem 5.1), both of literal algorithms; or Poisson arrivals without waiting (`arrivals`)."""
+    theorem 5.1), both of literal algorithms; or Poisson arrivals without waiting (`arrivals`).
+    requests: at once in the mean."""
 
     mean: float
     batch: float
     bound: float
     delta: float
     basis: Literal["stages", "queues", "arrivals"]
+    requests: float
 
 
 @dataclass(frozen=True)
@@ -362,22 +382,26 @@ def plan_deployment(
     traffic = traffic_of(served, rate)
     static = static_budget(profile, output_work(served.prompt_len, served.output_len), kv_tokens)
     try:
-        mean = equilibrium(profile, traffic).kv_tokens
+        fluid = equilibrium(profile, traffic)
+        mean, requests = (
+            fluid.kv_tokens,
+            requests_at(list(map(stages_of, traffic)), fluid.per_stage),
+        )
         if workload.mix is not None:
             wait = best_wait_thresholds(profile, traffic, kv_tokens)
             thresholds = _thresholds("type", wait.wave, _output_lens(wait), wait.thresholds)
-            memory = PlannedMemory(mean, wait.kv_tokens, wait.kv_tokens, 0.0, "stages")
+            memory = PlannedMemory(mean, wait.kv_tokens, wait.kv_tokens, 0.0, "stages", requests)
             return DeploymentPlan(thresholds, memory, static, kv_tokens)
         nested = _least_nested(profile, traffic, kv_tokens, delta)
         if nested is None:
             thresholds = _thresholds("segment", 1, *fluid_segments(profile, traffic, kv_tokens))
             bound = _fluid_kv_bound(profile, traffic, delta)
-            memory = PlannedMemory(mean, mean, bound, delta, "arrivals")
+            memory = PlannedMemory(mean, mean, bound, delta, "arrivals", requests)
         else:
             ends, wave = _segment_ends(nested), nested.segments.wave
             thresholds = _thresholds("segment", wave, ends, nested.thresholds)
             batch, bound = nested.batch_kv_tokens, nested.kv_bound_tokens
-            memory = PlannedMemory(mean, batch, bound, delta, "queues")
+            memory = PlannedMemory(mean, batch, bound, delta, "queues", requests)
         return DeploymentPlan(thresholds, memory, static, kv_tokens)
     except ValueError as error:
         raise PlanError(f"at {rate:g} requests a second: {error}") from error

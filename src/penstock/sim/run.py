@@ -20,7 +20,7 @@ from penstock.core.lookup import LookUp
 from penstock.core.loop import Instrument
 from penstock.core.policies.registry import make_pipeline
 from penstock.core.scheduler import Scheduler
-from penstock.core.state import Drafter
+from penstock.core.state import Drafter, DrafterKind
 from penstock.core.types import (
     AUTO_DRAFTER,
     NO_DRAFTER,
@@ -78,8 +78,11 @@ class Setup:
         return (self.kv_tokens or self.profile.kv_tokens) // self.block_size
 
     def make_drafters(self) -> list[Drafter]:
-        """Return every drafter instance. One whose reading takes time has its own KV blocks."""
-        reading = {d.name for d in self.profile.drafters if d.per_catch_up_token}
+        """Return every drafter instance. One whose reading takes time has its own KV blocks.
+
+        The target's head has the target's."""
+        heads = {d.name for d in self.profile.drafters if d.of_target}
+        reading = {d.name for d in self.profile.drafters if d.per_catch_up_token} - heads
         drafters = []
         for model in self.drafters:
             capacity = self.capacities.get(model, DrafterCapacity())
@@ -87,7 +90,8 @@ class Setup:
                 Drafter(
                     name,
                     BlockPool(self.num_blocks, self.block_size) if model in reading else None,
-                    has_lane=self.pipeline != "off",
+                    has_lane=self.pipeline != "off" and model not in heads,
+                    kind=DrafterKind.HEAD if model in heads else DrafterKind.LOCAL,
                     model=None if name == model else model,
                     max_num_seqs=capacity.max_num_seqs,
                 )
@@ -327,6 +331,7 @@ def make_scheduler(setup: Setup) -> Scheduler:
         groups_decodes=setup.counted,
         tenants=[Tenant(name, weight) for name, weight in setup.tenant_weights.items()],
         fairness=setup.fairness,
+        max_num_seqs=setup.profile.state_slots,
         look_up=setup.look_up,
     )
 

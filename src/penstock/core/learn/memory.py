@@ -20,10 +20,11 @@ class FluidKV(NamedTuple):
     """KV tokens of the target in a steady state of present traffic, without sharing.
 
     mean: in the fluid model. bound: exceeded within an hour with probability 0.001 at most
-    (Poisson)."""
+    (Poisson). requests: at once, in the mean."""
 
     mean: float
     bound: float
+    requests: float
 
 
 class TokenPace:
@@ -56,4 +57,5 @@ def fluid_kv(learn: Estimators, now: float, token_s: float) -> FluidKV | None:
     starts = np.arange(0, survival.size, stage)
     means = rate * token_s * np.add.reduceat(survival, starts)
     kv = np.asarray(traffic.mean_prompt_len + starts + 0.5 * (stage - 1), dtype=np.float64)
-    return FluidKV(float(means @ kv), poisson_kv_bound(kv, means, stage * token_s))
+    bound = poisson_kv_bound(kv, means, stage * token_s)
+    return FluidKV(float(means @ kv), bound, float(means.sum()))

@@ -86,12 +86,13 @@ class FluidGuided(AdmissionPolicy):
             return {}
         pool, running = self._step.pool, len(self._step.running)
         waits = self._blocked is not None and self._blocked[1] == running
-        is_kept = self._step.waiting and waits
+        is_kept = self._step.waiting and waits and self._step.num_places > 0
         return {"kv_reserved_tokens": pool.num_free_blocks * pool.block_size if is_kept else 0}
 
     def shortage(self, step: Step, state: RequestState) -> tuple[int, int]:
-        if num_that_fit(step, [state], self._confidence(step)):
-            return 0, 0
+        _, places = step.shortage(state)
+        if places or num_that_fit(step, [state], self._confidence(step)):
+            return 0, places
         return step.pool.blocks_for(state.num_known_tokens + int(step.learn.lengths.mean)), 0
 
     def compose(self, step: Step) -> None:

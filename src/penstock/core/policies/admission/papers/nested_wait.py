@@ -100,8 +100,8 @@ class NestedWait(AdmissionPolicy):
         learn, prompt_len = step.learn, step.learn.traffic.mean_prompt_len
         survival = learn.lengths.survival(step.running_lengths()[:, 1])
         rate = learn.traffic.prompt_tokens_per_s(step.now) / prompt_len
-        memory = step.pool.capacity_tokens
-        self._segments.follow(learn.times.profile, survival, prompt_len, rate, memory)
+        room = step.pool.capacity_tokens, step.num_places + len(step.running)
+        self._segments.follow(learn.times.profile, survival, prompt_len, rate, *room)
         self._gate.threshold = self._segments.thresholds[0]
 
     def _expected(self, state: RequestState) -> int:

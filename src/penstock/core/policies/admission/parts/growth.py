@@ -25,11 +25,15 @@ _GROWTH_BATCH = 64
 def num_that_fit(step: Step, waiting: Sequence[RequestState], confidence: float) -> int:
     """Return how many of the first waiting requests should fit into memory at all times.
 
-    They and the running requests go on together, and no other requests come. A request of age a has
-    ended t steps from now with probability 1 − S(a + t) / S(a), else it holds t tokens more. The
-    freed memory counts by its lower quantile, `confidence` deviations down, as for a Poisson number
-    of ends (normal in the square root)."""
+    A request takes a place, as of a recurrent state, beside KV that grows. They and the running
+    requests go on together, and no other requests come. A request of age a has ended t steps from
+    now with probability 1 − S(a + t) / S(a), else it holds t tokens more. The freed memory counts
+    by its lower quantile, `confidence` deviations down, as for a Poisson number of ends (normal in
+    the square root)."""
     capacity, lengths = step.pool.capacity_tokens, step.learn.lengths
+    waiting = waiting[: int(min(step.num_places, len(waiting)))]
+    if not waiting:
+        return 0
     ages = np.array([(s.num_known_tokens, s.num_output_tokens) for s in waiting], dtype=np.int64)
     known = step.num_known_tokens + np.cumsum(ages[:, 0])
     num = len(step.running) + 1 + np.arange(len(ages))
