@@ -10,7 +10,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from tests.engine.small_models import SHAPE, Case, Checkpoint
+from tests.engine.small_models import SHAPE, Case, Checkpoint, parameters
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
@@ -51,7 +51,11 @@ _ARCHITECTURES = {
     "phi3": gguf.MODEL_ARCH.PHI3,
     "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
     "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
+    "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
+    "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
+    "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
 }
+_RECURRENT = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 
 
 def encode(values: np.ndarray, kind: str) -> np.ndarray:
@@ -80,6 +84,7 @@ def write_gguf(
     pre: str = "gpt-2",
     split: int = 0,
     tensors: Mapping[str, np.ndarray] = MappingProxyType({}),
+    fused: bool = False,
     **changes: Any,
 ) -> Checkpoint:
     """A random model; the one that comes back has what was stored."""
@@ -90,7 +95,7 @@ def write_gguf(
     model = case.model(config).eval()
     with torch.no_grad():
         _randomise(model)
-    return save_gguf(file, model, kind, tokenizer, pre, split, tensors, **changes)
+    return save_gguf(file, model, kind, tokenizer, pre, split, tensors, fused, **changes)
 
 
 def save_gguf(
@@ -101,6 +106,7 @@ def save_gguf(
     pre: str = "gpt-2",
     split: int = 0,
     tensors: Mapping[str, np.ndarray] = MappingProxyType({}),
+    fused: bool = False,
     **changes: Any,
 ) -> Checkpoint:
     """A model, which comes back with what was stored.
@@ -108,6 +114,7 @@ def save_gguf(
     kind: the matrices' ggml type, or what gives it for a name of Hugging Face's
     split: most tensors of a part of `file`; 0: it is not split
     tensors: further ones, by name
+    fused: gates and ups of experts are one tensor; projections of recurrent layers as in folders
     changes: metadata keys and their values, None for one that is left out
     """
     config: Any = model.config
@@ -117,6 +124,7 @@ def save_gguf(
         if value is not None:
             add = {
                 str: writer.add_string,
+                bool: writer.add_bool,
                 float: writer.add_float32,
                 int: writer.add_uint32,
                 list: writer.add_array,
@@ -128,7 +136,7 @@ def save_gguf(
             writer, tokenizer, pre, tokenizer.get_vocab_size() - 1 if end is None else end
         )
     with torch.no_grad():
-        _add_tensors(writer, model, kind)
+        _add_tensors(writer, model, kind, fused)
     for name, values in tensors.items():
         writer.add_tensor(name, values)
     finish(writer)
@@ -195,14 +203,12 @@ def _own_metadata(config: Any, rope: dict[str, Any]) -> dict[str, Any]:
     """What only some architectures have."""
     if config.model_type == "gemma3_text":
         return {"attention.sliding_window": config.sliding_window}
-    if config.model_type == "qwen3_moe":
-        return {
-            "expert_count": config.num_experts,
-            "expert_used_count": config.num_experts_per_tok,
-            "expert_feed_forward_length": config.moe_intermediate_size,
-        }
-    if config.model_type == "qwen3_5_text":
-        return {
+    experts = _expert_metadata(config)
+    if config.model_type == "glm4_moe":
+        share = rope["partial_rotary_factor"]
+        return experts | {"rope.dimension_count": int(config.head_dim * share)}
+    if config.model_type in _RECURRENT:
+        return experts | {
             "ssm.conv_kernel": config.linear_conv_kernel_dim,
             "ssm.state_size": config.linear_key_head_dim,
             "ssm.group_count": config.linear_num_key_heads,
@@ -213,7 +219,7 @@ def _own_metadata(config: Any, rope: dict[str, Any]) -> dict[str, Any]:
             "rope.dimension_sections": [11, 11, 10, 0],
         }
     if config.model_type != "phi3":
-        return {}
+        return experts
     factor = config.max_position_embeddings / config.original_max_position_embeddings
     scale = math.sqrt(1 + math.log(factor) / math.log(config.original_max_position_embeddings))
     return {
@@ -224,6 +230,30 @@ def _own_metadata(config: Any, rope: dict[str, Any]) -> dict[str, Any]:
         "rope.scaling.original_context_length": config.original_max_position_embeddings,
         "rope.scaling.attn_factor": scale if rope["rope_type"] == "longrope" else None,
     }
+
+
+def _expert_metadata(config: Any) -> dict[str, Any]:
+    if not hasattr(config, "moe_intermediate_size"):
+        return {}
+    is_glm = config.model_type == "glm4_moe"
+    own = {
+        "expert_count": config.n_routed_experts if is_glm else config.num_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+    }
+    if is_glm:
+        return own | {
+            "expert_group_count": config.n_group,
+            "expert_shared_count": config.n_shared_experts,
+            "leading_dense_block_count": config.first_k_dense_replace,
+            "expert_gating_func": int(gguf.ExpertGatingFuncType.SIGMOID),
+            "expert_weights_scale": float(config.routed_scaling_factor),
+            "expert_weights_norm": config.norm_topk_prob,
+        }
+    if config.model_type == "qwen3_moe":
+        return own
+    shared = {"expert_shared_feed_forward_length": config.shared_expert_intermediate_size}
+    return own | shared | {"feed_forward_length": None}
 
 
 def _rope_tensors(model: PreTrainedModel) -> dict[str, np.ndarray]:
@@ -241,19 +271,22 @@ def _rope_tensors(model: PreTrainedModel) -> dict[str, np.ndarray]:
 
 
 def _add_tensors(
-    writer: gguf.GGUFWriter, model: PreTrainedModel, kind: str | Callable[[str], str]
+    writer: gguf.GGUFWriter, model: PreTrainedModel, kind: str | Callable[[str], str], fused: bool
 ) -> None:
     config: Any = model.config
     architecture = _ARCHITECTURES[config.model_type]
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     for name, values in _rope_tensors(model).items():
         writer.add_tensor(name, values)
-    for name, parameter in _parameters(model):
+    for name, parameter in _parameters(model, fused):
         theirs = names.get_name(name, (".weight", ".bias"))
         if "linear_attn." in name and _add_delta_values(writer, config, names, name, parameter):
             continue
+        if name.endswith("shared_expert_gate.weight"):
+            writer.add_tensor(theirs, parameter.numpy()[0])
+            continue
         if parameter.dim() == 1:
-            is_centred = config.model_type in ("gemma3_text", "qwen3_5_text")
+            is_centred = config.model_type in ("gemma3_text", *_RECURRENT)
             values = parameter.numpy() + np.float32(is_centred and name.endswith("norm.weight"))
             writer.add_tensor(theirs, _interleaved(config, name, values))
             continue
@@ -263,6 +296,11 @@ def _add_tensors(
         encoded = encode(np.ascontiguousarray(parameter.numpy().take(order, axis)), own)
         values = gguf.dequantize(encoded, stored).take(order.argsort(), axis)
         parameter.copy_(torch.from_numpy(values))
+        if name.endswith("in_proj_qkvz.weight") and not fused:
+            for part, rows in _unmixed(config):
+                theirs = names.get_name(name.replace("qkvz", part), (".weight",))
+                writer.add_tensor(theirs, encoded[rows], raw_dtype=stored)
+            continue
         writer.add_tensor(theirs, _interleaved(config, name, encoded), raw_dtype=stored)
 
 
@@ -295,12 +333,22 @@ def _strided(config: Any, name: str, shape: tuple[int, ...]) -> tuple[int, np.nd
     value head of every key head, then the second ones; of other tensors the rows as they are."""
     axis = int("linear_attn.out_proj" in name)
     every = np.arange(shape[axis])
-    if "linear_attn." not in name or ".norm." in name:
-        return 0, every
+    if "linear_attn." not in name or ".norm." in name or config.model_type == "qwen3_next":
+        return axis, every
     keys = config.linear_num_key_heads
     before = 2 * keys * config.linear_key_head_dim if "qkv" in name or "conv1d" in name else 0
     heads = every[before:].reshape(keys, config.linear_num_value_heads // keys, -1)
     return axis, np.concatenate((every[:before], heads.swapaxes(0, 1).flatten()))
+
+
+def _unmixed(config: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """Rows of queries, keys and values, and of gates, which lie together by key heads."""
+    keys, size = config.linear_num_key_heads, config.linear_key_head_dim
+    values = config.linear_num_value_heads // keys * config.linear_value_head_dim
+    rows = np.arange(2 * keys * (size + values)).reshape(keys, -1)
+    *qkv, z = np.split(rows, np.cumsum([size, size, values]), axis=1)
+    yield "qkv", np.concatenate([part.flatten() for part in qkv])
+    yield "z", z.flatten()
 
 
 def _randomise(model: PreTrainedModel) -> None:
@@ -312,10 +360,12 @@ def _randomise(model: PreTrainedModel) -> None:
             parameter.normal_(std=parameter.shape[-1] ** -0.5)
 
 
-def _parameters(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Experts' gates and ups apart."""
-    for name, parameter in model.named_parameters():
-        if name.endswith("experts.gate_up_proj"):
+def _parameters(model: PreTrainedModel, fused: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """Experts' gates and ups apart, unless they are fused."""
+    for name, parameter in parameters(model):
+        if name.endswith("correction_bias"):
+            yield name.replace("_correction_bias", "_correction.bias"), parameter
+        elif name.endswith("experts.gate_up_proj") and not fused:
             for half, part in zip(("gate", "up"), parameter.chunk(2, dim=1), strict=True):
                 yield name.replace("gate_up_proj", f"{half}_proj.weight"), part
         else:

@@ -1,6 +1,6 @@
 """Small random checkpoints in Hugging Face layout, and ragged batches over shuffled blocks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,8 @@ import torch
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -21,11 +23,15 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from penstock.engine.runner import ModelRunner, RaggedBatch
@@ -87,6 +93,14 @@ _DELTA = {
     "linear_value_head_dim": 20,
 }
 """Sizes that fill no vector."""
+_SHARED = _EXPERTS | {"shared_expert_intermediate_size": 56, "norm_topk_prob": True}
+_GLM = {
+    "num_hidden_layers": 3,
+    "n_routed_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "first_k_dense_replace": 1,
+}
 
 CASES = {
     "llama": Case(LlamaForCausalLM, LlamaConfig, {}),
@@ -163,6 +177,26 @@ CASES = {
             "tie_word_embeddings": True,
         },
     ),
+    "qwen3-moe-dense": Case(
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        _EXPERTS | {"num_hidden_layers": 4, "mlp_only_layers": [1], "decoder_sparse_step": 2},
+    ),
+    "qwen3-5-moe": Case(Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig, _DELTA | _SHARED),
+    "qwen3-next": Case(Qwen3NextForCausalLM, Qwen3NextConfig, _DELTA | _SHARED),
+    "glm4-moe": Case(Glm4MoeForCausalLM, Glm4MoeConfig, _GLM | {"attention_bias": True}),
+    "glm4-moe-scaled": Case(
+        Glm4MoeForCausalLM,
+        Glm4MoeConfig,
+        _GLM
+        | {
+            "use_qk_norm": True,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 0,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": False,
+        },
+    ),
 }
 
 
@@ -194,6 +228,12 @@ def tokens(count: int, seed: int = 0) -> npt.NDArray[np.int64]:
     return np.random.default_rng(seed).integers(SHAPE["vocab_size"], size=count)
 
 
+def parameters(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Everything that a checkpoint has, also the routers' biases, which are no parameters."""
+    yield from model.named_parameters()
+    yield from ((n, b) for n, b in model.named_buffers() if n.endswith("correction_bias"))
+
+
 def write_checkpoint(path: Path, case: Case, **save_options: Any) -> Checkpoint:
     """Write random weights, large enough that an error in any of them moves the logits."""
     torch.manual_seed(0)
@@ -201,7 +241,7 @@ def write_checkpoint(path: Path, case: Case, **save_options: Any) -> Checkpoint:
     config.pad_token_id = None
     model = case.model(config).eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in parameters(model):
             if name.endswith("norm.weight"):
                 parameter.uniform_(0.5, 1.5)
             else:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.engine.small_family import VOCAB, write_tokenizer
-from tests.engine.small_models import CASES, write_checkpoint
+from tests.engine.small_models import CASES, parameters, write_checkpoint
 from tests.engine.test_exactness import (
     DRAFTERS,
     SAMPLINGS,
@@ -23,7 +23,7 @@ from penstock.config import EngineConfig
 from penstock.engine.backends import why_not_native
 from penstock.engine.build import Engine
 
-ARCHITECTURES = ("mistral-window", "phi3-longrope", "gemma3-scaled", "qwen3-moe-norm")
+ARCHITECTURES = ("mistral-window", "phi3-longrope", "gemma3-scaled", "qwen3-moe-norm", "glm4-moe")
 
 needs_native = pytest.mark.skipif(why_not_native() is not None, reason="no native kernels")
 
@@ -38,7 +38,7 @@ def write_family(root: Path, name: str) -> dict[str, Path]:
         model = write_checkpoint(paths[drafter], case).model
         torch.manual_seed(2)
         with torch.no_grad():
-            for parameter in model.parameters():
+            for _, parameter in parameters(model):
                 parameter.add_(noise * parameter.std() * torch.randn_like(parameter))
         model.save_pretrained(paths[drafter])
         write_tokenizer(paths[drafter])

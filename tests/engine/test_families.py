@@ -13,6 +13,7 @@ from tests.engine.small_models import (
     CASES,
     SHAPE,
     Checkpoint,
+    Checkpoints,
     Paging,
     write_checkpoint,
 )
@@ -22,6 +23,7 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 from penstock.engine.eager import EagerRunner
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.rope import Rope
+from penstock.engine.models.variant import Experts
 
 GEMMA_3_1B = {
     "architectures": ["Gemma3ForCausalLM"],
@@ -135,8 +137,9 @@ def test_a_window_as_long_as_the_model_reads_is_none(broken: Broken) -> None:
         ("gemma3", {"use_bidirectional_attention": True}, ["use_bidirectional_attention is true"]),
         ("gemma3", {"hidden_activation": "relu"}, ["'relu'; allowed: silu, gelu_pytorch_tanh"]),
         ("qwen3-moe", {"num_experts_per_tok": 6}, ["is 6; allowed: 1..5 (num_experts)"]),
-        ("qwen3-moe", {"mlp_only_layers": [1]}, ["some layers have no experts"]),
-        ("qwen3-moe", {"decoder_sparse_step": 2}, ["some layers have no experts"]),
+        ("qwen3-moe", {"decoder_sparse_step": 0}, ["decoder_sparse_step is 0; must be a whole"]),
+        ("glm4-moe", {"n_group": 5}, ["n_group is 5; allowed: 1, as groups are not computed"]),
+        ("glm4-moe", {"routed_scaling_factor": "x"}, ["routed_scaling_factor is 'x'; must be"]),
         ("qwen3-5", {"linear_num_value_heads": 3}, ["is not a multiple of linear_num_key_heads 2"]),
         ("qwen3-5", {"linear_key_head_dim": 0}, ["linear_key_head_dim is 0; must be a whole"]),
         ("qwen3-5", {"layer_types": ["sliding_attention"] * 3}, ["layer_types is", "linear_att"]),
@@ -193,6 +196,114 @@ def test_the_text_part_of_qwen_3_5(tmp_path: Path) -> None:
     runner = EagerRunner.load(tmp_path, torch.float32, CPU, 8, 8)
     ours = runner.forward(Paging(8, 8).batch(("a", ids, 0, 40)))
     torch.testing.assert_close(ours, saved.logits(ids), rtol=0, atol=2e-4)
+
+
+QWEN_3_NEXT = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "num_attention_heads": 16,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.25,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "shared_expert_intermediate_size": 512,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 151936,
+}
+GLM_4_5_AIR = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "attention_bias": True,
+    "eos_token_id": [151329, 151336, 151338],
+    "first_k_dense_replace": 1,
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "max_position_embeddings": 131072,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 96,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 46,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 0.5,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 1.0,
+    "topk_group": 1,
+    "torch_dtype": "bfloat16",
+    "use_qk_norm": False,
+    "vocab_size": 151552,
+}
+
+
+def test_experts_as_they_are_published(tmp_path: Path) -> None:
+    of_text = {k: v for k, v in QWEN_3_5["text_config"].items() if k != "intermediate_size"}
+    of_text |= {"model_type": "qwen3_5_moe_text", "moe_intermediate_size": 512}
+    of_text |= {"num_experts": 256, "shared_expert_intermediate_size": 512}
+    whole = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe"}
+    new = published(tmp_path, whole | {"text_config": of_text})
+    shared = {"shared_size": 512, "gates_shared": True}
+    assert new.variant.experts == Experts(256, 8, norm_topk_prob=True, **shared)
+    assert new.intermediate_size == new.inner_size(0) == 512
+    older = published(tmp_path, QWEN_3_NEXT)
+    assert older.variant.experts == Experts(512, 10, norm_topk_prob=True, **shared)
+    assert older.variant.delta is not None
+    assert older.variant.delta.mixed == ("in_proj_qkvz", "in_proj_ba")
+    assert older.rope == new.rope == Rope(1e7, partial_rotary_factor=0.25)
+    glm = published(tmp_path, GLM_4_5_AIR)
+    dense = {"dense": frozenset([0]), "dense_size": 10944}
+    by_sigmoid = {"sigmoid_scores": True, "chosen_with_bias": True, "shared_size": 1408}
+    assert glm.variant.experts == Experts(128, 8, norm_topk_prob=True, **dense, **by_sigmoid)
+    assert (glm.inner_size(0), glm.inner_size(1)) == (10944, 1408)
+    assert (glm.variant.bias, glm.variant.qk_norm) == ("qkv", False)
+    assert glm.rope == Rope(1e6, partial_rotary_factor=0.5)
+
+
+@pytest.mark.parametrize("case", ["qwen3-moe", "qwen3-5-moe", "glm4-moe"])
+def test_experts_in_one_tensor_or_apart(broken: Broken, checkpoint: Checkpoints, case: str) -> None:
+    """As transformers has them in memory, and as it writes them."""
+    path, saved, ids = broken(case), checkpoint(case), np.arange(40)
+    file = path / "model.safetensors"
+    together = {name: tensor.contiguous() for name, tensor in saved.model.state_dict().items()}
+    names = [name for name in together if name.endswith("experts.gate_up_proj")]
+    apart = {name: tensor for name, tensor in together.items() if ".experts." not in name}
+    for name in names:
+        folder = name.removesuffix(".gate_up_proj")
+        for i, both in enumerate(together[name]):
+            uses = dict(zip(("gate", "up"), both.chunk(2), strict=True))
+            uses["down"] = together[f"{folder}.down_proj"][i]
+            apart |= {f"{folder}.{i}.{use}_proj.weight": x.clone() for use, x in uses.items()}
+    assert load_file(file).keys() in (together.keys(), apart.keys())
+    for tensors in (together, apart):
+        save_file(tensors, file, {"format": "pt"})
+        runner = EagerRunner.load(path, torch.float32, CPU, 8, 8)
+        ours = runner.forward(Paging(8, 8).batch(("a", ids, 0, 40)))
+        torch.testing.assert_close(ours, saved.logits(ids), rtol=0, atol=2e-4)
+    save_file(together | {names[-1]: torch.ones(4, 80, 48)}, file, {"format": "pt"})
+    refusal(path, f"{names[-1]} has shape (4, 80, 48)", "(80, 48) of each expert", "for expert 4")
 
 
 @pytest.fixture

@@ -141,7 +141,7 @@ def test_rope_table_ends_with_the_positions(checkpoint: Checkpoints) -> None:
     [
         ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "Qwen3ForCausalLM"]),
         ({"architectures": None}, ["architectures is None", "LlamaForCausalLM"]),
-        ({"architectures": ["Qwen3NextForCausalLM"]}, ["Qwen3NextForCausalLM", "shared experts"]),
+        ({"architectures": ["DeepseekV3ForCausalLM"]}, ["DeepseekV3ForCausalLM", "MLA"]),
         ({"model_type": "qwen2"}, ["model_type is 'qwen2'", "needs 'llama'"]),
         ({"hidden_act": "gelu"}, ["gelu", "allowed: silu"]),
         ({"num_key_value_heads": 4}, ["num_heads 6", "num_kv_heads 4"]),

@@ -123,6 +123,11 @@ def test_fewer_bits_stay_near_float32(checkpoint, case, dtype) -> None:
         ("gemma3", torch.bfloat16, 16),
         ("qwen3-moe", torch.float32, 8),
         ("qwen3-moe-norm", torch.bfloat16, 16),
+        ("qwen3-moe-dense", torch.float32, 8),
+        ("qwen3-5-moe", torch.float32, 8),
+        ("qwen3-next", torch.bfloat16, 5),
+        ("glm4-moe", torch.float32, 16),
+        ("glm4-moe-scaled", torch.int8, 8),
     ],
 )
 def test_logits_do_not_depend_on_the_batch(checkpoint, case, dtype, block_size) -> None:
@@ -174,13 +179,22 @@ def test_gemma_as_the_eager_decoder_has_it(changes: dict[str, Any], tmp_path: Pa
     torch.testing.assert_close(found[0], saved.logits(ids["a"]), **TOLERANCE)
 
 
-@pytest.mark.parametrize("field", ["o_norm", "down_norm", "q_norm", "k_norm"])
-def test_each_norm_counts(checkpoint: Checkpoints, field: str) -> None:
-    """Negative control."""
-    path, ids = checkpoint("gemma3").path, tokens(40)
+@pytest.mark.parametrize(
+    ("case", "field"),
+    [
+        *(("gemma3", field) for field in ("o_norm", "down_norm", "q_norm", "k_norm")),
+        *(("glm4-moe", field) for field in ("router_bias", "shared_down")),
+        ("qwen3-next", "router"),
+    ],
+)
+def test_each_weight_counts(checkpoint: Checkpoints, case: str, field: str) -> None:
+    """Negative control. Of routers it is the last row, which gates shared experts."""
+    path, ids = checkpoint(case).path, tokens(40)
     config = DecoderConfig.from_pretrained(path)
     weights = load_weights(path, config)
-    weights[f"layers.1.{field}"] += torch.rand_like(weights[f"layers.1.{field}"])
+    changed = weights[f"layers.1.{field}"]
+    changed = changed[-1] if field == "router" else changed
+    changed += torch.rand_like(changed)
     runner = NativeRunner(config, weights, torch.float32, NUM_BLOCKS, 8, 1)
     logits = [r.forward(paging(r).batch(("a", ids, 0, 40))) for r in (runner, load(path))]
     assert not torch.allclose(*logits, atol=1e-2)
@@ -228,7 +242,7 @@ def test_another_order_of_the_same_sums_would_be_seen(checkpoint: Checkpoints) -
     assert not torch.equal(logits, expected)
 
 
-@pytest.mark.parametrize("case", ["qwen3", "qwen3-moe"])
+@pytest.mark.parametrize("case", ["qwen3", "qwen3-moe", "qwen3-5-moe"])
 def test_threads_change_nothing(checkpoint: Checkpoints, case: str) -> None:
     path, ids = checkpoint(case).path, tokens(150)
     results = []

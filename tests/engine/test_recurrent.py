@@ -77,7 +77,8 @@ def alone(runner: ModelRunner, text: np.ndarray) -> torch.Tensor:
 @needs_native
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 9])
 def test_rejected_rows_leave_the_same_bits(checkpoint: Checkpoints, count: int) -> None:
-    case = "qwen3-5" if count % 2 else "qwen3-5-even"
+    cases = ("qwen3-5", "qwen3-5-even", "qwen3-5", "qwen3-5-moe", "qwen3-next")
+    case = cases[[1, 2, 3, 5, 9].index(count)]
     dtype = torch.bfloat16 if count == 3 else torch.float32
     path = checkpoint(case).path
     ids = {f"s{i}": tokens(110 - 11 * i, seed=i) for i in range(count)}
@@ -338,9 +339,10 @@ def test_many_requests(engine: Engine, sampling: str) -> None:
 
 @pytest.mark.slow
 @needs_native
-def test_greedy_text_is_that_of_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["qwen3-5", "qwen3-5-moe", "qwen3-next", "glm4-moe"])
+def test_greedy_text_is_that_of_transformers(tmp_path: Path, case: str) -> None:
     """A prompt of 300, then 100 tokens one by one."""
-    changes = {
+    changes = CASES[case].changes | {
         "vocab_size": 2048,
         "hidden_size": 256,
         "intermediate_size": 640,
@@ -355,7 +357,12 @@ def test_greedy_text_is_that_of_transformers(tmp_path: Path) -> None:
         "linear_value_head_dim": 32,
         "eos_token_id": None,
     }
-    saved = write_checkpoint(tmp_path, dataclasses.replace(CASES["qwen3-5"], changes=changes))
+    if case == "glm4-moe":
+        del changes["layer_types"]
+    if case != "qwen3-5":
+        experts = "n_routed_experts" if case == "glm4-moe" else "num_experts"
+        changes |= {"moe_intermediate_size": 96, experts: 16, "num_experts_per_tok": 4}
+    saved = write_checkpoint(tmp_path, dataclasses.replace(CASES[case], changes=changes))
     prompt = np.random.default_rng(0).integers(2048, size=300)
     theirs = saved.model.generate(
         torch.from_numpy(prompt)[None], max_new_tokens=100, do_sample=False

@@ -84,6 +84,12 @@ class DecoderConfig:
         delta = self.variant.delta
         return self.num_all_layers - (0 if delta is None else len(delta.layers))
 
+    def inner_size(self, index: int) -> int:
+        """Return the inner size of a layer's MLP, or of each of its experts."""
+        experts = self.variant.experts
+        is_dense = experts is not None and index in experts.dense
+        return experts.dense_size if experts is not None and is_dense else self.intermediate_size
+
     def layer_rope(self, index: int) -> Rope:
         """Return the rotary embedding of a layer."""
         window = self.variant.window

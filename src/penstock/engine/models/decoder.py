@@ -305,18 +305,33 @@ def _layer(
         o_bias=mine.get("o_bias"),
         o_norm=norm("o_norm"),
         post_norm=RmsNorm(mine["post_norm"], config.rms_norm_eps),
-        mlp=_make_mlp(config, mine),
+        mlp=_make_mlp(config, mine, index),
         down_norm=norm("down_norm"),
         delta=DeltaWeights.from_weights(mine) if is_recurrent else None,
     )
 
 
-def _make_mlp(config: DecoderConfig, weights: dict[str, torch.Tensor]) -> DenseMlp | ExpertMlp:
+def _make_mlp(
+    config: DecoderConfig, weights: dict[str, torch.Tensor], index: int
+) -> DenseMlp | ExpertMlp:
     """Build the MLP of one layer from its weights."""
-    variant, gate_up, down = config.variant, weights["gate_up"], weights["down"]
-    if variant.experts is None:
-        return DenseMlp(gate_up.t().contiguous(), down.t(), variant.activation)
-    return ExpertMlp(weights["router"], gate_up, down, variant.experts, variant.activation)
+    activation, experts = config.variant.activation, config.variant.experts
+
+    def dense(own: str = "") -> DenseMlp:
+        gate_up, down = weights[f"{own}gate_up"], weights[f"{own}down"]
+        return DenseMlp(gate_up.t().contiguous(), down.t(), activation)
+
+    if experts is None or index in experts.dense:
+        return dense()
+    return ExpertMlp(
+        router=weights["router"],
+        bias=weights.get("router_bias"),
+        gate_up=weights["gate_up"],
+        down=weights["down"],
+        shared=dense("shared_") if experts.shared_size else None,
+        experts=experts,
+        activation=activation,
+    )
 
 
 def _pair_rows(config: DecoderConfig, qkv: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.engine.models.rope import Rope
@@ -31,7 +31,8 @@ class Family:
     post_norm:   the norm before the MLP
     norm_offset: added to the norms' weights
     partial_rotary: partial_rotary_factor is used
-    counts_scaled: max_position_embeddings includes what the rotary embedding's scaling adds"""
+    counts_scaled: max_position_embeddings includes what the rotary embedding's scaling adds
+    shared:      the experts that every token has"""
 
     model_type: str
     variant: Callable[[Any], Variant]
@@ -41,6 +42,7 @@ class Family:
     norm_offset: float = 0.0
     partial_rotary: bool = False
     counts_scaled: bool = False
+    shared: str = "shared_expert"
 
 
 def _llama(config: Any) -> Variant:
@@ -73,15 +75,31 @@ def _qwen3(config: Any) -> Variant:
 
 
 def _qwen3_moe(config: Any) -> Variant:
-    if config.mlp_only_layers or config.decoder_sparse_step != 1:
-        raise ValueError("some layers have no experts (mlp_only_layers, decoder_sparse_step)")
     every = frozenset(range(config.num_hidden_layers))
     return Variant(
         bias=_attention_bias(config),
         qk_norm=True,
         activation=_activation(config.hidden_act),
         window=_window(config, every) if config.use_sliding_window else None,
-        experts=Experts(config.num_experts, config.num_experts_per_tok, config.norm_topk_prob),
+        experts=_experts(config),
+    )
+
+
+def _experts(config: Any) -> Experts:
+    """Return the experts of Qwen's models."""
+    only = getattr(config, "mlp_only_layers", None) or ()
+    step = getattr(config, "decoder_sparse_step", 1)
+    layers = range(config.num_hidden_layers)
+    dense = frozenset(i for i in layers if i in only or (i + 1) % step)
+    shared_size = getattr(config, "shared_expert_intermediate_size", 0)
+    return Experts(
+        config.num_experts,
+        config.num_experts_per_tok,
+        getattr(config, "norm_topk_prob", True),
+        shared_size=shared_size,
+        gates_shared=shared_size > 0,
+        dense=dense,
+        dense_size=config.intermediate_size if dense else 0,
     )
 
 
@@ -122,6 +140,39 @@ def _qwen3_5(config: Any) -> Variant:
     )
 
 
+def _qwen3_5_moe(config: Any) -> Variant:
+    return replace(_qwen3_5(config), experts=_experts(config))
+
+
+def _qwen3_next(config: Any) -> Variant:
+    found = _qwen3_5_moe(config)
+    assert found.delta is not None
+    mixed = getattr(config, "linear_mixed", ("in_proj_qkvz", "in_proj_ba"))
+    return replace(found, delta=replace(found.delta, mixed=tuple(mixed)))
+
+
+def _glm4_moe(config: Any) -> Variant:
+    if config.n_group != 1:
+        raise ValueError(f"n_group is {config.n_group}; allowed: 1, as groups are not computed")
+    dense = frozenset(range(min(config.first_k_dense_replace, config.num_hidden_layers)))
+    return Variant(
+        bias="qkv" if config.attention_bias else "none",
+        qk_norm=config.use_qk_norm,
+        activation=_activation(config.hidden_act),
+        experts=Experts(
+            config.n_routed_experts,
+            config.num_experts_per_tok,
+            config.norm_topk_prob,
+            sigmoid_scores=True,
+            chosen_with_bias=True,
+            scale=float(config.routed_scaling_factor),
+            shared_size=config.moe_intermediate_size * config.n_shared_experts,
+            dense=dense,
+            dense_size=config.intermediate_size if dense else 0,
+        ),
+    )
+
+
 FAMILIES = {
     "LlamaForCausalLM": Family("llama", _llama),
     "MistralForCausalLM": Family("mistral", _mistral),
@@ -143,26 +194,27 @@ FAMILIES = {
         counts_scaled=True,
     ),
     "Qwen3_5ForCausalLM": Family("qwen3_5_text", _qwen3_5, norm_offset=1.0, partial_rotary=True),
+    "Qwen3_5MoeForCausalLM": Family(
+        "qwen3_5_moe_text", _qwen3_5_moe, norm_offset=1.0, partial_rotary=True
+    ),
+    "Qwen3NextForCausalLM": Family("qwen3_next", _qwen3_next, norm_offset=1.0, partial_rotary=True),
+    "Glm4MoeForCausalLM": Family(
+        "glm4_moe", _glm4_moe, partial_rotary=True, shared="shared_experts"
+    ),
 }
 """Families by the name in config.json's architectures."""
 
 TEXT_PARTS = {
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
 }
 """Text parts of models that also read images."""
 
 
-_SHARED_EXPERTS = "experts that every token has (shared experts)"
 MISSING = dict.fromkeys(
-    (
-        "Qwen3NextForCausalLM",
-        "Qwen3_5MoeForCausalLM",
-        "Qwen3_5MoeForConditionalGeneration",
-        "qwen3next",
-        "qwen35moe",
-    ),
-    _SHARED_EXPERTS,
+    ("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "deepseek2"),
+    "attention over latent keys and values (MLA)",
 )
 """Missing parts of other architectures, by name in config.json and in GGUF."""
 

@@ -15,6 +15,10 @@ _WHOLE = (
     "num_attention_heads",
     "num_experts",
     "num_experts_per_tok",
+    "n_routed_experts",
+    "n_shared_experts",
+    "decoder_sparse_step",
+    "shared_expert_intermediate_size",
     "max_position_embeddings",
     "linear_num_key_heads",
     "linear_num_value_heads",
@@ -28,7 +32,12 @@ _WHOLE_OR_NULL = (
     "sliding_window",
     "original_max_position_embeddings",
 )
-_NUMBERS = ("rms_norm_eps", "query_pre_attn_scalar", "rope_local_base_freq")
+_NUMBERS = (
+    "rms_norm_eps",
+    "query_pre_attn_scalar",
+    "rope_local_base_freq",
+    "routed_scaling_factor",
+)
 _NUMBERS_OR_NULL = ("rope_theta", "partial_rotary_factor")
 _BOOLEANS = (
     "tie_word_embeddings",
@@ -36,6 +45,7 @@ _BOOLEANS = (
     "mlp_bias",
     "use_sliding_window",
     "norm_topk_prob",
+    "use_qk_norm",
 )
 _DTYPES = ("float32", "bfloat16", "float16")
 _TEXTS = ("hidden_act", "hidden_activation")

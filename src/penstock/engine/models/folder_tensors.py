@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ _PREFIXES = {
     "language_model.lm_head.": "lm_head.",
 }
 """Old and new spellings of a text part's tensor names."""
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 class FolderTensors:
@@ -44,7 +46,7 @@ class FolderTensors:
         self._names = {_text_name(name): name for name in self._file_of}
 
     def has(self, name: str) -> bool:
-        return name in self._names
+        return name in self._names or self._fused(name) is not None
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         if not self._is_grouped(name, shape):
@@ -59,8 +61,7 @@ class FolderTensors:
         if tensor.dtype not in DTYPES:
             allowed = ", ".join(map(str, DTYPES))
             raise CheckpointError(
-                f"{self._file_of[self._names[name]]}: tensor {name} is {tensor.dtype}; "
-                f"allowed: {allowed}"
+                f"{self._where(name)}: tensor {name} is {tensor.dtype}; allowed: {allowed}"
             )
         out.copy_(tensor)
         self._require_finite(name, out)
@@ -68,10 +69,36 @@ class FolderTensors:
     def _require_finite(self, name: str, values: torch.Tensor) -> None:
         """Raises CheckpointError."""
         if not is_finite(values):
-            where = self._file_of[self._names[name]] if name in self._names else self._path
-            raise CheckpointError(f"{where}: tensor {name} {NOT_FINITE}")
+            raise CheckpointError(f"{self._where(name)}: tensor {name} {NOT_FINITE}")
+
+    def _where(self, name: str) -> Path:
+        return self._file_of[self._names[name]] if name in self._names else self._path
+
+    def _fused(self, name: str) -> tuple[str, int, str] | None:
+        """Return the tensor of all experts that holds one's matrix, its number and its use."""
+        found = _EXPERT.fullmatch(name)
+        if found is None:
+            return None
+        every = f"{found[1]}.{'down' if found[3] == 'down' else 'gate_up'}_proj"
+        return (every, int(found[2]), found[3]) if every in self._names else None
+
+    def _of_expert(self, every: str, index: int, use: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return an expert's matrix. Raises CheckpointError."""
+        file = self._file_of[self._names[every]]
+        found = self._handle(file).get_slice(self._names[every])
+        rows = shape[0] * (1 if use == "down" else 2)
+        if found.get_shape()[1:] != [rows, *shape[1:]] or index >= found.get_shape()[0]:
+            raise CheckpointError(
+                f"{file}: tensor {every} has shape {tuple(found.get_shape())}; config.json asks "
+                f"for {(rows, *shape[1:])} of each expert, and for expert {index}"
+            )
+        start = shape[0] if use == "up" else 0
+        matrix: torch.Tensor = found[index, start : start + shape[0]]
+        return matrix
 
     def _stored(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if name not in self._names and (fused := self._fused(name)) is not None:
+            return self._of_expert(*fused, shape)
         if name not in self._names:
             raise CheckpointError(f"{self._path}: tensor {name} is missing; shape {shape} expected")
         name = self._names[name]

@@ -28,21 +28,25 @@ class DenseMlp:
 class ExpertMlp:
     """Mixture of experts: a token's most probable experts, weighted by probability.
 
-    Results are added in ascending order of experts.
+    Results are added in ascending order of experts, then that of the shared ones.
 
-    router:  [experts, hidden_size], float32
+    router:  [experts (+ 1), hidden_size], float32; the last row gates the shared ones
+    bias:    [experts], for the choice alone
     gate_up: [experts, 2 * intermediate_size, hidden_size]
     down:    [experts, hidden_size, intermediate_size]"""
 
     router: torch.Tensor
+    bias: torch.Tensor | None
     gate_up: torch.Tensor
     down: torch.Tensor
+    shared: DenseMlp | None
     experts: Experts
     activation: Activation
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Return residual + MLP(x), both [num_tokens, hidden_size]."""
-        shares, chosen = self._route(x)
+        logits = F.linear(x.float(), self.router)
+        shares, chosen = self._route(logits[:, : self.experts.count], x.dtype)
         order = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=self.experts.count).tolist()
         out = torch.zeros_like(x)
@@ -53,15 +57,22 @@ class ExpertMlp:
             gate, up = F.linear(x.index_select(0, rows), self.gate_up[expert]).chunk(2, dim=1)
             found = F.linear(_activated(self.activation, gate).mul_(up), self.down[expert])
             out.index_add_(0, rows, found * shares.flatten()[places, None])
+        if self.shared is not None:
+            found = self.shared.add_to(torch.zeros_like(x), x)
+            if self.experts.gates_shared:
+                found *= logits[:, -1:].sigmoid().to(x.dtype)
+            out += found
         return residual + out
 
-    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _route(self, logits: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each token's expert weights and numbers: [num_tokens, per_token]."""
-        probabilities = F.linear(x.float(), self.router).softmax(dim=-1)
-        shares, chosen = probabilities.topk(self.experts.per_token, dim=-1)
+        scores = logits.sigmoid() if self.experts.sigmoid_scores else logits.softmax(dim=-1)
+        ranked = scores if self.bias is None else scores + self.bias
+        chosen = ranked.topk(self.experts.per_token, dim=-1).indices
+        shares = scores.gather(1, chosen)
         if self.experts.norm_topk_prob:
             shares /= shares.sum(dim=-1, keepdim=True)
-        return shares.to(x.dtype), chosen
+        return (shares * self.experts.scale).to(dtype), chosen
 
 
 def _activated(activation: Activation, gate: torch.Tensor) -> torch.Tensor:

@@ -30,19 +30,36 @@ class SlidingWindow:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Mixture of experts in every layer's MLP.
+    """Mixture of experts in the layers' MLPs.
 
-    norm_topk_prob: the probabilities of the chosen experts are normalised to sum to 1."""
+    norm_topk_prob: the scores of the chosen experts are normalised to sum to 1
+    sigmoid_scores: a logit's sigmoid is its score, else the softmax of all
+    chosen_with_bias: a bias is added to the scores for the choice, and not to what they weigh
+    scale:        factor on the scores of the chosen ones
+    shared_size:  inner size of the experts that every token has, together; 0: none
+    gates_shared: what these give is multiplied by the sigmoid of a row of the router
+    dense:        numbers of layers without experts, and their inner size"""
 
     count: int
     per_token: int
     norm_topk_prob: bool
+    sigmoid_scores: bool = False
+    chosen_with_bias: bool = False
+    scale: float = 1.0
+    shared_size: int = 0
+    gates_shared: bool = False
+    dense: frozenset[int] = frozenset()
+    dense_size: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_token <= self.count:
             raise ValueError(
                 f"num_experts_per_tok is {self.per_token}; allowed: 1..{self.count} (num_experts)"
             )
+
+    @property
+    def router_rows(self) -> int:
+        return self.count + self.gates_shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +68,8 @@ class DeltaNet:
 
     layers: numbers of these layers
     kernel: rows of the short convolution before it
-    strided: value heads of key head i are i, i + key_heads, …; else they lie side by side"""
+    strided: value heads of key head i are i, i + key_heads, …; else they lie side by side
+    mixed:   matrices of a checkpoint that have a key head's rows of several projections together"""
 
     layers: frozenset[int]
     key_heads: int
@@ -60,6 +78,7 @@ class DeltaNet:
     value_dim: int
     kernel: int
     strided: bool = False
+    mixed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.value_heads % self.key_heads:

@@ -16,6 +16,7 @@ from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.families import FAMILIES
 from penstock.engine.models.formats import open_checkpoint
 from penstock.engine.models.quantized import QuantizedMatrix, Stored, Weight
+from penstock.engine.models.variant import DeltaNet
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ _HEAD_NORMS = {
 class WeightSpec:
     """Name and shape of a tensor, and the checkpoint tensors that are stacked along its rows.
 
-    offset: added to them. orders: of each source's rows, where it is not the checkpoint's."""
+    offset: added to them. orders: the rows taken of each source, if not all as they are."""
 
     name: str
     shape: tuple[int, ...]
@@ -43,7 +44,8 @@ class WeightSpec:
     @property
     def stays_float32(self) -> bool:
         """True for norms, routers and what a recurrent state depends on: float32 in any dtype."""
-        return self.name.endswith(("norm", "router", ".conv", ".dt_bias", ".a_log"))
+        names = ("norm", "router", "router_bias", ".conv", ".dt_bias", ".a_log")
+        return self.name.endswith(names)
 
 
 def weight_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
@@ -73,9 +75,12 @@ def weight_specs(config: DecoderConfig) -> Iterator[WeightSpec]:
     norm                      [hidden_size]
     lm_head                   [vocab_size, hidden_size], unless config.tie_word_embeddings
 
-    With variant.experts gate_up and down have a leading axis of experts, and there is
+    With variant.experts gate_up and down have a leading axis of experts, and there are
 
-    layers.I.router           [experts, hidden_size]
+    layers.I.router           [experts, hidden_size]; with gates_shared one row more, its last
+    layers.I.router_bias      [experts], if chosen_with_bias
+    layers.I.shared_gate_up   [2 * shared_size, hidden_size], if there are shared experts
+    layers.I.shared_down      [hidden_size, shared_size]
 
     Recurrent layers have, in place of everything from qkv to o_bias,
 
@@ -236,7 +241,7 @@ def _layer_specs(
     if variant.post_norms:
         yield norm("o_norm", "post_attention_layernorm")
     yield norm("post_norm", family.post_norm)
-    yield from _mlp_specs(config, ours, theirs)
+    yield from _mlp_specs(config, index, ours, theirs)
     if variant.post_norms:
         yield norm("down_norm", "post_feedforward_layernorm")
 
@@ -287,10 +292,13 @@ def _delta_specs(config: DecoderConfig, ours: str, theirs: str) -> Iterator[Weig
     delta, hidden = config.variant.delta, config.hidden_size
     assert delta is not None
     heads, size = delta.value_heads, delta.value_size
-    yield _spec(f"{ours}.linear_qkv", (f"{theirs}.in_proj_qkv.weight", (delta.conv_size, hidden)))
-    yield _spec(f"{ours}.linear_z", (f"{theirs}.in_proj_z.weight", (size, hidden)))
-    yield _spec(f"{ours}.beta", (f"{theirs}.in_proj_b.weight", (heads, hidden)))
-    yield _spec(f"{ours}.alpha", (f"{theirs}.in_proj_a.weight", (heads, hidden)))
+    for name, (apart, mixed, order) in _projections(delta).items():
+        if mixed not in delta.mixed:
+            yield _spec(f"{ours}.{name}", (f"{theirs}.{apart}.weight", (len(order), hidden)))
+            continue
+        rows = 2 * heads if mixed == "in_proj_ba" else delta.conv_size + size
+        spec = _spec(f"{ours}.{name}", (f"{theirs}.{mixed}.weight", (rows, hidden)))
+        yield replace(spec, shape=(len(order), hidden), orders=(order,))
     yield _spec(f"{ours}.conv", (f"{theirs}.conv1d.weight", (delta.conv_size, 1, delta.kernel)))
     yield _spec(f"{ours}.dt_bias", (f"{theirs}.dt_bias", (heads,)))
     yield _spec(f"{ours}.a_log", (f"{theirs}.A_log", (heads,)))
@@ -298,23 +306,55 @@ def _delta_specs(config: DecoderConfig, ours: str, theirs: str) -> Iterator[Weig
     yield _spec(f"{ours}.o", (f"{theirs}.out_proj.weight", (hidden, size)))
 
 
-def _mlp_specs(config: DecoderConfig, ours: str, theirs: str) -> Iterator[WeightSpec]:
-    names, experts = FAMILIES[config.architecture].gate_up, config.variant.experts
-    hidden, inner = config.hidden_size, config.intermediate_size
-    own: tuple[int, ...] = ()
-    folders = [f"{theirs}.mlp"]
-    if experts is not None:
-        own = (experts.count,)
-        folders = [f"{theirs}.mlp.experts.{i}" for i in range(experts.count)]
-        yield _spec(f"{ours}.router", (f"{theirs}.mlp.gate.weight", (experts.count, hidden)))
+def _projections(delta: DeltaNet) -> dict[str, tuple[str, str, torch.Tensor]]:
+    """Return where the projections of a recurrent layer lie in a checkpoint, by their names here.
+
+    That is a matrix of its own, or one that mixes several, by key heads, and which of its rows."""
+    key, value = delta.key_dim, delta.value_size // delta.key_heads
+    rows = torch.arange(delta.conv_size + delta.value_size).view(delta.key_heads, -1)
+    *qkv, z = (x.flatten() for x in rows.split((key, key, value, value), dim=1))
+    gates = torch.arange(2 * delta.value_heads).view(delta.key_heads, 2, -1)
+    return {
+        "linear_qkv": ("in_proj_qkv", "in_proj_qkvz", torch.cat(qkv)),
+        "linear_z": ("in_proj_z", "in_proj_qkvz", z),
+        "beta": ("in_proj_b", "in_proj_ba", gates[:, 0].flatten()),
+        "alpha": ("in_proj_a", "in_proj_ba", gates[:, 1].flatten()),
+    }
+
+
+def _mlp_specs(config: DecoderConfig, index: int, ours: str, theirs: str) -> Iterator[WeightSpec]:
+    family, experts = FAMILIES[config.architecture], config.variant.experts
+    hidden, inner, folder = config.hidden_size, config.inner_size(index), f"{theirs}.mlp"
+    if experts is None or index in experts.dense:
+        yield from _gate_up_down(config, f"{ours}.", [folder], inner)
+        return
+    router = [(f"{folder}.gate.weight", (experts.count, hidden))]
+    if experts.gates_shared:
+        router.append((f"{folder}.{family.shared}_gate.weight", (1, hidden)))
+    yield _spec(f"{ours}.router", *router)
+    if experts.chosen_with_bias:
+        bias = f"{folder}.gate.e_score_correction_bias"
+        yield _spec(f"{ours}.router_bias", (bias, (experts.count,)))
+    folders = [f"{folder}.experts.{i}" for i in range(experts.count)]
+    yield from _gate_up_down(config, f"{ours}.", folders, inner, experts.count)
+    if experts.shared_size:
+        folders = [f"{folder}.{family.shared}"]
+        yield from _gate_up_down(config, f"{ours}.shared_", folders, experts.shared_size)
+
+
+def _gate_up_down(
+    config: DecoderConfig, ours: str, folders: list[str], inner: int, *own: int
+) -> Iterator[WeightSpec]:
+    """Yield the matrices of an MLP. own: the leading axis of experts, which have a folder each."""
+    names, hidden = FAMILIES[config.architecture].gate_up, config.hidden_size
     gate_up = (2 * inner // len(names), hidden)
     yield WeightSpec(
-        f"{ours}.gate_up",
+        f"{ours}gate_up",
         (*own, 2 * inner, hidden),
         tuple((f"{folder}.{name}.weight", gate_up) for folder in folders for name in names),
     )
     yield WeightSpec(
-        f"{ours}.down",
+        f"{ours}down",
         (*own, hidden, inner),
         tuple((f"{folder}.down_proj.weight", (hidden, inner)) for folder in folders),
     )
@@ -325,11 +365,15 @@ def _assemble(tensors: Tensors, spec: WeightSpec, dtype: torch.dtype) -> torch.T
     rows = out.view(-1, *spec.sources[0][1][1:])
     start = 0
     for index, (name, shape) in enumerate(spec.sources):
-        own = rows[start : start + shape[0]]
-        tensors.read(name, own)
-        if spec.orders:
-            own.copy_(own[spec.orders[index]])
-        start += shape[0]
+        order = spec.orders[index] if spec.orders else None
+        own = rows[start : start + (shape[0] if order is None else len(order))]
+        if order is None:
+            tensors.read(name, own)
+        else:
+            every = own.new_empty(shape)
+            tensors.read(name, every)
+            torch.index_select(every, 0, order, out=own)
+        start += len(own)
     return out if spec.offset == 0 else out.add_(spec.offset)
 
 
@@ -357,7 +401,9 @@ def _stored(
             tensors.read(name, values)
             stored.append(values if order is None else values[order])
         else:
-            stored.append(part if order is None else replace(part, data=part.data[order]))
+            rows = part.rows if order is None else len(order)
+            data = part.data if order is None else part.data[order]
+            stored.append(replace(part, rows=rows, data=data))
     return tuple(stored) if len(stored) > 1 else stored[0]
 
 

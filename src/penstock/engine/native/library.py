@@ -24,6 +24,7 @@ FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 LAYER_MATRICES = ("query", "key", "value", "o", "gate", "up", "down")
 DELTA_MATRICES = ("linear_qkv", "linear_z", "beta", "alpha")
 DELTA_VECTORS = ("conv", "dt_bias", "rate", "linear_norm")
+SHARED_MATRICES = ("shared_gate", "shared_up", "shared_down")
 DELTA_SIZES = ("key_heads", "value_heads", "key_dim", "value_dim", "kernel", "strided")
 HEAD_NORMS = ("embed_norm", "hidden_norm", "norm")
 LAYER_VECTORS = (
@@ -37,6 +38,8 @@ LAYER_VECTORS = (
     "o_norm",
     "down_norm",
 )
+MATRICES = (*LAYER_MATRICES, "router", "query_gate", *DELTA_MATRICES, *SHARED_MATRICES)
+VECTORS = (*LAYER_VECTORS, *DELTA_VECTORS, "router_bias")
 CONFIG_SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -66,6 +69,9 @@ class LayerWeights(Structure):
         ("query_gate", Matrix),
         *((name, Matrix) for name in DELTA_MATRICES),
         *((name, c_void_p) for name in (*DELTA_VECTORS, "states", "kept")),
+        *((name, Matrix) for name in SHARED_MATRICES),
+        ("router_bias", c_void_p),
+        *((name, c_int32) for name in ("inner_size", "shared_size")),
     ]
 
 
@@ -90,6 +96,8 @@ class ModelWeights(Structure):
         *((name, c_int32) for name in (*DELTA_SIZES, "num_slots", "most_kept")),
         ("head_fc", Matrix),
         *((f"head_{name}", c_void_p) for name in HEAD_NORMS),
+        *((name, c_int32) for name in ("sigmoid_scores", "gates_shared")),
+        ("expert_scale", c_float),
     ]
 
 

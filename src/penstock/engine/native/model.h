@@ -24,7 +24,7 @@ struct LayerWeights {
   void *keys, *values;
   int32_t window;  // positions that a row sees, at most max_positions
   const float *rope_cos, *rope_sin;  // [max_positions, round_up(head_dim / 2, kLanes)]
-  // [num_experts, hidden_size], float32. With it gate, up and down are those of all experts, each
+  // [num_experts (+ 1), hidden_size], float32; the last row gates the shared experts. With it gate, up and down are those of all experts, each
   // expert's columns padded to whole panels. Null: a dense MLP.
   penstock::Matrix router;
   // Attention's gates, by head as the queries. Null: none.
@@ -35,6 +35,10 @@ struct LayerWeights {
   const float *conv, *dt_bias, *rate, *linear_norm;  // conv: [kernel, conv_stride]
   float* states;  // [num_slots, value_heads, key_dim * round_up(value_dim, kLanes)]
   float* kept;    // [num_slots, kernel - 1 + most_kept, inputs_stride]: see delta.h
+  // An MLP beside the chosen experts: those that every row has. Null: none.
+  penstock::Matrix shared_gate, shared_up, shared_down;
+  const float* router_bias;         // [num_experts], for the choice alone; null: none
+  int32_t inner_size, shared_size;  // of the MLP or each expert; of the shared ones together
 };
 
 struct ModelWeights {
@@ -57,6 +61,8 @@ struct ModelWeights {
   // and the state before; norms of both, and behind the layer. Null: none.
   penstock::Matrix head_fc;
   const float *head_embed_norm, *head_hidden_norm, *head_norm;
+  int32_t sigmoid_scores, gates_shared;  // of experts
+  float expert_scale;                    // of their shares
 };
 
 // RaggedBatch of batch.py. `values` holds its arrays one after the other, in the order below.
@@ -229,6 +235,7 @@ struct Model {
   Buffer chain;                // its own states in a draft, of this step and the one before
   Buffer no_state;             // zeros
   Routing routing;
+  size_t hidden_floats = 0;  // of a row, in the layer that needs the most
 
   explicit Model(const ModelWeights& given)
       : weights(given),
@@ -236,8 +243,14 @@ struct Model {
         shape{given.head_dim, given.num_kv_heads, given.block_size, given.kv_kind},
         scratch(given.num_threads),
         thread_limit(given.num_threads),
-        routing(given.num_experts, given.experts_per_token, given.norm_topk_prob) {
+        routing(given.num_experts, given.experts_per_token, given.norm_topk_prob,
+                given.sigmoid_scores, given.gates_shared, given.expert_scale) {
     weights.layers = layers.data();
+    for (const LayerWeights& layer : layers) {
+      const size_t each = layer.router.data ? weights.experts_per_token : 1;
+      hidden_floats = std::max({hidden_floats, each * inner_stride(layer.inner_size),
+                                inner_stride(layer.shared_size)});
+    }
     for (ThreadScratch& s : scratch) prepare(s);
     splits.reserve(split_floats());
     no_state.reserve(residual_stride());
@@ -258,8 +271,8 @@ struct Model {
   int head_width() const { return round_up(weights.head_dim, kPanel); }
   // One panel more than needed: rows a power of two apart would share few cache sets.
   size_t residual_stride() const { return round_up(weights.hidden_size, kPanel) + kPanel; }
-  size_t hidden_stride() const { return round_up(weights.intermediate_size, kPanel) + kPanel; }
-  size_t router_stride() const { return round_up(weights.num_experts, kPanel); }
+  size_t inner_stride(int inner_size) const { return round_up(inner_size, kPanel) + kPanel; }
+  size_t router_stride() const { return round_up(routing.router_rows(), kPanel); }
   int value_size() const { return weights.value_heads * weights.value_dim; }
   int conv_size() const { return 2 * weights.key_heads * weights.key_dim + value_size(); }
   // Also of what recurrent layers give.
@@ -283,7 +296,7 @@ struct Model {
     residual.reserve(rows * residual_stride());
     query.reserve(rows * query_stride());
     attended.reserve(rows * query_stride());
-    hidden.reserve(rows * weights.experts_per_token * hidden_stride());
+    hidden.reserve(rows * hidden_floats);
     if (has_post_norms()) projected.reserve(rows * residual_stride());
     if (is_gated()) query_gate.reserve(rows * query_stride());
     if (weights.value_heads) {

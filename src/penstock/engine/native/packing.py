@@ -249,19 +249,21 @@ class Packer:
         layout, config = self._layout, self._layout.config
         prefix, _, last = name.rpartition(".")
         fields: tuple[str, ...]
-        delta = config.variant.delta
+        delta, experts = config.variant.delta, config.variant.experts
         if last == "qkv":
             sizes = [config.q_size, config.kv_size, config.kv_size]
             fields, width = ("query", "key", "value"), config.head_dim
             if config.variant.gated:
                 fields, sizes = ("query", "query_gate", "key", "value"), [config.q_size, *sizes]
-        elif last == "gate_up":
-            width = config.intermediate_size
-            fields, sizes = ("gate", "up"), [width] * 2
+        elif last in ("gate_up", "shared_gate_up"):
+            width, own = config.inner_size(int(prefix.rpartition(".")[2])), ""
+            if last != "gate_up" and experts is not None:
+                width, own = experts.shared_size, "shared_"
+            fields, sizes = (f"{own}gate", f"{own}up"), [width] * 2
         else:
             width = config.vocab_size if last == "lm_head" else config.hidden_size
-            if last == "router" and config.variant.experts is not None:
-                width = config.variant.experts.count
+            if last == "router" and experts is not None:
+                width = experts.router_rows
             if last in DELTA_MATRICES and delta is not None:
                 widths = {"linear_qkv": delta.conv_size, "linear_z": delta.value_size}
                 width = widths.get(last, delta.value_heads)

@@ -100,7 +100,7 @@ class Pass {
         upcoming_(model, plan, worker.id, worker.size) {}
 
   static int num_phases(const Model& model) {
-    const int by_layer = model.weights.num_experts ? 10 : model.has_post_norms() ? 8 : 6;
+    const int by_layer = model.weights.num_experts ? 12 : model.has_post_norms() ? 8 : 6;
     // Gated and recurrent layers have one more, and a head four behind the model's.
     return 7 + (by_layer + 1) * model.weights.num_layers;
   }
@@ -144,9 +144,10 @@ class Pass {
     add_projection(model_.attended, model_.query_stride(), attended_size, layer.o, layer.o_bias,
                    layer.o_norm);
     if (layer.router.data) return mix_experts(layer);
-    gate(layer, chunks_for(plan_.num_rows(), layer.gate, weights_.hidden_size));
-    add_projection(model_.hidden, model_.hidden_stride(), weights_.intermediate_size, layer.down,
-                   nullptr, layer.down_norm);
+    gate(layer, {&layer.gate, &layer.up}, layer.inner_size,
+         chunks_for(plan_.num_rows(), layer.gate, weights_.hidden_size));
+    add_projection(model_.hidden, model_.inner_stride(layer.inner_size), layer.inner_size,
+                   layer.down, nullptr, layer.down_norm);
   }
 
   // --- the head -----------------------------------------------------------------------------------
@@ -506,9 +507,10 @@ class Pass {
     return floats > model_.split_floats() ? 1 : splits;
   }
 
-  // residual += input x matrix (+ bias), or that product's RMSNorm, for which whole rows are needed
+  // residual += input x matrix (+ bias), or that product's RMSNorm, for which whole rows are needed.
+  // gated: a row's product is multiplied by its opening.
   void add_projection(const Buffer& input, size_t stride, int k_size, const Matrix& matrix,
-                      const float* bias, const float* norm) {
+                      const float* bias, const float* norm, bool gated = false) {
     const Chunks chunks = chunks_for(plan_.num_rows(), matrix, k_size);
     const int panels = round_up(weights_.hidden_size, kPanel) / kPanel;
     project(
@@ -520,6 +522,7 @@ class Pass {
             for (int i = 0; i < width * kPanel; i += kLanes) {
               VecF value = load(tile + r * kTileStride + i);
               if (bias) value += load(bias + panel * kPanel + i);
+              if (gated) value *= splat(model_.routing.openings[row + r]);
               store(target + i, norm ? value : load(target + i) + value);
             }
           }
@@ -538,14 +541,15 @@ class Pass {
 
   VecF activated(VecF x) const { return weights_.gelu_tanh ? gelu_tanh(x) : silu(x); }
 
-  // hidden = activated(gate) * up, of all rows or of every expert's
+  // hidden = activated(first matrix's) * second's, of all rows or of every expert's
   template <class Cut>
-  void gate(const LayerWeights& layer, const Cut& chunks) {
-    const int panels = round_up(weights_.intermediate_size, kPanel) / kPanel;
-    const size_t stride = model_.hidden_stride();
+  void gate(const LayerWeights& layer, const Matrix* const (&matrices)[2], int inner_size,
+            const Cut& chunks) {
+    const int panels = round_up(inner_size, kPanel) / kPanel;
+    const size_t stride = model_.inner_stride(inner_size);
     project(
-        chunks, {&layer.gate, &layer.up}, weights_.hidden_size, panels,
-        group_for(chunks, layer.gate, panels), model_.residual_stride(),
+        chunks, matrices, weights_.hidden_size, panels, group_for(chunks, *matrices[0], panels),
+        model_.residual_stride(),
         [&](int chunk) {
           return normed(chunks.size(chunk), layer.post_norm,
                         [&](int i) { return chunks.row(chunk, i); });
@@ -560,18 +564,20 @@ class Pass {
         });
   }
 
-  // residual += the sum of what a row's experts give, each times its share, in ascending order
+  // residual += the sum of what a row's experts give, each times its share, in ascending order; then
+  // what the shared ones give, computed from the same input
   void mix_experts(const LayerWeights& layer) {
     const int num_rows = plan_.num_rows(), per_token = weights_.experts_per_token;
     const int most = std::min(chunk_rows(layer.gate, weights_.hidden_size),
-                              chunk_rows(layer.down, weights_.intermediate_size));
+                              chunk_rows(layer.down, layer.inner_size));
     const ExpertChunks chunks(model_.routing, num_rows, most);
     route(layer, most);
-    gate(layer, chunks);
+    gate(layer, {&layer.gate, &layer.up}, layer.inner_size, chunks);
     const int panels = round_up(weights_.hidden_size, kPanel) / kPanel;
-    const size_t hidden_stride = model_.hidden_stride(), stride = model_.residual_stride();
+    const size_t hidden_stride = model_.inner_stride(layer.inner_size);
+    const size_t stride = model_.residual_stride();
     project(
-        chunks, {&layer.down}, weights_.intermediate_size, panels,
+        chunks, {&layer.down}, layer.inner_size, panels,
         group_for(chunks, layer.down, panels), hidden_stride,
         [&](int chunk) { return model_.hidden.get() + chunks.first(chunk) * hidden_stride; },
         [&](int row, int height, int panel, int width, const float* tile) {
@@ -579,6 +585,9 @@ class Pass {
             std::memcpy(model_.mixed.get() + (row + r) * stride + panel * kPanel,
                         tile + r * kTileStride, width * kPanel * sizeof(float));
         });
+    if (layer.shared_up.data)
+      gate(layer, {&layer.shared_gate, &layer.shared_up}, layer.shared_size,
+           chunks_for(num_rows, layer.shared_gate, weights_.hidden_size));
     worker_.for_each(num_rows, [&](int64_t row) {
       float* target = residual((int)row);
       const int32_t* places = model_.routing.places.data() + row * per_token;
@@ -590,15 +599,18 @@ class Pass {
         store(target + i, load(target + i) + sum);
       }
     });
+    if (layer.shared_up.data)
+      add_projection(model_.hidden, model_.inner_stride(layer.shared_size), layer.shared_size,
+                     layer.shared_down, nullptr, nullptr, model_.routing.gates_shared);
   }
 
   // model.routing = each row's experts, and each expert's rows in chunks of at most `most`
   void route(const LayerWeights& layer, int most) {
     const size_t stride = model_.router_stride();
-    project_normed<1>(layer.post_norm, {&layer.router}, weights_.num_experts,
+    project_normed<1>(layer.post_norm, {&layer.router}, model_.routing.router_rows(),
                       [&](int row, int) { return model_.router.get() + row * stride; });
     worker_.for_each(plan_.num_rows(), [&](int64_t row) {
-      model_.routing.choose((int)row, model_.router.get() + row * stride);
+      model_.routing.choose((int)row, model_.router.get() + row * stride, layer.router_bias);
     });
     worker_.for_each(1, [&](int64_t) { model_.routing.group(plan_.num_rows(), most); });
   }

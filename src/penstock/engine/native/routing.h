@@ -22,16 +22,27 @@ struct Routing {
   std::vector<int32_t> rows;    // by expert, then by row
   std::vector<int32_t> starts;  // [num_experts + 1]: each expert's first place in `rows`
   std::vector<ExpertChunk> chunks;
+  const bool by_sigmoid;        // of a logit, else by the softmax of all
+  const bool gates_shared;      // the router's last row gates the experts that every row has
+  const float scale;            // of the shares
+  std::vector<float> openings;  // [rows]: sigmoids of these gates
 
-  Routing(int num_experts, int per_token, bool is_normalised)
+  Routing(int num_experts, int per_token, bool is_normalised, bool by_sigmoid, bool gates_shared,
+          float scale)
       : num_experts(num_experts),
         per_token(per_token),
         is_normalised(is_normalised),
-        starts(num_experts + 1) {}
+        starts(num_experts + 1),
+        by_sigmoid(by_sigmoid),
+        gates_shared(gates_shared),
+        scale(scale) {}
+
+  int router_rows() const { return num_experts + gates_shared; }
 
   void reserve(size_t num_rows) {
     for (auto* each : {&chosen, &places, &rows}) each->resize(num_rows * per_token);
     shares.resize(num_rows * per_token);
+    openings.resize(num_rows);
     chunks.reserve(most_chunks((int)num_rows, 1));
   }
 
@@ -41,25 +52,31 @@ struct Routing {
     return std::min(num_experts, places) + (num_rows > most ? places / most : 0);
   }
 
-  // The experts with the largest logits, the first ones among equals, and their softmax, for which
-  // `logits` is overwritten up to a whole vector.
-  void choose(int row, float* logits) {
+  // The experts with the largest logits, or sigmoids of them with `bias` added (null: none), the
+  // first ones among equals, and their shares, for which `logits` is overwritten up to a whole
+  // vector.
+  void choose(int row, float* logits, const float* bias) {
     int32_t* best = chosen.data() + (size_t)row * per_token;
+    openings[row] = gates_shared ? sigmoid(splat(logits[num_experts]))[0] : 1.0f;
+    if (by_sigmoid)
+      for (int i = 0; i < num_experts; i += kLanes) store(logits + i, sigmoid(load(logits + i)));
+    auto score = [&](int i) { return bias ? logits[i] + bias[i] : logits[i]; };
     for (int i = 0, found = 0; i < num_experts; ++i) {
-      if (found == per_token && !(logits[i] > logits[best[found - 1]])) continue;
+      if (found == per_token && !(score(i) > score(best[found - 1]))) continue;
       int at = found < per_token ? found++ : found - 1;
-      for (; at > 0 && logits[i] > logits[best[at - 1]]; --at) best[at] = best[at - 1];
+      for (; at > 0 && score(i) > score(best[at - 1]); --at) best[at] = best[at - 1];
       best[at] = i;
     }
     const VecF highest = splat(logits[best[0]]);
     std::sort(best, best + per_token);
-    for (int i = 0; i < num_experts; i += kLanes)
-      store(logits + i, exp2_lanes((load(logits + i) - highest) * splat(kLog2E)));
-    float total = 0.0f;
-    for (int i = 0; i < (is_normalised ? per_token : num_experts); ++i)
+    if (!by_sigmoid)
+      for (int i = 0; i < num_experts; i += kLanes)
+        store(logits + i, exp2_lanes((load(logits + i) - highest) * splat(kLog2E)));
+    float total = is_normalised || !by_sigmoid ? 0.0f : 1.0f;
+    for (int i = 0; i < (is_normalised ? per_token : by_sigmoid ? 0 : num_experts); ++i)
       total += logits[is_normalised ? best[i] : i];
     for (int i = 0; i < per_token; ++i)
-      shares[(size_t)row * per_token + i] = logits[best[i]] / total;
+      shares[(size_t)row * per_token + i] = logits[best[i]] / total * scale;
   }
 
   // Sort the rows by expert, once all have chosen, and cut them into most_chunks chunks of at most

@@ -318,11 +318,13 @@ class NativeRunner(ModelRunner):
         }
         layers = (c.LayerWeights * config.num_all_layers)()
         for index, (layer, (keys, values)) in enumerate(zip(layers, self._cache, strict=True)):
-            for name in (*c.LAYER_MATRICES, "router", "query_gate", *c.DELTA_MATRICES):
+            for name in c.MATRICES:
                 setattr(layer, name, matrices.get(f"layers.{index}.{name}", c.Matrix()))
-            for name in (*c.LAYER_VECTORS, *c.DELTA_VECTORS):
+            for name in c.VECTORS:
                 tensor = vectors.get(f"layers.{index}.{name}")
                 setattr(layer, name, None if tensor is None else tensor.data_ptr())
+            layer.inner_size = config.inner_size(index)
+            layer.shared_size = 0 if experts is None else experts.shared_size
             if index in self._state_memory:
                 layer.states, layer.kept = (x.data_ptr() for x in self._state_memory[index])
             else:
@@ -357,6 +359,9 @@ class NativeRunner(ModelRunner):
                 for n in c.HEAD_NORMS
                 if config.has_head
             },
+            sigmoid_scores=experts is not None and experts.sigmoid_scores,
+            gates_shared=experts is not None and experts.gates_shared,
+            expert_scale=1.0 if experts is None else experts.scale,
         )
         model = self._library.penstock_create(ctypes.byref(described))
         if not model:

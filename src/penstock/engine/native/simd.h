@@ -157,6 +157,10 @@ PENSTOCK_INLINE VecF exp2_lanes(VecF x) {
 
 constexpr float kLog2E = 1.44269504088896340736f;
 
+PENSTOCK_INLINE VecF sigmoid(VecF x) {
+  return splat(1.0f) / (splat(1.0f) + exp2_lanes(x * splat(-kLog2E)));
+}
+
 PENSTOCK_INLINE VecF silu(VecF x) {
   return x / (splat(1.0f) + exp2_lanes(x * splat(-kLog2E)));
 }

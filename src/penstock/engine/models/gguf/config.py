@@ -22,11 +22,15 @@ _ARCHITECTURES = {
     "phi3": "Phi3ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "qwen35": "Qwen3_5ForCausalLM",
+    "qwen35moe": "Qwen3_5MoeForCausalLM",
+    "qwen3next": "Qwen3NextForCausalLM",
+    "glm4moe": "Glm4MoeForCausalLM",
 }
 """GGUF's architectures; Mistral's models are of architecture llama."""
 
 _COMPUTED = {
-    "qwen3moe": {"expert_count"},
+    **{name: {"expert_count"} for name in ("qwen3moe", "qwen35moe", "qwen3next")},
+    "glm4moe": {"expert_count", "expert_gating_func", "expert_weights_scale"},
     "phi3": {"attention.sliding_window"},
     "gemma3": {"attention.sliding_window", "attention.sliding_window_pattern"},
 }
@@ -61,6 +65,7 @@ _ONLY = {
     **dict.fromkeys(_REFUSED, 0),
     **{f"rope.scaling.yarn_{name}": value for name, value in _YARN.items()},
     **dict.fromkeys(("attention.causal", "expert_gating_func", "expert_weights_scale"), 1),
+    "expert_group_count": 1,
 }
 """The same, and others, with the values that are computed."""
 
@@ -72,9 +77,17 @@ _END_TEXTS = frozenset(
 
 _EMBEDDINGS = "token_embd.weight"
 _BIAS = "blk.0.attn_output.bias"
-_ALWAYS_FLOAT = (".ffn_gate_inp.weight", ".ssm_conv1d.weight", ".ssm_dt.bias")
+_ALWAYS_FLOAT = (
+    *(".ffn_gate_inp.weight", ".ssm_conv1d.weight", ".ssm_dt.bias"),
+    *(".ffn_gate_inp_shexp.weight", ".exp_probs_b.bias"),
+)
 """Ends of names of tensors that are float32 in any file."""
-_PARTLY_ROTATED = ("phi3", "qwen35")
+_SIGMOID = 2
+"""Number of the sigmoid in expert_gating_func."""
+_MIXED = {"in_proj_qkvz": ".ssm_in.weight", "in_proj_ba": ".ssm_ba.weight"}
+"""Matrices that mix projections of recurrent layers, by Hugging Face's names."""
+RECURRENT = ("qwen35", "qwen35moe", "qwen3next")
+_PARTLY_ROTATED = ("phi3", "glm4moe", *RECURRENT)
 
 
 class Metadata:
@@ -140,12 +153,14 @@ def config_json(file: GgufFile) -> dict[str, Any]:
         raise file.error(f"tensor {_EMBEDDINGS} {found}; shape (vocabulary, {hidden}) expected")
     heads = metadata.whole("attention.head_count")
     architecture = _ARCHITECTURES[metadata.architecture]
+    own = _own(file, metadata)
+    inner = own.get("moe_intermediate_size")  # also where all layers have experts
     return {
         "architectures": [architecture],
         "model_type": FAMILIES[architecture].model_type,
         "vocab_size": embeddings.shape[0],
         "hidden_size": hidden,
-        "intermediate_size": metadata.whole("feed_forward_length"),
+        "intermediate_size": metadata.whole("feed_forward_length", inner),
         "num_hidden_layers": metadata.num_layers,
         "num_attention_heads": heads,
         "num_key_value_heads": metadata.whole("attention.head_count_kv", heads),
@@ -159,11 +174,11 @@ def config_json(file: GgufFile) -> dict[str, Any]:
         "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
         "torch_dtype": _dtype(file),
         **_rope(file, metadata),
-        **_own(metadata),
+        **own,
     }
 
 
-def _own(metadata: Metadata) -> dict[str, Any]:
+def _own(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
     """Return the fields of some architectures only."""
     window = metadata.get("attention.sliding_window") or None
     if metadata.architecture == "phi3":
@@ -179,7 +194,7 @@ def _own(metadata: Metadata) -> dict[str, Any]:
             "rope_local_base_freq": metadata.number("rope.freq_base_swa", 10_000.0),
             "query_pre_attn_scalar": scaled_by,
         }
-    if metadata.architecture == "qwen35":
+    if metadata.architecture in RECURRENT:
         heads = metadata.whole("ssm.time_step_rank")
         return {
             "layer_types": _layer_types(metadata),
@@ -188,16 +203,43 @@ def _own(metadata: Metadata) -> dict[str, Any]:
             "linear_key_head_dim": metadata.whole("ssm.state_size"),
             "linear_value_head_dim": metadata.whole("ssm.inner_size") // heads,
             "linear_conv_kernel_dim": metadata.whole("ssm.conv_kernel"),
-            "linear_value_heads_strided": True,
+            "linear_value_heads_strided": metadata.architecture != "qwen3next",
+            "linear_mixed": [
+                name for name, end in _MIXED.items() if any(t.endswith(end) for t in file.tensors)
+            ],
+            **_experts(file, metadata),
         }
+    return _experts(file, metadata)
+
+
+def _experts(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
+    """Return the fields of experts, if there are any."""
+    if not metadata.get("expert_count"):
+        return {}
+    inner, is_glm = metadata.whole("expert_feed_forward_length"), metadata.architecture == "glm4moe"
+    fields = {
+        "n_routed_experts" if is_glm else "num_experts": metadata.whole("expert_count"),
+        "num_experts_per_tok": metadata.whole("expert_used_count"),
+        "moe_intermediate_size": inner,
+        "norm_topk_prob": bool(metadata.get("expert_weights_norm", not is_glm)),
+    }
     if metadata.architecture == "qwen3moe":
-        return {
-            "num_experts": metadata.whole("expert_count"),
-            "num_experts_per_tok": metadata.whole("expert_used_count"),
-            "moe_intermediate_size": metadata.whole("expert_feed_forward_length"),
-            "norm_topk_prob": bool(metadata.get("expert_weights_norm", True)),
-        }
-    return {}
+        return fields
+    if not is_glm:
+        shared = metadata.whole("expert_shared_feed_forward_length")
+        return fields | {"shared_expert_intermediate_size": shared}
+    if metadata.get("expert_gating_func", _SIGMOID) != _SIGMOID:
+        raise file.error(
+            f"{metadata.key('expert_gating_func')} is {metadata.get('expert_gating_func')!r}; "
+            f"allowed: {_SIGMOID} (sigmoid)"
+        )
+    return fields | {
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
+        "n_shared_experts": metadata.whole("expert_shared_count"),
+        "first_k_dense_replace": metadata.get("leading_dense_block_count", 0),
+        "routed_scaling_factor": metadata.number("expert_weights_scale", 0.0) or 1.0,
+    }
 
 
 def _layer_types(metadata: Metadata) -> list[str]:

@@ -7,10 +7,10 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from gguf import MODEL_ARCH, get_tensor_name_map
+from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
 from penstock.engine.models.checkpoint import HEAD_PROJECTION
-from penstock.engine.models.gguf.config import ROPE_TENSORS, Metadata
+from penstock.engine.models.gguf.config import RECURRENT, ROPE_TENSORS, Metadata
 from penstock.engine.models.gguf.file import GgufFile, TensorEntry
 from penstock.engine.models.gguf.values import read_values
 from penstock.engine.models.quantized import (
@@ -29,7 +29,8 @@ _HEAD_NAMES = {
     "mtp.pre_fc_norm_hidden.weight": "hnorm",
     "mtp.norm.weight": "shared_head_norm",
 }
-_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)(\..*)")
+_SHARED_GATE, _BIAS = ".shared_expert_gate.weight", ".e_score_correction_bias"
+_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(\w+)(\..*)")
 
 
 class GgufTensors:
@@ -38,17 +39,18 @@ class GgufTensors:
     Architecture llama stores the rotary pairs (i, i + head_dim / 2) of query and key rows side by
     side; they are put back into halves. Gemma's and Qwen3.5's norms include the 1 that Hugging
     Face's lack, and decays are stored as they are multiplied. The matrices of all experts are one
-    tensor. A layer behind the model's is that of a head that predicts further tokens (`mtp`)."""
+    tensor, in some files with gates and ups together. A layer behind the model's is that of a head
+    that predicts further tokens (`mtp`)."""
 
     def __init__(self, file: GgufFile) -> None:
         self._file = file
         self._known = set(ROPE_TENSORS)  # read with the configuration
         self._metadata = Metadata(file)
         architecture = self._metadata.architecture
-        kind = {arch.name.lower(): arch for arch in MODEL_ARCH}[architecture]
+        kind = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}[architecture]
         self._names = get_tensor_name_map(kind, self._metadata.whole("block_count"))
         self._pairs_rows = architecture == "llama"
-        self._norm_offset = 1.0 if architecture in ("gemma3", "qwen35") else 0.0
+        self._norm_offset = 1.0 if architecture in ("gemma3", *RECURRENT) else 0.0
         self._head = self._metadata.num_layers
         behind = range(self._head, self._metadata.whole("block_count"))
         prefixes = tuple(f"blk.{i}." for i in behind)
@@ -104,18 +106,25 @@ class GgufTensors:
         name = name.replace("mtp.layers.0.", f"model.layers.{self._head}.")
         if name.endswith(_DECAY):
             return str(self._names.get_name(name))
-        base, _, suffix = name.replace(".dt_bias", ".dt_proj.bias").rpartition(".")
+        name = name.replace(".dt_bias", ".dt_proj.bias").replace(_BIAS, ".e_score_correction.bias")
+        base, _, suffix = name.rpartition(".")
         return f"{self._names.get_name(base)}.{suffix}"
 
     def _entry(self, name: str, shape: tuple[int, ...]) -> TensorEntry:
         if (expert := _EXPERT.fullmatch(name)) is not None:
-            count = self._metadata.whole("expert_count")
-            every = self._entry(expert[1] + expert[3], (count, *shape))
-            size = every.num_bytes // count
-            start = every.start + int(expert[2]) * size
-            return replace(every, shape=shape, start=start, num_bytes=size)
+            folder, number, use, suffix = expert.groups()
+            count, fused = self._metadata.whole("expert_count"), f"{folder}.gate_up_proj{suffix}"
+            place, uses = int(number), 1
+            if use != "down_proj" and self.has(fused):
+                place, uses = 2 * place + (use == "up_proj"), 2
+            source = fused if uses == 2 else f"{folder}.{use}{suffix}"
+            every = self._entry(source, (count, uses * shape[0], *shape[1:]))
+            size = every.num_bytes // (count * uses)
+            return replace(every, shape=shape, start=every.start + place * size, num_bytes=size)
         if name.endswith(_CONV):  # without the axis of one input channel
             shape = (shape[0], *shape[2:])
+        if name.endswith(_SHARED_GATE):  # one row
+            shape = shape[1:]
         theirs = self._name(name)
         entry = self._file.tensors.get(theirs)
         if entry is None:

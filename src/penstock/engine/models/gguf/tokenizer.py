@@ -65,6 +65,7 @@ _CUTS = {
     "qwen35": _Cut(_QWEN35, nfc=True),
     "deepseek-r1-qwen": _Cut(_QWEN2),
     "dbrx": _Cut(_LLAMA3),
+    "glm4": _Cut(_LLAMA3, ignore_merges=True),
     "gpt-4o": _Cut(_GPT4O),
     "tekken": _Cut(_TEKKEN, ignore_merges=True, adds_bos=True),
     **dict.fromkeys(
