@@ -51,6 +51,7 @@ _ARCHITECTURES = {
     "phi3": gguf.MODEL_ARCH.PHI3,
     "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
     "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
+    "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
 }
 
 
@@ -201,6 +202,15 @@ def _own_metadata(config: Any, rope: dict[str, Any]) -> dict[str, Any]:
             "expert_used_count": config.num_experts_per_tok,
             "expert_feed_forward_length": config.moe_intermediate_size,
         }
+    if config.model_type == "gpt_oss":
+        return {
+            "expert_count": config.num_local_experts,
+            "expert_used_count": config.num_experts_per_tok,
+            "expert_feed_forward_length": config.intermediate_size,
+            "attention.sliding_window": config.sliding_window,
+            "rope.scaling.yarn_beta_fast": rope.get("beta_fast"),
+            "rope.scaling.yarn_beta_slow": rope.get("beta_slow"),
+        }
     if config.model_type == "qwen3_5_text":
         return {
             "ssm.conv_kernel": config.linear_conv_kernel_dim,
@@ -252,7 +262,7 @@ def _add_tensors(
         theirs = names.get_name(name, (".weight", ".bias"))
         if "linear_attn." in name and _add_delta_values(writer, config, names, name, parameter):
             continue
-        if parameter.dim() == 1:
+        if parameter.dim() == 1 or name.endswith(".bias"):
             is_centred = config.model_type in ("gemma3_text", "qwen3_5_text")
             values = parameter.numpy() + np.float32(is_centred and name.endswith("norm.weight"))
             writer.add_tensor(theirs, _interleaved(config, name, values))
@@ -305,7 +315,7 @@ def _strided(config: Any, name: str, shape: tuple[int, ...]) -> tuple[int, np.nd
 
 def _randomise(model: PreTrainedModel) -> None:
     for name, parameter in _parameters(model):
-        if parameter.dim() == 1:
+        if parameter.dim() == 1 or name.endswith(".bias"):
             low, high = (0.5, 1.5) if name.endswith("norm.weight") else (-1.0, 1.0)
             parameter.uniform_(low, high)
         else:
@@ -314,12 +324,26 @@ def _randomise(model: PreTrainedModel) -> None:
 
 def _parameters(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Experts' gates and ups apart."""
+    of_gpt_oss = model.config.model_type == "gpt_oss"
     for name, parameter in model.named_parameters():
-        if name.endswith("experts.gate_up_proj"):
+        if of_gpt_oss and ".experts." in name:
+            yield from _alternating(name, parameter)
+        elif name.endswith("experts.gate_up_proj"):
             for half, part in zip(("gate", "up"), parameter.chunk(2, dim=1), strict=True):
                 yield name.replace("gate_up_proj", f"{half}_proj.weight"), part
         else:
             yield name if name.endswith((".weight", ".bias")) else f"{name}.weight", parameter
+
+
+def _alternating(name: str, parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Of gpt-oss's experts: rows of gates and ups in turn, matrices transposed."""
+    base, kind = name.removesuffix("_bias"), "bias" if name.endswith("_bias") else "weight"
+    rows = parameter.transpose(1, 2) if kind == "weight" else parameter
+    if "down_proj" in name:
+        yield f"{base}.{kind}", rows
+        return
+    for start, half in enumerate(("gate", "up")):
+        yield base.replace("gate_up_proj", f"{half}_proj.{kind}"), rows[:, start::2]
 
 
 def _interleaved(config: Any, name: str, rows: np.ndarray) -> np.ndarray:

@@ -58,6 +58,7 @@ def test_every_type_gives_the_values_that_were_stored(kind: str, tmp_path: Path)
         "phi3-longrope-beyond",
         *("gemma3", "gemma3-scaled"),
         *("qwen3-5", "qwen3-5-even"),
+        "gpt-oss",
     ],
 )
 def test_every_architecture(case: str, tmp_path: Path) -> None:
@@ -72,17 +73,23 @@ def test_every_architecture(case: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits(native), expected, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0", "Q4_K_M", "MXFP4"])
-def test_experts(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *((kind, "qwen3-moe-norm") for kind in ("F32", "BF16", "Q8_0", "Q4_K_M", "MXFP4")),
+        *((kind, "gpt-oss") for kind in ("BF16", "Q4_K_M", "MXFP4")),
+    ],
+)
+def test_experts(kind: str, name: str, tmp_path: Path) -> None:
     """Quantised experts stay so in the kernels; of routers llama.cpp has floats."""
 
     def of(name: str) -> str:
-        if "mlp.gate." in name:
+        if "mlp.gate." in name or "mlp.router." in name:
             return "F32"
         return kind if kind != "Q4_K_M" else "Q6_K" if "down" in name else "Q4_K"
 
-    changes = CASES["qwen3-moe-norm"].changes | WIDE | {"moe_intermediate_size": 256}
-    case = dataclasses.replace(CASES["qwen3-moe-norm"], changes=changes)
+    changes = CASES[name].changes | WIDE | {"intermediate_size": 256, "moe_intermediate_size": 256}
+    case = dataclasses.replace(CASES[name], changes=changes)
     saved = write_gguf(tmp_path / "model.gguf", case, of)
     expected = saved.logits(IDS)
     torch.testing.assert_close(logits(eager(saved.path)), expected, atol=2e-4, rtol=2e-4)

@@ -41,7 +41,7 @@ class Layer:
     """Weights of one layer. Matrices are [in, out]; widening ones are contiguous so.
 
     o_norm, down_norm: norms of attention's and the MLP's output before the residual is added.
-    delta: of a recurrent layer."""
+    delta: of a recurrent layer. sinks: [num_heads] float32."""
 
     input_norm: RmsNorm
     qkv: torch.Tensor
@@ -54,6 +54,7 @@ class Layer:
     mlp: DenseMlp | ExpertMlp
     down_norm: RmsNorm | None
     delta: DeltaWeights | None = None
+    sinks: torch.Tensor | None = None
 
 
 ComputeLayer = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -128,7 +129,7 @@ class Decoder:
                 q, kv, gate = self.before_attention(layer, hidden, rotations)
                 cache.write(index, slots, kv)
                 metadata = windowed if variant.is_windowed(index) else everywhere
-                attended = attention.attend(q, index, metadata).flatten(1)
+                attended = attention.attend(q, index, metadata, layer.sinks).flatten(1)
                 if gate is not None:
                     attended = attended * gate.sigmoid()
             if index == last:
@@ -245,6 +246,7 @@ def _layer(
         mlp=_make_mlp(config, mine),
         down_norm=norm("down_norm"),
         delta=DeltaWeights.from_weights(mine) if is_recurrent else None,
+        sinks=mine.get("sinks"),
     )
 
 
@@ -253,7 +255,13 @@ def _make_mlp(config: DecoderConfig, weights: dict[str, torch.Tensor]) -> DenseM
     variant, gate_up, down = config.variant, weights["gate_up"], weights["down"]
     if variant.experts is None:
         return DenseMlp(gate_up.t().contiguous(), down.t(), variant.activation)
-    return ExpertMlp(weights["router"], gate_up, down, variant.experts, variant.activation)
+    biases = None
+    if variant.experts.bias:
+        gate, up, of_down = (
+            weights[f"{name}_bias"].view(len(down), -1) for name in ("gate", "up", "down")
+        )
+        biases = weights["router_bias"], torch.cat((gate, up), dim=1), of_down
+    return ExpertMlp(weights["router"], gate_up, down, variant.experts, variant.activation, biases)
 
 
 def _pair_rows(config: DecoderConfig, qkv: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from penstock.engine.models.variant import Activation, Experts
+from penstock.engine.models.variant import CLAMP, CLAMPED_SLOPE, Activation, Experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class DenseMlp:
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Return residual + MLP(x), both [num_tokens, hidden_size]."""
         gate, up = torch.mm(x, self.gate_up).chunk(2, dim=1)
-        return torch.addmm(residual, _activated(self.activation, gate).mul_(up), self.down)
+        return torch.addmm(residual, _gated(self.activation, gate, up), self.down)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +32,15 @@ class ExpertMlp:
 
     router:  [experts, hidden_size], float32
     gate_up: [experts, 2 * intermediate_size, hidden_size]
-    down:    [experts, hidden_size, intermediate_size]"""
+    down:    [experts, hidden_size, intermediate_size]
+    biases:  of the three, [experts, …]"""
 
     router: torch.Tensor
     gate_up: torch.Tensor
     down: torch.Tensor
     experts: Experts
     activation: Activation
+    biases: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Return residual + MLP(x), both [num_tokens, hidden_size]."""
@@ -46,23 +48,31 @@ class ExpertMlp:
         order = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=self.experts.count).tolist()
         out = torch.zeros_like(x)
+        _, of_gate_up, of_down = self.biases or (None, None, None)
         for expert, places in enumerate(order.split(counts)):
             if not counts[expert]:
                 continue
             rows = places // self.experts.per_token
-            gate, up = F.linear(x.index_select(0, rows), self.gate_up[expert]).chunk(2, dim=1)
-            found = F.linear(_activated(self.activation, gate).mul_(up), self.down[expert])
+            bias = None if of_gate_up is None else of_gate_up[expert]
+            gate, up = F.linear(x.index_select(0, rows), self.gate_up[expert], bias).chunk(2, dim=1)
+            bias = None if of_down is None else of_down[expert]
+            found = F.linear(_gated(self.activation, gate, up), self.down[expert], bias)
             out.index_add_(0, rows, found * shares.flatten()[places, None])
         return residual + out
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each token's expert weights and numbers: [num_tokens, per_token]."""
-        probabilities = F.linear(x.float(), self.router).softmax(dim=-1)
+        bias = None if self.biases is None else self.biases[0]
+        probabilities = F.linear(x.float(), self.router, bias).softmax(dim=-1)
         shares, chosen = probabilities.topk(self.experts.per_token, dim=-1)
         if self.experts.norm_topk_prob:
             shares /= shares.sum(dim=-1, keepdim=True)
         return shares.to(x.dtype), chosen
 
 
-def _activated(activation: Activation, gate: torch.Tensor) -> torch.Tensor:
-    return F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+def _gated(activation: Activation, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    if activation == "clamped":
+        gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP)
+        return gate * torch.sigmoid(gate * CLAMPED_SLOPE) * (up + 1)
+    activated = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    return activated.mul_(up)

@@ -7,8 +7,11 @@ from typing import Literal
 
 from penstock.engine.models.rope import Rope
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "clamped"]
 Bias = Literal["none", "qkv", "qkvo"]
+
+CLAMP, CLAMPED_SLOPE = 7.0, 1.702
+"""Of the clamped activation, as in gpt-oss (`clamped` in simd.h)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +35,13 @@ class SlidingWindow:
 class Experts:
     """Mixture of experts in every layer's MLP.
 
-    norm_topk_prob: the probabilities of the chosen experts are normalised to sum to 1."""
+    norm_topk_prob: the probabilities of the chosen experts are normalised to sum to 1.
+    bias: the router and the experts' matrices have one"""
 
     count: int
     per_token: int
     norm_topk_prob: bool
+    bias: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_token <= self.count:
@@ -95,8 +100,9 @@ class Variant:
     query_scale:     scores are this times q k / sqrt(head_dim); other than 1 with qk_norm only
     post_norms:      also an RMSNorm on the outputs of attention and MLP
     gated:           what a head attends to is multiplied by the sigmoid of a projection of its own
-    activation:      of the gate
-    embedding_scale: factor on the token embeddings that enter the first layer"""
+    activation:      of the gate; clamped: gate sigmoid(1.702 gate) (up + 1), both clamped at 7
+    embedding_scale: factor on the token embeddings that enter the first layer
+    sinks:           the denominator of a head's softmax also has exp of a learned number"""
 
     bias: Bias = "none"
     qk_norm: bool = False
@@ -108,6 +114,7 @@ class Variant:
     window: SlidingWindow | None = None
     experts: Experts | None = None
     delta: DeltaNet | None = None
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         if self.query_scale != 1 and not self.qk_norm:

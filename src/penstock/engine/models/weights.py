@@ -37,8 +37,9 @@ class WeightSpec:
 
     @property
     def stays_float32(self) -> bool:
-        """True for norms, routers and what a recurrent state depends on: float32 in any dtype."""
-        return self.name.endswith(("norm", "router", ".conv", ".dt_bias", ".a_log"))
+        """True for norms, routers, sinks and what a recurrent state depends on."""
+        kept = ("norm", "router", ".conv", ".dt_bias", ".a_log", ".sinks", ".router_bias")
+        return self.name.endswith(kept)
 
 
 def weight_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
@@ -59,6 +60,7 @@ def weight_specs(config: DecoderConfig) -> Iterator[WeightSpec]:
     layers.I.q_norm, k_norm   [head_dim], if variant.qk_norm
     layers.I.o                [hidden_size, q_size]
     layers.I.o_bias           [hidden_size], if variant.o_bias
+    layers.I.sinks            [num_heads], if variant.sinks
     layers.I.o_norm           [hidden_size], if variant.post_norms: of attention's output
     layers.I.post_norm        [hidden_size]: before the MLP
     layers.I.gate_up          [2 * intermediate_size, hidden_size]: gate rows, then up rows
@@ -70,6 +72,8 @@ def weight_specs(config: DecoderConfig) -> Iterator[WeightSpec]:
     With variant.experts gate_up and down have a leading axis of experts, and there is
 
     layers.I.router           [experts, hidden_size]
+    layers.I.router_bias      [experts], if experts.bias; and of all experts one after the other
+    layers.I.gate_bias, up_bias, down_bias
 
     Recurrent layers have, in place of everything from qkv to o_bias,
 
@@ -216,6 +220,8 @@ def _attention_specs(config: DecoderConfig, ours: str, theirs: str) -> Iterator[
     yield _spec(f"{ours}.o", (f"{theirs}.self_attn.o_proj.weight", (hidden, q_size)))
     if variant.o_bias:
         yield _spec(f"{ours}.o_bias", (f"{theirs}.self_attn.o_proj.bias", (hidden,)))
+    if variant.sinks:
+        yield _spec(f"{ours}.sinks", (f"{theirs}.self_attn.sinks", (config.num_heads,)))
 
 
 def _head_orders(config: DecoderConfig) -> tuple[torch.Tensor, ...]:
@@ -251,14 +257,18 @@ def _delta_specs(config: DecoderConfig, ours: str, theirs: str) -> Iterator[Weig
 
 
 def _mlp_specs(config: DecoderConfig, ours: str, theirs: str) -> Iterator[WeightSpec]:
-    names, experts = FAMILIES[config.architecture].gate_up, config.variant.experts
+    family, experts = FAMILIES[config.architecture], config.variant.experts
+    names = family.gate_up
     hidden, inner = config.hidden_size, config.intermediate_size
     own: tuple[int, ...] = ()
     folders = [f"{theirs}.mlp"]
     if experts is not None:
         own = (experts.count,)
         folders = [f"{theirs}.mlp.experts.{i}" for i in range(experts.count)]
-        yield _spec(f"{ours}.router", (f"{theirs}.mlp.gate.weight", (experts.count, hidden)))
+        router = f"{theirs}.mlp.{family.router}"
+        yield _spec(f"{ours}.router", (f"{router}.weight", (experts.count, hidden)))
+        if experts.bias:
+            yield _spec(f"{ours}.router_bias", (f"{router}.bias", (experts.count,)))
     gate_up = (2 * inner // len(names), hidden)
     yield WeightSpec(
         f"{ours}.gate_up",
@@ -270,6 +280,10 @@ def _mlp_specs(config: DecoderConfig, ours: str, theirs: str) -> Iterator[Weight
         (*own, hidden, inner),
         tuple((f"{folder}.down_proj.weight", (hidden, inner)) for folder in folders),
     )
+    if experts is not None and experts.bias:
+        for name, size in (("gate", inner), ("up", inner), ("down", hidden)):
+            biases = ((f"{folder}.{name}_proj.bias", (size,)) for folder in folders)
+            yield _spec(f"{ours}.{name}_bias", *biases)
 
 
 def _assemble(tensors: Tensors, spec: WeightSpec, dtype: torch.dtype) -> torch.Tensor:

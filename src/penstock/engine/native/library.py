@@ -24,6 +24,8 @@ FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 LAYER_MATRICES = ("query", "key", "value", "o", "gate", "up", "down")
 DELTA_MATRICES = ("linear_qkv", "linear_z", "beta", "alpha")
 DELTA_VECTORS = ("conv", "dt_bias", "rate", "linear_norm")
+OWN_VECTORS = ("sinks", "router_bias", "gate_bias", "up_bias", "down_bias")
+"""Of gpt-oss."""
 DELTA_SIZES = ("key_heads", "value_heads", "key_dim", "value_dim", "kernel", "strided")
 LAYER_VECTORS = (
     "input_norm",
@@ -64,7 +66,7 @@ class LayerWeights(Structure):
         ("router", Matrix),
         ("query_gate", Matrix),
         *((name, Matrix) for name in DELTA_MATRICES),
-        *((name, c_void_p) for name in (*DELTA_VECTORS, "states", "kept")),
+        *((name, c_void_p) for name in (*DELTA_VECTORS, "states", "kept", *OWN_VECTORS)),
     ]
 
 
@@ -86,7 +88,7 @@ class ModelWeights(Structure):
         ("embedding_scale", c_float),
         ("gelu_tanh", c_int32),
         *((name, c_int32) for name in ("num_experts", "experts_per_token", "norm_topk_prob")),
-        *((name, c_int32) for name in (*DELTA_SIZES, "num_slots", "most_kept")),
+        *((name, c_int32) for name in (*DELTA_SIZES, "num_slots", "most_kept", "clamped")),
     ]
 
 

@@ -35,6 +35,9 @@ struct LayerWeights {
   const float *conv, *dt_bias, *rate, *linear_norm;  // conv: [kernel, conv_stride]
   float* states;  // [num_slots, value_heads, key_dim * round_up(value_dim, kLanes)]
   float* kept;    // [num_slots, kernel - 1 + most_kept, inputs_stride]: see delta.h
+  const float* sinks;  // [num_heads], base 2: see attention.h
+  // Of experts; the last three of one after the other, each in whole panels.
+  const float *router_bias, *gate_bias, *up_bias, *down_bias;
 };
 
 struct ModelWeights {
@@ -53,6 +56,7 @@ struct ModelWeights {
   int32_t num_experts, experts_per_token, norm_topk_prob;
   // Of recurrent layers; without them all 0.
   int32_t key_heads, value_heads, key_dim, value_dim, kernel, strided, num_slots, most_kept;
+  int32_t clamped;  // the gate's activation is `clamped` of simd.h
 };
 
 // RaggedBatch of batch.py. `values` holds its arrays one after the other, in the order below.

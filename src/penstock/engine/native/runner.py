@@ -307,7 +307,7 @@ class NativeRunner(ModelRunner):
         for index, (layer, (keys, values)) in enumerate(zip(layers, self._cache, strict=True)):
             for name in (*c.LAYER_MATRICES, "router", "query_gate", *c.DELTA_MATRICES):
                 setattr(layer, name, matrices.get(f"layers.{index}.{name}", c.Matrix()))
-            for name in (*c.LAYER_VECTORS, *c.DELTA_VECTORS):
+            for name in (*c.LAYER_VECTORS, *c.DELTA_VECTORS, *c.OWN_VECTORS):
                 tensor = vectors.get(f"layers.{index}.{name}")
                 setattr(layer, name, None if tensor is None else tensor.data_ptr())
             if index in self._state_memory:
@@ -338,6 +338,7 @@ class NativeRunner(ModelRunner):
             **({} if delta is None else {name: getattr(delta, name) for name in c.DELTA_SIZES}),
             num_slots=0 if self.num_slots is None else self.num_slots,
             most_kept=MOST_KEPT,
+            clamped=config.variant.activation == "clamped",
         )
         model = self._library.penstock_create(ctypes.byref(described))
         if not model:

@@ -22,6 +22,7 @@ _ARCHITECTURES = {
     "phi3": "Phi3ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "qwen35": "Qwen3_5ForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
 }
 """GGUF's architectures; Mistral's models are of architecture llama."""
 
@@ -29,6 +30,7 @@ _COMPUTED = {
     "qwen3moe": {"expert_count"},
     "phi3": {"attention.sliding_window"},
     "gemma3": {"attention.sliding_window", "attention.sliding_window_pattern"},
+    "gpt-oss": {"attention.sliding_window", "attention.sliding_window_pattern", "expert_count"},
 }
 """Keys of _REFUSED that an architecture supports."""
 
@@ -69,6 +71,8 @@ _END_TEXTS = frozenset(
     ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>")
 )
 """Control tokens that end a text, also where the metadata names only one of them."""
+_HARMONY_ENDS = frozenset(("<|return|>", "<|call|>"))
+"""The same of gpt-oss, where `<|end|>` ends only a message within the text."""
 
 _EMBEDDINGS = "token_embd.weight"
 _BIAS = "blk.0.attn_output.bias"
@@ -197,7 +201,24 @@ def _own(metadata: Metadata) -> dict[str, Any]:
             "moe_intermediate_size": metadata.whole("expert_feed_forward_length"),
             "norm_topk_prob": bool(metadata.get("expert_weights_norm", True)),
         }
+    if metadata.architecture == "gpt-oss":
+        return {
+            "intermediate_size": metadata.whole("expert_feed_forward_length"),
+            "layer_types": _window_types(metadata),
+            "num_local_experts": metadata.whole("expert_count"),
+            "num_experts_per_tok": metadata.whole("expert_used_count"),
+            "sliding_window": metadata.whole("attention.sliding_window"),
+        }
     return {}
+
+
+def _window_types(metadata: Metadata) -> list[str]:
+    """Return the layers' kinds: one in so many has no window, unless the file lists them."""
+    count, listed = metadata.num_layers, metadata.get("attention.sliding_window_pattern", 2)
+    if not isinstance(listed, tuple):
+        every = metadata.whole("attention.sliding_window_pattern", 2)
+        listed = [(i + 1) % every for i in range(count)]
+    return ["sliding_attention" if kind else "full_attention" for kind in listed[:count]]
 
 
 def _layer_types(metadata: Metadata) -> list[str]:
@@ -220,10 +241,13 @@ def end_token_ids(file: GgufFile) -> tuple[int, ...]:
     tokens, rows = file.strings("tokenizer.ggml.tokens"), file.tensors[_EMBEDDINGS].shape[0]
     if len(tokens) > rows:
         raise file.error(f"has {len(tokens)} tokens; tensor {_EMBEDDINGS} has {rows} rows")
+    texts = _END_TEXTS | _HARMONY_ENDS
+    if _HARMONY_ENDS.issubset(tokens):
+        texts -= {"<|end|>"}
     known = [
         index
         for index, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
-        if kind == TokenType.CONTROL and token in _END_TEXTS
+        if kind == TokenType.CONTROL and token in texts
     ]
     ends = tuple(dict.fromkeys([i for i in named if i is not None] + known))
     if tokens and not (ends and {*ends} <= {*range(len(tokens))}):
@@ -271,6 +295,8 @@ def _rope(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
         context = metadata.whole("context_length")
         original = metadata.whole("rope.scaling.original_context_length", context)
         scaling["original_max_position_embeddings"] = original
+        if metadata.architecture == "gpt-oss":  # as it was trained; llama.cpp truncates
+            scaling["truncate"] = False
         if metadata.get("rope.scaling.attn_factor") is not None:
             # GGUF multiplies the usual factor by it, transformers replaces it.
             usual = 0.1 * math.log(factor) + 1.0

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from gguf import MODEL_ARCH, get_tensor_name_map
+from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
 from penstock.engine.models.gguf.config import ROPE_TENSORS, Metadata
 from penstock.engine.models.gguf.file import GgufFile, TensorEntry
@@ -22,6 +22,7 @@ from penstock.engine.models.quantized import (
 
 _ROTATED = (".self_attn.q_proj", ".self_attn.k_proj")
 _DECAY, _CONV, _PLAIN_NORM = ".A_log", ".conv1d.weight", "linear_attn.norm.weight"
+_SINKS = ".self_attn.sinks"
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)(\..*)")
 
 
@@ -38,7 +39,7 @@ class GgufTensors:
         self._known = set(ROPE_TENSORS)  # read with the configuration
         self._metadata = Metadata(file)
         architecture = self._metadata.architecture
-        kind = {arch.name.lower(): arch for arch in MODEL_ARCH}[architecture]
+        kind = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}[architecture]
         self._names = get_tensor_name_map(kind, self._metadata.whole("block_count"))
         self._pairs_rows = architecture == "llama"
         self._norm_offset = 1.0 if architecture in ("gemma3", "qwen35") else 0.0
@@ -90,6 +91,8 @@ class GgufTensors:
             )
 
     def _name(self, name: str) -> str:
+        if name.endswith(_SINKS):
+            name += ".weight"
         if name.endswith(_DECAY):
             return str(self._names.get_name(name))
         base, _, suffix = name.replace(".dt_bias", ".dt_proj.bias").rpartition(".")
