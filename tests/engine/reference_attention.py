@@ -21,19 +21,29 @@ class ReferenceAttention:
         return batch, window
 
     def attend(
-        self, q: torch.Tensor, layer: int, metadata: tuple[RaggedBatch, int | None]
+        self,
+        q: torch.Tensor,
+        layer: int,
+        metadata: tuple[RaggedBatch, int | None],
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         batch, window = metadata
         rows = batch.query_start
         return torch.cat(
             [
-                self._attend_one(q[rows[i] : rows[i + 1]], layer, batch, i, window)
+                self._attend_one(q[rows[i] : rows[i + 1]], layer, batch, i, window, sinks)
                 for i in range(batch.num_seqs)
             ]
         )
 
     def _attend_one(
-        self, q: torch.Tensor, layer: int, batch: RaggedBatch, index: int, window: int | None
+        self,
+        q: torch.Tensor,
+        layer: int,
+        batch: RaggedBatch,
+        index: int,
+        window: int | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         seq_len = int(batch.seq_lens[index])
         num_blocks = -(-seq_len // self._cache.block_size)
@@ -44,6 +54,9 @@ class ReferenceAttention:
         positions = torch.arange(seq_len, device=q.device)
         own = positions[seq_len - q.shape[0] :, None]
         hidden = (positions > own) | (positions <= own - (window or seq_len))
-        weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(q), 1)), dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., :seq_len]
         out: torch.Tensor = weights @ values
         return out.transpose(0, 1).to(q.dtype)

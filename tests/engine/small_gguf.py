@@ -54,6 +54,7 @@ _ARCHITECTURES = {
     "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
     "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
     "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
+    "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
 }
 _RECURRENT = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 
@@ -233,6 +234,16 @@ def _own_metadata(config: Any, rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def _expert_metadata(config: Any) -> dict[str, Any]:
+    if config.model_type == "gpt_oss":
+        rope = config.rope_parameters
+        return {
+            "expert_count": config.num_local_experts,
+            "expert_used_count": config.num_experts_per_tok,
+            "expert_feed_forward_length": config.intermediate_size,
+            "attention.sliding_window": config.sliding_window,
+            "rope.scaling.yarn_beta_fast": rope.get("beta_fast"),
+            "rope.scaling.yarn_beta_slow": rope.get("beta_slow"),
+        }
     if not hasattr(config, "moe_intermediate_size"):
         return {}
     is_glm = config.model_type == "glm4_moe"
@@ -285,7 +296,7 @@ def _add_tensors(
         if name.endswith("shared_expert_gate.weight"):
             writer.add_tensor(theirs, parameter.numpy()[0])
             continue
-        if parameter.dim() == 1:
+        if parameter.dim() == 1 or name.endswith(".bias"):
             is_centred = config.model_type in ("gemma3_text", *_RECURRENT)
             values = parameter.numpy() + np.float32(is_centred and name.endswith("norm.weight"))
             writer.add_tensor(theirs, _interleaved(config, name, values))
@@ -353,7 +364,7 @@ def _unmixed(config: Any) -> Iterator[tuple[str, np.ndarray]]:
 
 def _randomise(model: PreTrainedModel) -> None:
     for name, parameter in _parameters(model):
-        if parameter.dim() == 1:
+        if parameter.dim() == 1 or name.endswith(".bias"):
             low, high = (0.5, 1.5) if name.endswith("norm.weight") else (-1.0, 1.0)
             parameter.uniform_(low, high)
         else:
@@ -362,14 +373,28 @@ def _randomise(model: PreTrainedModel) -> None:
 
 def _parameters(model: PreTrainedModel, fused: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
     """Experts' gates and ups apart, unless they are fused."""
+    of_gpt_oss = model.config.model_type == "gpt_oss"
     for name, parameter in parameters(model):
-        if name.endswith("correction_bias"):
+        if of_gpt_oss and ".experts." in name:
+            yield from _alternating(name, parameter)
+        elif name.endswith("correction_bias"):
             yield name.replace("_correction_bias", "_correction.bias"), parameter
         elif name.endswith("experts.gate_up_proj") and not fused:
             for half, part in zip(("gate", "up"), parameter.chunk(2, dim=1), strict=True):
                 yield name.replace("gate_up_proj", f"{half}_proj.weight"), part
         else:
             yield name if name.endswith((".weight", ".bias")) else f"{name}.weight", parameter
+
+
+def _alternating(name: str, parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Of gpt-oss's experts: rows of gates and ups in turn, matrices transposed."""
+    base, kind = name.removesuffix("_bias"), "bias" if name.endswith("_bias") else "weight"
+    rows = parameter.transpose(1, 2) if kind == "weight" else parameter
+    if "down_proj" in name:
+        yield f"{base}.{kind}", rows
+        return
+    for start, half in enumerate(("gate", "up")):
+        yield base.replace("gate_up_proj", f"{half}_proj.{kind}"), rows[:, start::2]
 
 
 def _interleaved(config: Any, name: str, rows: np.ndarray) -> np.ndarray:

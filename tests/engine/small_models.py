@@ -13,6 +13,8 @@ from transformers import (
     Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -100,6 +102,23 @@ _GLM = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 40,
     "first_k_dense_replace": 1,
+}
+
+_GPT_OSS = {
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 40,
+    "sliding_window": 21,
+    "max_position_embeddings": 256,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1500.0,
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 64,
+    },
 }
 
 CASES = {
@@ -197,6 +216,7 @@ CASES = {
             "norm_topk_prob": False,
         },
     ),
+    "gpt-oss": Case(GptOssForCausalLM, GptOssConfig, _GPT_OSS),
 }
 
 
@@ -244,8 +264,10 @@ def write_checkpoint(path: Path, case: Case, **save_options: Any) -> Checkpoint:
         for name, parameter in parameters(model):
             if name.endswith("norm.weight"):
                 parameter.uniform_(0.5, 1.5)
+            elif parameter.dim() == 1 or name.endswith("_bias"):
+                parameter.normal_()
             else:
-                parameter.normal_(std=1.0 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5)
+                parameter.normal_(std=parameter.shape[-1] ** -0.5)
     model.save_pretrained(path, **save_options)
     return Checkpoint(path, model)
 

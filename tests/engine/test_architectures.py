@@ -23,7 +23,14 @@ from penstock.config import EngineConfig
 from penstock.engine.backends import why_not_native
 from penstock.engine.build import Engine
 
-ARCHITECTURES = ("mistral-window", "phi3-longrope", "gemma3-scaled", "qwen3-moe-norm", "glm4-moe")
+ARCHITECTURES = (
+    "mistral-window",
+    "phi3-longrope",
+    "gemma3-scaled",
+    "qwen3-moe-norm",
+    "glm4-moe",
+    "gpt-oss",
+)
 
 needs_native = pytest.mark.skipif(why_not_native() is not None, reason="no native kernels")
 
@@ -78,7 +85,7 @@ def test_output_is_the_targets_own(engine, alone, drafter, sampling) -> None:
 @needs_native
 @pytest.mark.parametrize(
     ("name", "backend"),
-    [(name, "native") for name in ("phi3-partial", "gemma3", "qwen3-moe")],
+    [(name, "native") for name in ("phi3-partial", "gemma3", "qwen3-moe", "gpt-oss")],
 )
 def test_auto_takes_the_kernels_where_they_suffice(tmp_path: Path, name: str, backend: str) -> None:
     assert load(write_family(tmp_path, name), "auto").backend == backend

@@ -66,10 +66,14 @@ class Scene:
     expected: torch.Tensor
 
     def attend(
-        self, kind: AttentionFactory, layer: int = 1, window: int | None = None
+        self,
+        kind: AttentionFactory,
+        layer: int = 1,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         attention = kind(self.cache, HEADS)
-        return attention.attend(self.q, layer, attention.prepare(self.batch, window))
+        return attention.attend(self.q, layer, attention.prepare(self.batch, window), sinks)
 
 
 def ids(count: int) -> npt.NDArray[np.int64]:
@@ -284,4 +288,25 @@ def test_no_row_sees_more_than_its_window(lengths: list[tuple[int, int]], window
     expected = seen_in_window(scene, lengths, window)
     for kind in ATTENTION.values():
         found = scene.attend(kind, window=window)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+SINKS = torch.tensor([-3.0, -1.0, 0.0, 1.0, 2.0, 30.0])
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
+def test_each_head_has_its_sink(lengths: list[tuple[int, int]], window: int | None) -> None:
+    scene = make_scene(lengths)
+    expected = scene.attend(ReferenceAttention, window=window, sinks=SINKS)
+    for kind in ATTENTION.values():
+        found = scene.attend(kind, window=window, sinks=SINKS)
+        assert found.is_contiguous()
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+        for other in (None, SINKS.flip(0)):
+            wrong = scene.attend(kind, window=window, sinks=other)
+            assert (wrong - expected).abs().max() > 0.1
+    for plan in PLANS.values():
+        kind = partial(DecomposedAttention, plan=plan)
+        found = scene.attend(kind, window=window, sinks=SINKS)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)

@@ -23,7 +23,7 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 from penstock.engine.eager import EagerRunner
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.rope import Rope
-from penstock.engine.models.variant import Experts
+from penstock.engine.models.variant import Experts, SlidingWindow
 
 GEMMA_3_1B = {
     "architectures": ["Gemma3ForCausalLM"],
@@ -101,6 +101,44 @@ QWEN_3_5 = {
     },
 }
 
+GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "attention_bias": True,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "quantization_config": {
+        "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
+
 
 @pytest.mark.parametrize(
     ("changes", "layers"),
@@ -144,6 +182,10 @@ def test_a_window_as_long_as_the_model_reads_is_none(broken: Broken) -> None:
         ("qwen3-5", {"linear_key_head_dim": 0}, ["linear_key_head_dim is 0; must be a whole"]),
         ("qwen3-5", {"layer_types": ["sliding_attention"] * 3}, ["layer_types is", "linear_att"]),
         ("qwen3-5", {"attn_output_gate": False}, ["attn_output_gate is false; allowed: true"]),
+        ("gpt-oss", {"swiglu_limit": 5.0}, ["swiglu_limit is 5.0; allowed: 7.0"]),
+        ("gpt-oss", {"hidden_act": "gelu"}, ["hidden_act is 'gelu'; allowed: 'silu'"]),
+        ("gpt-oss", {"num_local_experts": 0}, ["num_local_experts is 0; must be a whole"]),
+        ("gpt-oss", {"num_experts_per_tok": 6}, ["is 6; allowed: 1..5 (num_experts)"]),
     ],
 )
 def test_what_an_architecture_may_not_ask_for(broken, case, changes, parts) -> None:
@@ -181,6 +223,19 @@ def test_qwen_3_5_as_it_is_published(tmp_path: Path) -> None:
     assert config.rope == Rope(1e7, partial_rotary_factor=0.25)
     assert (config.num_kv_layers, config.dtype) == (6, torch.bfloat16)
     assert config.tie_word_embeddings
+
+
+def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:
+    config = published(tmp_path, GPT_OSS_20B)
+    variant = config.variant
+    assert variant.window == SlidingWindow(128, frozenset(range(0, 24, 2)))
+    assert variant.experts == Experts(32, 4, norm_topk_prob=True, bias=True)
+    assert (variant.bias, variant.activation, variant.sinks) == ("qkvo", "clamped", True)
+    bands = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096}
+    assert config.rope == Rope(150000.0, "yarn", 32.0, truncate=False, **bands)
+    assert (config.max_position_embeddings, config.intermediate_size) == (131072, 2880)
+    # It does not say its type.
+    assert config.dtype == torch.bfloat16
 
 
 def test_the_text_part_of_qwen_3_5(tmp_path: Path) -> None:
@@ -303,7 +358,7 @@ def test_experts_in_one_tensor_or_apart(broken: Broken, checkpoint: Checkpoints,
         ours = runner.forward(Paging(8, 8).batch(("a", ids, 0, 40)))
         torch.testing.assert_close(ours, saved.logits(ids), rtol=0, atol=2e-4)
     save_file(together | {names[-1]: torch.ones(4, 80, 48)}, file, {"format": "pt"})
-    refusal(path, f"{names[-1]} has shape (4, 80, 48)", "(80, 48) of each expert", "for expert 4")
+    refusal(path, ".experts.4.gate_proj.weight", "has shape (4, 80, 48)", "(40, 48) of each")
 
 
 @pytest.fixture

@@ -59,6 +59,7 @@ def test_every_type_gives_the_values_that_were_stored(kind: str, tmp_path: Path)
         *("gemma3", "gemma3-scaled"),
         *("qwen3-5", "qwen3-5-even"),
         *("qwen3-5-moe", "qwen3-next", "glm4-moe", "glm4-moe-scaled"),
+        "gpt-oss",
     ],
 )
 def test_every_architecture(case: str, tmp_path: Path) -> None:
@@ -78,18 +79,20 @@ def test_every_architecture(case: str, tmp_path: Path) -> None:
     [
         *((kind, "qwen3-moe-norm") for kind in ("F32", "BF16", "Q8_0", "Q4_K_M", "MXFP4")),
         *(("Q8_0", "qwen3-5-moe"), ("Q4_K_M", "qwen3-next"), ("Q4_K_M", "glm4-moe")),
+        *((kind, "gpt-oss") for kind in ("BF16", "Q4_K_M", "MXFP4")),
     ],
 )
 def test_experts(kind: str, case: str, tmp_path: Path) -> None:
     """Quantised experts stay so in the kernels; of routers llama.cpp has floats."""
 
     def of(name: str) -> str:
-        if "mlp.gate." in name:
+        if "mlp.gate." in name or "mlp.router." in name:
             return "F32"
         return kind if kind != "Q4_K_M" else "Q6_K" if "down" in name else "Q4_K"
 
     changes = CASES[case].changes | WIDE | {"moe_intermediate_size": 256}
     changes |= {"shared_expert_intermediate_size": 256, "linear_value_head_dim": 64}
+    changes |= {"intermediate_size": 256} if case == "gpt-oss" else {}
     known = dataclasses.replace(CASES[case], changes=changes)
     saved = write_gguf(tmp_path / "model.gguf", known, of, fused=case.startswith("qwen3-5"))
     expected = saved.logits(IDS)

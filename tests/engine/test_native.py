@@ -128,6 +128,9 @@ def test_fewer_bits_stay_near_float32(checkpoint, case, dtype) -> None:
         ("qwen3-next", torch.bfloat16, 5),
         ("glm4-moe", torch.float32, 16),
         ("glm4-moe-scaled", torch.int8, 8),
+        ("gpt-oss", torch.float32, 8),
+        ("gpt-oss", torch.bfloat16, 16),
+        ("gpt-oss", torch.int8, 5),
     ],
 )
 def test_logits_do_not_depend_on_the_batch(checkpoint, case, dtype, block_size) -> None:
@@ -183,7 +186,7 @@ def test_gemma_as_the_eager_decoder_has_it(changes: dict[str, Any], tmp_path: Pa
     ("case", "field"),
     [
         *(("gemma3", field) for field in ("o_norm", "down_norm", "q_norm", "k_norm")),
-        *(("glm4-moe", field) for field in ("router_bias", "shared_down")),
+        *(("glm4-moe", field) for field in ("choice_bias", "shared_down")),
         ("qwen3-next", "router"),
     ],
 )
@@ -256,11 +259,15 @@ def test_threads_change_nothing(checkpoint: Checkpoints, case: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-@pytest.mark.parametrize("window", [None, 600])
-def test_threads_that_share_a_context(tmp_path: Path, dtype: torch.dtype, window: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "window"), [("mistral-window", None), ("mistral-window", 600), ("gpt-oss", 600)]
+)
+def test_threads_that_share_a_context(
+    tmp_path: Path, dtype: torch.dtype, name: str, window: int
+) -> None:
     """Splits of a long text, which threads compute in any order, beside a short one."""
     changes = {"max_position_embeddings": 2048, "sliding_window": window}
-    case = dataclasses.replace(CASES["mistral-window"], changes=changes)
+    case = dataclasses.replace(CASES[name], changes=CASES[name].changes | changes)
     saved, ids, other = write_checkpoint(tmp_path, case), tokens(1300), tokens(1, seed=1)
     results = []
     for threads, ends in [(1, [1100]), (2, [512, 1100]), (3, [1, 700, 1100]), (7, [1100])]:

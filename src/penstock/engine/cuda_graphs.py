@@ -174,7 +174,7 @@ class GraphRunner(EagerRunner):
     """Eager runner on a GPU whose steps of few rows are compiled and recorded when first met.
 
     The cache has one block more, which rows that pad write. A mixture of experts is not recorded:
-    which of them it reads is known on the host only. Nor are recurrent layers, or a head."""
+    which of them it reads is known on the host only. Nor are recurrent layers, sinks, or a head."""
 
     num_spare_blocks = 1
 
@@ -184,7 +184,7 @@ class GraphRunner(EagerRunner):
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         variant = self.config.variant
         self._can_record = variant.experts is None and variant.delta is None
-        self._can_record &= not self.config.has_head
+        self._can_record &= not (variant.sinks or self.config.has_head)
         self.compute_layer = compiled_layer()
 
     @torch.inference_mode()

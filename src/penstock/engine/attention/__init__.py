@@ -24,11 +24,14 @@ class Attention(Protocol):
         """
         ...
 
-    def attend(self, q: torch.Tensor, layer: int, metadata: Any) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, layer: int, metadata: Any, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return softmax(q k^T / sqrt(head_dim)) v; the rows' keys and values are in the cache.
 
         q and the contiguous result: [num_tokens, num_heads, head_dim]. Query head h reads KV head
-        h // (num_heads // num_kv_heads).
+        h // (num_heads // num_kv_heads). sinks: [num_heads] float32, a score more of each head,
+        of a key whose value is 0.
         """
         ...
 

@@ -67,11 +67,20 @@ class DecomposedAttention:
     def prepare(self, batch: RaggedBatch, window: int | None = None) -> list[DecomposedCall]:
         return [self._call(batch, seqs, window) for seqs in by_kind(batch)]
 
-    def attend(self, q: torch.Tensor, layer: int, metadata: list[DecomposedCall]) -> torch.Tensor:
+    def attend(
+        self,
+        q: torch.Tensor,
+        layer: int,
+        metadata: list[DecomposedCall],
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for call in metadata:
-            partials = self._partials(q, layer, call)
-            merged = merge(partials, call.targets, call.rows.shape[0] + 1)[:, :-1]
+            partials, num_rows = self._partials(q, layer, call), call.rows.shape[0] + 1
+            targets = call.targets
+            if sinks is not None:
+                partials, targets = _with_sinks(partials, targets, num_rows, sinks)
+            merged = merge(partials, targets, num_rows)[:, :-1]
             merged = merged.transpose(0, 1).reshape(-1, *q.shape[1:])
             out.index_copy_(0, call.rows, merged.to(q.dtype))
         return out
@@ -158,6 +167,20 @@ def merge(partials: Partials, targets: torch.Tensor, num_rows: int) -> torch.Ten
     out = weights.new_zeros((kv_heads, num_rows, group, partials.out.shape[-1]))
     out.index_add_(1, targets, partials.out.mul_(weights[..., None]))
     return out.div_(total[..., None])
+
+
+def _with_sinks(
+    partials: Partials, targets: torch.Tensor, num_rows: int, sinks: torch.Tensor
+) -> tuple[Partials, torch.Tensor]:
+    """Return partial results and their rows with one more for each row: its sinks, of value 0."""
+    kv_heads, _, group, head_dim = partials.out.shape
+    totals = sinks.view(kv_heads, 1, group).expand(-1, num_rows, -1)
+    zeros = partials.out.new_zeros((kv_heads, num_rows, group, head_dim))
+    rows = torch.arange(num_rows, device=targets.device)
+    more = Partials(
+        torch.cat((partials.out, zeros), dim=1), torch.cat((partials.log_total, totals), dim=1)
+    )
+    return more, torch.cat((targets, rows))
 
 
 def relative_totals(log_total: torch.Tensor, targets: torch.Tensor, num_rows: int) -> torch.Tensor:

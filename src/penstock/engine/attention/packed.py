@@ -102,17 +102,27 @@ class PackedAttention:
         inverse = self.gather.tensor(np.argsort(order))
         return PackedMetadata(folded, chunks, self.gather.tensor(order), inverse)
 
-    def attend(self, q: torch.Tensor, layer: int, metadata: PackedMetadata) -> torch.Tensor:
+    def attend(
+        self,
+        q: torch.Tensor,
+        layer: int,
+        metadata: PackedMetadata,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         if metadata.order is not None:
             q = q.index_select(0, metadata.order)
-        outputs = [self._attend_chunk(q[group.rows], layer, group) for group in metadata.chunks]
+        if sinks is not None:  # by KV head
+            sinks = sinks.view(self._num_kv_heads, self._group_size)
+        outputs = [self._attend_chunk(q[g.rows], layer, g, sinks) for g in metadata.chunks]
         if metadata.folded:
             folded = q[: metadata.folded[-1].rows.stop]
-            outputs.insert(0, self._attend_folded(folded, layer, metadata.folded))
+            outputs.insert(0, self._attend_folded(folded, layer, metadata.folded, sinks))
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return out if metadata.inverse is None else out.index_select(0, metadata.inverse)
 
-    def _attend_folded(self, q: torch.Tensor, layer: int, groups: list[_Group]) -> torch.Tensor:
+    def _attend_folded(
+        self, q: torch.Tensor, layer: int, groups: list[_Group], sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         """Attend all folded groups. q, result: [rows of the groups, num_heads, head_dim].
 
         Groups share reshapes and permutations: overhead dominates in small models.
@@ -128,24 +138,28 @@ class PackedAttention:
             for first in range(0, heads[0], at_once):
                 some = slice(first, first + at_once)
                 self.gather.fill(layer, group.kv, first)
-                attended = F.scaled_dot_product_attention(
+                own = None if sinks is None else sinks[some].repeat(1, group.num_queries)
+                attended = _attended(
                     queries.view(shape)[some],
                     group.kv.keys,
                     group.kv.values,
-                    attn_mask=group.mask,
+                    group.mask,
+                    None if own is None else own[:, None, :],
                 )
                 into.view(shape)[some].copy_(attended)
         return out.view(heads[0], -1, *heads[1:]).permute(1, 0, 2, 3).reshape(q.shape)
 
-    def _attend_chunk(self, q: torch.Tensor, layer: int, group: _Group) -> torch.Tensor:
+    def _attend_chunk(
+        self, q: torch.Tensor, layer: int, group: _Group, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         self.gather.fill(layer, group.kv)
         grouped = q.view(-1, self._num_kv_heads, self._group_size, self._head_dim)
-        heads = (-1, self._group_size, -1, -1)
-        out = F.scaled_dot_product_attention(
+        out = _attended(
             grouped.permute(1, 2, 0, 3),
-            group.kv.keys.expand(heads),
-            group.kv.values.expand(heads),
-            attn_mask=group.mask,
+            group.kv.keys,
+            group.kv.values,
+            group.mask,
+            None if sinks is None else sinks[:, :, None],
             is_causal=group.mask is None,
         )
         return out.permute(2, 0, 1, 3).reshape(q.shape)
@@ -206,6 +220,48 @@ class PackedAttention:
         if num_queries > _MAX_FOLDED_QUERIES:
             return self.gather.added(visible[0])
         return self.gather.added(visible.repeat(self._group_size, axis=1)[None])
+
+
+def _attended(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    *,
+    is_causal: bool = False,
+) -> torch.Tensor:
+    """Return softmax(q k^T / sqrt(head_dim)) v.
+
+    queries: [kv heads, n, queries, head_dim]; keys, values: the same, or of one for all n
+    sinks:   as the queries, without head_dim"""
+    head_dim, every = queries.shape[-1], (*queries.shape[:2], -1, -1)
+    if sinks is None:
+        return F.scaled_dot_product_attention(
+            queries,
+            keys.expand(every),
+            values.expand(every),
+            attn_mask=mask,
+            is_causal=is_causal,
+        )
+    # A key more, of which a further column of the queries says the score; eight, as kernels want
+    # whole vectors.
+    columns = queries.new_zeros((*queries.shape[:-1], 8))
+    columns[..., 0] = sinks * head_dim**0.5
+    keys, values = F.pad(keys, (0, 8, 1, 0)), F.pad(values, (0, 8, 1, 0))
+    keys[..., 0, head_dim] = 1
+    if is_causal:
+        count = queries.shape[-2]
+        hidden = torch.ones(count, count, dtype=torch.bool, device=keys.device).triu(1)
+        mask = torch.zeros_like(hidden, dtype=keys.dtype).masked_fill(hidden, -torch.inf)
+    out = F.scaled_dot_product_attention(
+        torch.cat((queries, columns), dim=-1),
+        keys.expand(every),
+        values.expand(every),
+        attn_mask=None if mask is None else F.pad(mask, (1, 0)),
+        scale=head_dim**-0.5,
+    )
+    return out[..., :head_dim]
 
 
 def _span(seq_lens: IntArray, num_queries: int, window: int | None) -> range:

@@ -167,7 +167,7 @@ def _from_transformers(
     if not getattr(hf_config, "is_causal", True):
         raise ValueError("is_causal is false; allowed: true")
     variant, rope = FAMILIES[architecture].variant(hf_config), rope_of(architecture, hf_config)
-    inner = "intermediate_size" if variant.experts is None else "moe_intermediate_size"
+    inner = None if variant.experts is None else getattr(hf_config, "moe_intermediate_size", None)
     positions = hf_config.max_position_embeddings
     if not FAMILIES[architecture].counts_scaled:
         positions = rope.scaled_positions(positions)
@@ -176,7 +176,7 @@ def _from_transformers(
     return DecoderConfig(
         vocab_size=hf_config.vocab_size,
         hidden_size=hf_config.hidden_size,
-        intermediate_size=getattr(hf_config, inner),
+        intermediate_size=inner or hf_config.intermediate_size,
         num_layers=hf_config.num_hidden_layers,
         num_heads=hf_config.num_attention_heads,
         num_kv_heads=hf_config.num_key_value_heads,
@@ -187,13 +187,13 @@ def _from_transformers(
         variant=variant,
         tie_word_embeddings=bool(hf_config.tie_word_embeddings),
         eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
-        dtype=_dtype(hf_config),
+        dtype=_dtype(hf_config) or FAMILIES[architecture].dtype,
         architecture=architecture,
     )
 
 
-def _dtype(hf_config: Any) -> torch.dtype:
+def _dtype(hf_config: Any) -> torch.dtype | None:
     dtype = hf_config.dtype if hasattr(hf_config, "dtype") else hf_config.torch_dtype
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype.removeprefix("torch."), dtype)
-    return dtype or torch.float32
+    return dtype

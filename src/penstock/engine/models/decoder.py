@@ -43,7 +43,7 @@ class Layer:
     """Weights of one layer. Matrices are [in, out]; widening ones are contiguous so.
 
     o_norm, down_norm: norms of attention's and the MLP's output before the residual is added.
-    delta: of a recurrent layer."""
+    delta: of a recurrent layer. sinks: [num_heads] float32."""
 
     input_norm: RmsNorm
     qkv: torch.Tensor
@@ -56,6 +56,7 @@ class Layer:
     mlp: DenseMlp | ExpertMlp
     down_norm: RmsNorm | None
     delta: DeltaWeights | None = None
+    sinks: torch.Tensor | None = None
 
 
 ComputeLayer = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -125,7 +126,7 @@ class Decoder:
                 q, kv, gate = self.before_attention(layer, hidden, rotations)
                 cache.write(index, slots, kv)
                 metadata = windowed if variant.is_windowed(index) else everywhere
-                attended = attention.attend(q, index, metadata).flatten(1)
+                attended = attention.attend(q, index, metadata, layer.sinks).flatten(1)
                 if gate is not None:
                     attended = attended * gate.sigmoid()
             if index == last:
@@ -308,6 +309,7 @@ def _layer(
         mlp=_make_mlp(config, mine, index),
         down_norm=norm("down_norm"),
         delta=DeltaWeights.from_weights(mine) if is_recurrent else None,
+        sinks=mine.get("sinks"),
     )
 
 
@@ -323,14 +325,21 @@ def _make_mlp(
 
     if experts is None or index in experts.dense:
         return dense()
+    biases = None
+    if experts.bias:
+        gate, up, of_down = (
+            weights[f"{name}_bias"].view(experts.count, -1) for name in ("gate", "up", "down")
+        )
+        biases = weights["router_bias"], torch.cat((gate, up), dim=1), of_down
     return ExpertMlp(
         router=weights["router"],
-        bias=weights.get("router_bias"),
+        choice_bias=weights.get("choice_bias"),
         gate_up=weights["gate_up"],
         down=weights["down"],
         shared=dense("shared_") if experts.shared_size else None,
         experts=experts,
         activation=activation,
+        biases=biases,
     )
 
 

@@ -7,8 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from penstock.engine.models.rope import Rope
 from penstock.engine.models.variant import (
+    CLAMP,
+    CLAMPED_SLOPE,
     Activation,
     Bias,
     DeltaNet,
@@ -32,7 +36,9 @@ class Family:
     norm_offset: added to the norms' weights
     partial_rotary: partial_rotary_factor is used
     counts_scaled: max_position_embeddings includes what the rotary embedding's scaling adds
-    shared:      the experts that every token has"""
+    shared:      the experts that every token has
+    router:      of experts
+    dtype:       where config.json does not say it"""
 
     model_type: str
     variant: Callable[[Any], Variant]
@@ -43,6 +49,8 @@ class Family:
     partial_rotary: bool = False
     counts_scaled: bool = False
     shared: str = "shared_expert"
+    router: str = "gate"
+    dtype: torch.dtype = torch.float32
 
 
 def _llama(config: Any) -> Variant:
@@ -173,6 +181,20 @@ def _glm4_moe(config: Any) -> Variant:
     )
 
 
+def _gpt_oss(config: Any) -> Variant:
+    computed = {"hidden_act": "silu", "swiglu_alpha": CLAMPED_SLOPE, "swiglu_limit": CLAMP}
+    for key, only in computed.items():
+        if getattr(config, key, only) != only:
+            raise ValueError(f"{key} is {getattr(config, key)!r}; allowed: {only!r}")
+    return Variant(
+        bias=_attention_bias(config),
+        activation="clamped",
+        window=_window(config, _windowed_layers(config)),
+        experts=Experts(config.num_local_experts, config.num_experts_per_tok, True, bias=True),
+        sinks=True,
+    )
+
+
 FAMILIES = {
     "LlamaForCausalLM": Family("llama", _llama),
     "MistralForCausalLM": Family("mistral", _mistral),
@@ -201,6 +223,7 @@ FAMILIES = {
     "Glm4MoeForCausalLM": Family(
         "glm4_moe", _glm4_moe, partial_rotary=True, shared="shared_experts"
     ),
+    "GptOssForCausalLM": Family("gpt_oss", _gpt_oss, router="router", dtype=torch.bfloat16),
 }
 """Families by the name in config.json's architectures."""
 

@@ -25,6 +25,7 @@ _WHOLE = (
     "linear_key_head_dim",
     "linear_value_head_dim",
     "linear_conv_kernel_dim",
+    "num_local_experts",
 )
 _WHOLE_OR_NULL = (
     "num_key_value_heads",

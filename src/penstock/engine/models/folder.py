@@ -103,6 +103,8 @@ class FolderCheckpoint(Checkpoint):
         config = content.get("quantization_config")
         if not config:
             return None
+        if isinstance(config, dict) and config.get("quant_method") == "mxfp4":
+            return None  # StackedExpert tells it by the tensors' names
         from penstock.engine.models.packed import packed_format
 
         if not isinstance(config, dict):

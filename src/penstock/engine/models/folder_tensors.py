@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,13 @@ from penstock.engine.models.checkpoint import (
 )
 from penstock.engine.models.dtypes import DTYPES
 from penstock.engine.models.packed import GroupedMatrix, PackedFormat
-from penstock.engine.models.quantized import NOT_FINITE, QuantizedMatrix, is_finite
+from penstock.engine.models.quantized import (
+    NOT_FINITE,
+    QuantizedMatrix,
+    are_blocks_finite,
+    is_finite,
+)
+from penstock.engine.models.stacked_experts import StackedExpert
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +35,6 @@ _PREFIXES = {
     "language_model.lm_head.": "lm_head.",
 }
 """Old and new spellings of a text part's tensor names."""
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 class FolderTensors:
@@ -46,18 +50,31 @@ class FolderTensors:
         self._names = {_text_name(name): name for name in self._file_of}
 
     def has(self, name: str) -> bool:
-        return name in self._names or self._fused(name) is not None
+        return name in self._names
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        if not self._is_grouped(name, shape):
+        expert = self._expert(name)
+        if expert is not None and expert.shape != shape:
+            raise CheckpointError(
+                f"{self._path}: {name}: the tensor of all experts has shape "
+                f"{tuple(expert.stacks[0].get_shape())}; config.json asks for {shape} of each"
+            )
+        if expert is None and not self._is_grouped(name, shape):
             self._stored(name, shape)
 
     def read(self, name: str, out: torch.Tensor) -> None:
+        if (expert := self._expert(name)) is not None:
+            found = expert.read()
+            found = found.dequantize() if isinstance(found, QuantizedMatrix) else found
+            return self._fill(name, found, out)
         grouped = self._grouped(name, tuple(out.shape))
         if grouped is not None:
             out.copy_(grouped.values())
-            return
-        tensor = self._stored(name, tuple(out.shape))
+            return None
+        return self._fill(name, self._stored(name, tuple(out.shape)), out)
+
+    def _fill(self, name: str, tensor: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy a tensor of the type that it may have. Raises CheckpointError."""
         if tensor.dtype not in DTYPES:
             allowed = ", ".join(map(str, DTYPES))
             raise CheckpointError(
@@ -66,39 +83,29 @@ class FolderTensors:
         out.copy_(tensor)
         self._require_finite(name, out)
 
+    def _where(self, name: str) -> Path:
+        return self._file_of[self._names[name]] if name in self._names else self._path
+
+    def _expert(self, name: str) -> StackedExpert | None:
+        """Return an expert's part of a tensor of all experts; None for a tensor of its own."""
+
+        def slice_of(stack: str) -> Any:
+            if not self.has(stack):
+                raise CheckpointError(f"{self._path}: tensor {stack} is missing")
+            file = self._where(stack)
+            try:
+                return self._handle(file).get_slice(self._names[stack])
+            except SafetensorError as error:
+                raise CheckpointError(f"{file}: tensor {stack}: {one_line(error)}") from error
+
+        return StackedExpert.find(name, self.has, slice_of)
+
     def _require_finite(self, name: str, values: torch.Tensor) -> None:
         """Raises CheckpointError."""
         if not is_finite(values):
             raise CheckpointError(f"{self._where(name)}: tensor {name} {NOT_FINITE}")
 
-    def _where(self, name: str) -> Path:
-        return self._file_of[self._names[name]] if name in self._names else self._path
-
-    def _fused(self, name: str) -> tuple[str, int, str] | None:
-        """Return the tensor of all experts that holds one's matrix, its number and its use."""
-        found = _EXPERT.fullmatch(name)
-        if found is None:
-            return None
-        every = f"{found[1]}.{'down' if found[3] == 'down' else 'gate_up'}_proj"
-        return (every, int(found[2]), found[3]) if every in self._names else None
-
-    def _of_expert(self, every: str, index: int, use: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return an expert's matrix. Raises CheckpointError."""
-        file = self._file_of[self._names[every]]
-        found = self._handle(file).get_slice(self._names[every])
-        rows = shape[0] * (1 if use == "down" else 2)
-        if found.get_shape()[1:] != [rows, *shape[1:]] or index >= found.get_shape()[0]:
-            raise CheckpointError(
-                f"{file}: tensor {every} has shape {tuple(found.get_shape())}; config.json asks "
-                f"for {(rows, *shape[1:])} of each expert, and for expert {index}"
-            )
-        start = shape[0] if use == "up" else 0
-        matrix: torch.Tensor = found[index, start : start + shape[0]]
-        return matrix
-
     def _stored(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        if name not in self._names and (fused := self._fused(name)) is not None:
-            return self._of_expert(*fused, shape)
         if name not in self._names:
             raise CheckpointError(f"{self._path}: tensor {name} is missing; shape {shape} expected")
         name = self._names[name]
@@ -115,6 +122,12 @@ class FolderTensors:
         return tensor
 
     def quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedMatrix | None:
+        if (expert := self._expert(name)) is not None and len(expert.stacks) > 1:
+            matrix = expert.read()
+            assert isinstance(matrix, QuantizedMatrix)
+            if not are_blocks_finite(matrix.kind, matrix.data):
+                raise CheckpointError(f"{self._path}: tensor {name} {NOT_FINITE}")
+            return matrix
         grouped = self._grouped(name, shape)
         if grouped is None or self._packed is None:
             return None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from penstock.engine.models.variant import Activation, Experts
+from penstock.engine.models.variant import CLAMP, CLAMPED_SLOPE, Activation, Experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class DenseMlp:
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Return residual + MLP(x), both [num_tokens, hidden_size]."""
         gate, up = torch.mm(x, self.gate_up).chunk(2, dim=1)
-        return torch.addmm(residual, _activated(self.activation, gate).mul_(up), self.down)
+        return torch.addmm(residual, _gated(self.activation, gate, up), self.down)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +31,24 @@ class ExpertMlp:
     Results are added in ascending order of experts, then that of the shared ones.
 
     router:  [experts (+ 1), hidden_size], float32; the last row gates the shared ones
-    bias:    [experts], for the choice alone
+    choice_bias: [experts], for the choice alone
     gate_up: [experts, 2 * intermediate_size, hidden_size]
-    down:    [experts, hidden_size, intermediate_size]"""
+    down:    [experts, hidden_size, intermediate_size]
+    biases:  of router, gate_up and down, [experts, …]"""
 
     router: torch.Tensor
-    bias: torch.Tensor | None
+    choice_bias: torch.Tensor | None
     gate_up: torch.Tensor
     down: torch.Tensor
     shared: DenseMlp | None
     experts: Experts
     activation: Activation
+    biases: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Return residual + MLP(x), both [num_tokens, hidden_size]."""
-        logits = F.linear(x.float(), self.router)
+        of_router, of_gate_up, of_down = self.biases or (None, None, None)
+        logits = F.linear(x.float(), self.router, of_router)
         shares, chosen = self._route(logits[:, : self.experts.count], x.dtype)
         order = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=self.experts.count).tolist()
@@ -54,8 +57,10 @@ class ExpertMlp:
             if not counts[expert]:
                 continue
             rows = places // self.experts.per_token
-            gate, up = F.linear(x.index_select(0, rows), self.gate_up[expert]).chunk(2, dim=1)
-            found = F.linear(_activated(self.activation, gate).mul_(up), self.down[expert])
+            bias = None if of_gate_up is None else of_gate_up[expert]
+            gate, up = F.linear(x.index_select(0, rows), self.gate_up[expert], bias).chunk(2, dim=1)
+            bias = None if of_down is None else of_down[expert]
+            found = F.linear(_gated(self.activation, gate, up), self.down[expert], bias)
             out.index_add_(0, rows, found * shares.flatten()[places, None])
         if self.shared is not None:
             found = self.shared.add_to(torch.zeros_like(x), x)
@@ -67,7 +72,7 @@ class ExpertMlp:
     def _route(self, logits: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each token's expert weights and numbers: [num_tokens, per_token]."""
         scores = logits.sigmoid() if self.experts.sigmoid_scores else logits.softmax(dim=-1)
-        ranked = scores if self.bias is None else scores + self.bias
+        ranked = scores if self.choice_bias is None else scores + self.choice_bias
         chosen = ranked.topk(self.experts.per_token, dim=-1).indices
         shares = scores.gather(1, chosen)
         if self.experts.norm_topk_prob:
@@ -75,5 +80,9 @@ class ExpertMlp:
         return (shares * self.experts.scale).to(dtype), chosen
 
 
-def _activated(activation: Activation, gate: torch.Tensor) -> torch.Tensor:
-    return F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+def _gated(activation: Activation, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    if activation == "clamped":
+        gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP)
+        return gate * torch.sigmoid(gate * CLAMPED_SLOPE) * (up + 1)
+    activated = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    return activated.mul_(up)

@@ -7,8 +7,11 @@ from typing import Literal
 
 from penstock.engine.models.rope import Rope
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "clamped"]
 Bias = Literal["none", "qkv", "qkvo"]
+
+CLAMP, CLAMPED_SLOPE = 7.0, 1.702
+"""Of the clamped activation, as in gpt-oss (`clamped` in simd.h)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,8 @@ class Experts:
     scale:        factor on the scores of the chosen ones
     shared_size:  inner size of the experts that every token has, together; 0: none
     gates_shared: what these give is multiplied by the sigmoid of a row of the router
-    dense:        numbers of layers without experts, and their inner size"""
+    dense:        numbers of layers without experts, and their inner size
+    bias:         the router and the experts' matrices have one"""
 
     count: int
     per_token: int
@@ -50,6 +54,7 @@ class Experts:
     gates_shared: bool = False
     dense: frozenset[int] = frozenset()
     dense_size: int = 0
+    bias: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_token <= self.count:
@@ -114,8 +119,9 @@ class Variant:
     query_scale:     scores are this times q k / sqrt(head_dim); other than 1 with qk_norm only
     post_norms:      also an RMSNorm on the outputs of attention and MLP
     gated:           what a head attends to is multiplied by the sigmoid of a projection of its own
-    activation:      of the gate
-    embedding_scale: factor on the token embeddings that enter the first layer"""
+    activation:      of the gate; clamped: gate sigmoid(1.702 gate) (up + 1), both clamped at 7
+    embedding_scale: factor on the token embeddings that enter the first layer
+    sinks:           the denominator of a head's softmax also has exp of a learned number"""
 
     bias: Bias = "none"
     qk_norm: bool = False
@@ -127,6 +133,7 @@ class Variant:
     window: SlidingWindow | None = None
     experts: Experts | None = None
     delta: DeltaNet | None = None
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         if self.query_scale != 1 and not self.qk_norm:

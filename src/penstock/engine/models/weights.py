@@ -44,7 +44,16 @@ class WeightSpec:
     @property
     def stays_float32(self) -> bool:
         """True for norms, routers and what a recurrent state depends on: float32 in any dtype."""
-        names = ("norm", "router", "router_bias", ".conv", ".dt_bias", ".a_log")
+        names = (
+            "norm",
+            "router",
+            "router_bias",
+            "choice_bias",
+            ".conv",
+            ".dt_bias",
+            ".a_log",
+            "sinks",
+        )
         return self.name.endswith(names)
 
 
@@ -67,6 +76,7 @@ def weight_specs(config: DecoderConfig) -> Iterator[WeightSpec]:
     layers.I.q_norm, k_norm   [head_dim], if variant.qk_norm
     layers.I.o                [hidden_size, q_size]
     layers.I.o_bias           [hidden_size], if variant.o_bias
+    layers.I.sinks            [num_heads], if variant.sinks
     layers.I.o_norm           [hidden_size], if variant.post_norms: of attention's output
     layers.I.post_norm        [hidden_size]: before the MLP
     layers.I.gate_up          [2 * intermediate_size, hidden_size]: gate rows, then up rows
@@ -78,9 +88,11 @@ def weight_specs(config: DecoderConfig) -> Iterator[WeightSpec]:
     With variant.experts gate_up and down have a leading axis of experts, and there are
 
     layers.I.router           [experts, hidden_size]; with gates_shared one row more, its last
-    layers.I.router_bias      [experts], if chosen_with_bias
+    layers.I.choice_bias      [experts], if chosen_with_bias
     layers.I.shared_gate_up   [2 * shared_size, hidden_size], if there are shared experts
     layers.I.shared_down      [hidden_size, shared_size]
+    layers.I.router_bias      [experts], if experts.bias; and of all experts one after the other
+    layers.I.gate_bias, up_bias, down_bias
 
     Recurrent layers have, in place of everything from qkv to o_bias,
 
@@ -269,6 +281,8 @@ def _attention_specs(config: DecoderConfig, ours: str, theirs: str) -> Iterator[
     yield _spec(f"{ours}.o", (f"{theirs}.self_attn.o_proj.weight", (hidden, q_size)))
     if variant.o_bias:
         yield _spec(f"{ours}.o_bias", (f"{theirs}.self_attn.o_proj.bias", (hidden,)))
+    if variant.sinks:
+        yield _spec(f"{ours}.sinks", (f"{theirs}.self_attn.sinks", (config.num_heads,)))
 
 
 def _head_orders(config: DecoderConfig) -> tuple[torch.Tensor, ...]:
@@ -328,15 +342,21 @@ def _mlp_specs(config: DecoderConfig, index: int, ours: str, theirs: str) -> Ite
     if experts is None or index in experts.dense:
         yield from _gate_up_down(config, f"{ours}.", [folder], inner)
         return
-    router = [(f"{folder}.gate.weight", (experts.count, hidden))]
+    router = [(f"{folder}.{family.router}.weight", (experts.count, hidden))]
     if experts.gates_shared:
         router.append((f"{folder}.{family.shared}_gate.weight", (1, hidden)))
     yield _spec(f"{ours}.router", *router)
+    if experts.bias:
+        yield _spec(f"{ours}.router_bias", (f"{folder}.{family.router}.bias", (experts.count,)))
     if experts.chosen_with_bias:
         bias = f"{folder}.gate.e_score_correction_bias"
-        yield _spec(f"{ours}.router_bias", (bias, (experts.count,)))
+        yield _spec(f"{ours}.choice_bias", (bias, (experts.count,)))
     folders = [f"{folder}.experts.{i}" for i in range(experts.count)]
     yield from _gate_up_down(config, f"{ours}.", folders, inner, experts.count)
+    if experts.bias:
+        for name, size in (("gate", inner), ("up", inner), ("down", hidden)):
+            biases = ((f"{of_one}.{name}_proj.bias", (size,)) for of_one in folders)
+            yield _spec(f"{ours}.{name}_bias", *biases)
     if experts.shared_size:
         folders = [f"{folder}.{family.shared}"]
         yield from _gate_up_down(config, f"{ours}.shared_", folders, experts.shared_size)

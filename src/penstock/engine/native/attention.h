@@ -306,7 +306,8 @@ static void multiply_blocks(const BlockProduct& p, int first, int last, int num_
 // One sequence's rows at consecutive positions from `first_position`, for `heads` query heads that
 // share `kv_head`. `query` and `out` point at the first row's first head; queries are scaled by
 // log2(e) / sqrt(head_dim) already. A row sees `window` positions, its own included. rows * heads is
-// at most what the scratch was made for.
+// at most what the scratch was made for. A head's sink, if it has one, is a score (base 2) of no
+// position, which takes part in the total alone, once and last.
 template <class C>
 struct Attention {
   const AttentionShape& shape;
@@ -317,6 +318,7 @@ struct Attention {
   size_t stride;
   int first_position, rows, heads, kv_head, window;
   const AttentionScratch& scratch;
+  const float* sinks;  // of the first head, or null
 
   int queries() const { return rows * heads; }
   int length() const { return first_position + rows; }
@@ -346,7 +348,14 @@ struct Attention {
     for (int i = 0; i < queries(); ++i) {
       float* target = out + (i / heads) * stride + (size_t)(i % heads) * dim;
       const float* source = all.sum + (size_t)i * padded_dim;
-      for (int j = 0; j < dim; ++j) target[j] = source[j] / all.total[i];
+      float before = 1.0f, total = all.total[i];
+      if (sinks) {
+        const float highest = all.highest[i], sink = sinks[i % heads];
+        const float peak = highest < sink ? sink : highest;
+        before = exp2_lanes(splat(highest - peak))[0];
+        total = total * before + exp2_lanes(splat(sink - peak))[0];
+      }
+      for (int j = 0; j < dim; ++j) target[j] = source[j] * before / total;
     }
   }
 

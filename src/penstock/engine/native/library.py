@@ -25,6 +25,8 @@ LAYER_MATRICES = ("query", "key", "value", "o", "gate", "up", "down")
 DELTA_MATRICES = ("linear_qkv", "linear_z", "beta", "alpha")
 DELTA_VECTORS = ("conv", "dt_bias", "rate", "linear_norm")
 SHARED_MATRICES = ("shared_gate", "shared_up", "shared_down")
+OWN_VECTORS = ("sinks", "router_bias", "gate_bias", "up_bias", "down_bias", "choice_bias")
+"""Of some models with experts."""
 DELTA_SIZES = ("key_heads", "value_heads", "key_dim", "value_dim", "kernel", "strided")
 HEAD_NORMS = ("embed_norm", "hidden_norm", "norm")
 LAYER_VECTORS = (
@@ -39,7 +41,7 @@ LAYER_VECTORS = (
     "down_norm",
 )
 MATRICES = (*LAYER_MATRICES, "router", "query_gate", *DELTA_MATRICES, *SHARED_MATRICES)
-VECTORS = (*LAYER_VECTORS, *DELTA_VECTORS, "router_bias")
+VECTORS = (*LAYER_VECTORS, *DELTA_VECTORS, *OWN_VECTORS)
 CONFIG_SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -70,8 +72,8 @@ class LayerWeights(Structure):
         *((name, Matrix) for name in DELTA_MATRICES),
         *((name, c_void_p) for name in (*DELTA_VECTORS, "states", "kept")),
         *((name, Matrix) for name in SHARED_MATRICES),
-        ("router_bias", c_void_p),
         *((name, c_int32) for name in ("inner_size", "shared_size")),
+        *((name, c_void_p) for name in OWN_VECTORS),
     ]
 
 
@@ -98,6 +100,7 @@ class ModelWeights(Structure):
         *((f"head_{name}", c_void_p) for name in HEAD_NORMS),
         *((name, c_int32) for name in ("sigmoid_scores", "gates_shared")),
         ("expert_scale", c_float),
+        ("clamped", c_int32),
     ]
 
 

@@ -37,8 +37,11 @@ struct LayerWeights {
   float* kept;    // [num_slots, kernel - 1 + most_kept, inputs_stride]: see delta.h
   // An MLP beside the chosen experts: those that every row has. Null: none.
   penstock::Matrix shared_gate, shared_up, shared_down;
-  const float* router_bias;         // [num_experts], for the choice alone; null: none
   int32_t inner_size, shared_size;  // of the MLP or each expert; of the shared ones together
+  const float* sinks;  // [num_heads], base 2: see attention.h
+  // Of experts; the last three of one after the other, each in whole panels.
+  const float *router_bias, *gate_bias, *up_bias, *down_bias;
+  const float* choice_bias;  // [num_experts], for the choice alone; null: none
 };
 
 struct ModelWeights {
@@ -63,6 +66,7 @@ struct ModelWeights {
   const float *head_embed_norm, *head_hidden_norm, *head_norm;
   int32_t sigmoid_scores, gates_shared;  // of experts
   float expert_scale;                    // of their shares
+  int32_t clamped;  // the gate's activation is `clamped` of simd.h
 };
 
 // RaggedBatch of batch.py. `values` holds its arrays one after the other, in the order below.

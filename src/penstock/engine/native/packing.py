@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -84,6 +85,12 @@ class Layout:
     def head_vectors(self, values: torch.Tensor) -> torch.Tensor:
         """Return [n * head_dim] as [n, head_width]."""
         return _pad(values.float().view(-1, self.config.head_dim), 1, self.panel).contiguous()
+
+    def expert_vectors(self, values: torch.Tensor) -> torch.Tensor:
+        """Return [experts * size] as [experts, size rounded up to whole panels]."""
+        experts = self.config.variant.experts
+        assert experts is not None
+        return _pad(values.float().view(experts.count, -1), 1, self.panel).contiguous()
 
     def conv(self, values: torch.Tensor) -> torch.Tensor:
         """Return [channels, 1, kernel] as [kernel, conv_stride] (model.h)."""
@@ -281,6 +288,10 @@ class Packer:
             return self._layout.conv(values)
         if name.endswith(".a_log"):
             values = -values.exp()
+        if name.endswith(".sinks"):
+            values = values * math.log2(math.e)
+        if name.endswith((".gate_bias", ".up_bias", ".down_bias")):
+            return self._layout.expert_vectors(values)
         if name.endswith("q_norm"):
             values = values.float() * self._layout.config.variant.query_scale
         return (self._layout.head_vectors if of_heads else self._layout.vector)(values)

@@ -132,6 +132,7 @@ class Pass {
   ThreadScratch& scratch_;
   Inputs inputs_;
   Upcoming upcoming_;
+  int expert_ = 0;  // of the chunk that `project` is at
 
   void attend_in(const LayerWeights& layer) {
     project_heads(layer);
@@ -260,9 +261,10 @@ class Pass {
       const int chunk = (int)(task / groups), first = (int)(task % groups) * group;
       if (chunk != held) {
         inputs_.hold(input(held = chunk), stride, chunks.size(chunk), k_size);
+        expert_ = chunks.expert(chunk);
         for (size_t i = 0; i < N; ++i) products[i] = inputs_.times(*matrices[i]);
       }
-      const int before = chunks.expert(chunk) * panels;
+      const int before = expert_ * panels;
       multiply(products, chunks.size(chunk), k_size, before + first,
                before + std::min(first + group, panels), upcoming_,
                [&](int row, int height, int panel, int width, const float* tile) {
@@ -486,7 +488,8 @@ class Pass {
             model_.group(),
             kv_head,
             layer.window,
-            scratch_.attention};
+            scratch_.attention,
+            layer.sinks ? layer.sinks + (size_t)kv_head * model_.group() : nullptr};
   }
 
   // Splits of each task that threads share out: those of the longest context, where that would
@@ -539,9 +542,12 @@ class Pass {
     });
   }
 
-  VecF activated(VecF x) const { return weights_.gelu_tanh ? gelu_tanh(x) : silu(x); }
+  VecF gated(VecF gate, VecF up) const {
+    if (weights_.clamped) return clamped(gate, up);
+    return (weights_.gelu_tanh ? gelu_tanh(gate) : silu(gate)) * up;
+  }
 
-  // hidden = activated(first matrix's) * second's, of all rows or of every expert's
+  // hidden = gated(gate, up), of all rows or of every expert's
   template <class Cut>
   void gate(const LayerWeights& layer, const Matrix* const (&matrices)[2], int inner_size,
             const Cut& chunks) {
@@ -558,8 +564,13 @@ class Pass {
           for (int r = 0; r < height; ++r) {
             float* target = model_.hidden.get() + (row + r) * stride + panel * kPanel;
             const float *gate = tile + r * kTileStride, *up = gate + kTileFloats;
-            for (int i = 0; i < width * kPanel; i += kLanes)
-              store(target + i, activated(load(gate + i)) * load(up + i));
+            const size_t column = (size_t)(expert_ * panels + panel) * kPanel;
+            for (int i = 0; i < width * kPanel; i += kLanes) {
+              VecF x = load(gate + i), y = load(up + i);
+              if (layer.gate_bias) x += load(layer.gate_bias + column + i);
+              if (layer.up_bias) y += load(layer.up_bias + column + i);
+              store(target + i, gated(x, y));
+            }
           }
         });
   }
@@ -592,10 +603,15 @@ class Pass {
       float* target = residual((int)row);
       const int32_t* places = model_.routing.places.data() + row * per_token;
       const float* shares = model_.routing.shares.data() + row * per_token;
+      const int32_t* experts = model_.routing.chosen.data() + row * per_token;
       for (int i = 0; i < panels * kPanel; i += kLanes) {
         VecF sum = {};
-        for (int j = 0; j < per_token; ++j)
-          sum = fused(splat(shares[j]), load(model_.mixed.get() + places[j] * stride + i), sum);
+        for (int j = 0; j < per_token; ++j) {
+          VecF value = load(model_.mixed.get() + places[j] * stride + i);
+          if (layer.down_bias)
+            value += load(layer.down_bias + (size_t)experts[j] * panels * kPanel + i);
+          sum = fused(splat(shares[j]), value, sum);
+        }
         store(target + i, load(target + i) + sum);
       }
     });
@@ -610,7 +626,11 @@ class Pass {
     project_normed<1>(layer.post_norm, {&layer.router}, model_.routing.router_rows(),
                       [&](int row, int) { return model_.router.get() + row * stride; });
     worker_.for_each(plan_.num_rows(), [&](int64_t row) {
-      model_.routing.choose((int)row, model_.router.get() + row * stride, layer.router_bias);
+      float* logits = model_.router.get() + row * stride;
+      if (layer.router_bias)
+        for (int i = 0; i < weights_.num_experts; i += kLanes)
+          store(logits + i, load(logits + i) + load(layer.router_bias + i));
+      model_.routing.choose((int)row, logits, layer.choice_bias);
     });
     worker_.for_each(1, [&](int64_t) { model_.routing.group(plan_.num_rows(), most); });
   }

@@ -362,6 +362,7 @@ class NativeRunner(ModelRunner):
             sigmoid_scores=experts is not None and experts.sigmoid_scores,
             gates_shared=experts is not None and experts.gates_shared,
             expert_scale=1.0 if experts is None else experts.scale,
+            clamped=config.variant.activation == "clamped",
         )
         model = self._library.penstock_create(ctypes.byref(described))
         if not model:

@@ -172,6 +172,14 @@ PENSTOCK_INLINE VecF gelu_tanh(VecF x) {
   return x / (splat(1.0f) + exp2_lanes(x * steepness));
 }
 
+// gate sigmoid(1.702 gate) (up + 1), both clamped at 7, as gpt-oss has it. NaN stays NaN.
+PENSTOCK_INLINE VecF clamped(VecF gate, VecF up) {
+  const VecF most = splat(7.0f);
+  gate = gate > most ? most : gate;
+  up = up > most ? most : up < -most ? -most : up;
+  return gate / (splat(1.0f) + exp2_lanes(gate * splat(-1.702f * kLog2E))) * (up + splat(1.0f));
+}
+
 PENSTOCK_INLINE int round_up(int n, int multiple) {
   return (n + multiple - 1) / multiple * multiple;
 }

@@ -25,6 +25,7 @@ _ARCHITECTURES = {
     "qwen35moe": "Qwen3_5MoeForCausalLM",
     "qwen3next": "Qwen3NextForCausalLM",
     "glm4moe": "Glm4MoeForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
 }
 """GGUF's architectures; Mistral's models are of architecture llama."""
 
@@ -33,6 +34,7 @@ _COMPUTED = {
     "glm4moe": {"expert_count", "expert_gating_func", "expert_weights_scale"},
     "phi3": {"attention.sliding_window"},
     "gemma3": {"attention.sliding_window", "attention.sliding_window_pattern"},
+    "gpt-oss": {"attention.sliding_window", "attention.sliding_window_pattern", "expert_count"},
 }
 """Keys of _REFUSED that an architecture supports."""
 
@@ -74,6 +76,8 @@ _END_TEXTS = frozenset(
     ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>")
 )
 """Control tokens that end a text, also where the metadata names only one of them."""
+_HARMONY_ENDS = frozenset(("<|return|>", "<|call|>"))
+"""The same of gpt-oss, where `<|end|>` ends only a message within the text."""
 
 _EMBEDDINGS = "token_embd.weight"
 _BIAS = "blk.0.attn_output.bias"
@@ -217,6 +221,14 @@ def _experts(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
     if not metadata.get("expert_count"):
         return {}
     inner, is_glm = metadata.whole("expert_feed_forward_length"), metadata.architecture == "glm4moe"
+    if metadata.architecture == "gpt-oss":
+        return {
+            "intermediate_size": inner,
+            "layer_types": _window_types(metadata),
+            "num_local_experts": metadata.whole("expert_count"),
+            "num_experts_per_tok": metadata.whole("expert_used_count"),
+            "sliding_window": metadata.whole("attention.sliding_window"),
+        }
     fields = {
         "n_routed_experts" if is_glm else "num_experts": metadata.whole("expert_count"),
         "num_experts_per_tok": metadata.whole("expert_used_count"),
@@ -242,6 +254,15 @@ def _experts(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
     }
 
 
+def _window_types(metadata: Metadata) -> list[str]:
+    """Return the layers' kinds: one in so many has no window, unless the file lists them."""
+    count, listed = metadata.num_layers, metadata.get("attention.sliding_window_pattern", 2)
+    if not isinstance(listed, tuple):
+        every = metadata.whole("attention.sliding_window_pattern", 2)
+        listed = [(i + 1) % every for i in range(count)]
+    return ["sliding_attention" if kind else "full_attention" for kind in listed[:count]]
+
+
 def _layer_types(metadata: Metadata) -> list[str]:
     """Return the layers' kinds: one in so many has attention, unless the file lists them."""
     count, every = metadata.num_layers, metadata.whole("full_attention_interval", 4)
@@ -262,10 +283,13 @@ def end_token_ids(file: GgufFile) -> tuple[int, ...]:
     tokens, rows = file.strings("tokenizer.ggml.tokens"), file.tensors[_EMBEDDINGS].shape[0]
     if len(tokens) > rows:
         raise file.error(f"has {len(tokens)} tokens; tensor {_EMBEDDINGS} has {rows} rows")
+    texts = _END_TEXTS | _HARMONY_ENDS
+    if _HARMONY_ENDS.issubset(tokens):
+        texts -= {"<|end|>"}
     known = [
         index
         for index, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
-        if kind == TokenType.CONTROL and token in _END_TEXTS
+        if kind == TokenType.CONTROL and token in texts
     ]
     ends = tuple(dict.fromkeys([i for i in named if i is not None] + known))
     if tokens and not (ends and {*ends} <= {*range(len(tokens))}):
@@ -313,6 +337,8 @@ def _rope(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
         context = metadata.whole("context_length")
         original = metadata.whole("rope.scaling.original_context_length", context)
         scaling["original_max_position_embeddings"] = original
+        if metadata.architecture == "gpt-oss":  # as it was trained; llama.cpp truncates
+            scaling["truncate"] = False
         if metadata.get("rope.scaling.attn_factor") is not None:
             # GGUF multiplies the usual factor by it, transformers replaces it.
             usual = 0.1 * math.log(factor) + 1.0

@@ -31,6 +31,7 @@ _HEAD_NAMES = {
 }
 _SHARED_GATE, _BIAS = ".shared_expert_gate.weight", ".e_score_correction_bias"
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(\w+)(\..*)")
+_SINKS = ".self_attn.sinks"
 
 
 class GgufTensors:
@@ -104,6 +105,8 @@ class GgufTensors:
         if (of_head := _HEAD_NAMES.get(name)) is not None:
             return f"blk.{self._head}.nextn.{of_head}.weight"
         name = name.replace("mtp.layers.0.", f"model.layers.{self._head}.")
+        if name.endswith(_SINKS):
+            name += ".weight"
         if name.endswith(_DECAY):
             return str(self._names.get_name(name))
         name = name.replace(".dt_bias", ".dt_proj.bias").replace(_BIAS, ".e_score_correction.bias")
