@@ -28,7 +28,7 @@ from penstock.engine.models.formats import open_checkpoint
 from penstock.engine.models.packed import WORD
 from penstock.engine.models.weights import WeightSpec, specs_in
 
-_MATRICES = ("qkv", "o", "gate_up", "down")
+_MATRICES = ("qkv", "o", "gate_up", "down", "shared_gate_up", "shared_down")
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,8 +208,12 @@ def _rounded_tensors(
     made: IntegerFormat,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield all tensors of the new folder. Raises CheckpointError."""
+    seen: set[str] = set()  # a matrix may be part of several
     for spec in specs:
         for name, shape in spec.sources:
+            if name in seen:
+                continue
+            seen.add(name)
             is_rounded = _is_rounded(spec)
             tensor = torch.empty(shape, dtype=torch.float32 if is_rounded else dtype)
             tensors.read(name, tensor)

@@ -352,6 +352,7 @@ def test_the_format_is_the_templates() -> None:
     hermes = "{% if tools %}<tool_call>{% endif %}"
     assert format_of(hermes) is HERMES
     assert format_of(f"{hermes}<function=") is QWEN_CODER
+    assert format_of(f"{hermes}<arg_key>") is None
     assert format_of('{{ tools }} \'ipython\' {"name": function name, "parameters": x}') is LLAMA
     assert format_of("[AVAILABLE_TOOLS] {{ tools }}") is None
     assert format_of("[AVAILABLE_TOOLS] {{ tools }} [TOOL_CALLS] [") is MISTRAL

@@ -294,7 +294,7 @@ def _add_tensors(
         if "linear_attn." in name and _add_delta_values(writer, config, names, name, parameter):
             continue
         if name.endswith("shared_expert_gate.weight"):
-            writer.add_tensor(theirs, parameter.numpy()[0])
+            writer.add_tensor(theirs, parameter.numpy() if fused else parameter.numpy()[0])
             continue
         if parameter.dim() == 1 or name.endswith(".bias"):
             is_centred = config.model_type in ("gemma3_text", *_RECURRENT)

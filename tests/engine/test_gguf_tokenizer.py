@@ -103,6 +103,7 @@ ORIGINALS = {
     "qwen35": qwen35,
     "llama-bpe": lambda: trained(split(LLAMA3)),
     "tekken": lambda: trained(split(TEKKEN)),
+    "glm4": lambda: trained(split(LLAMA3)),
     "gpt-4o": lambda: trained(split(O200K)),
 }
 

@@ -130,15 +130,18 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / "again").exists()
 
 
-def test_experts_are_rounded_and_routers_are_not(tmp_path: Path) -> None:
-    moe = CASES["qwen3-moe"]
-    changes = moe.changes | WIDE | {"moe_intermediate_size": 64}
+@pytest.mark.parametrize("case", ["qwen3-moe", "qwen3-next"])
+def test_experts_are_rounded_and_routers_are_not(tmp_path: Path, case: str) -> None:
+    moe = CASES[case]
+    changes = moe.changes | WIDE | {"moe_intermediate_size": 64, "linear_value_head_dim": 64}
+    changes |= {"shared_expert_intermediate_size": 64}
     write_checkpoint(tmp_path / "floats", Case(moe.model, moe.config, changes))
     quantize_folder(tmp_path / "floats", tmp_path / "out", "int4")
     config = DecoderConfig.from_pretrained(tmp_path / "out")
     before, after = (load_weights(tmp_path / name, config) for name in ("floats", "out"))
     assert torch.equal(before["layers.0.router"], after["layers.0.router"])
-    assert not torch.equal(before["layers.0.down"], after["layers.0.down"])
+    rounded = "down" if case == "qwen3-moe" else "shared_down"
+    assert not torch.equal(before[f"layers.0.{rounded}"], after[f"layers.0.{rounded}"])
     written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert "model.layers.0.mlp.gate" in written["ignore"]
 

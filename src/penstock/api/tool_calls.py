@@ -153,6 +153,8 @@ def format_of(template: str | None) -> ToolFormat | None:
     if template is None or "tools" not in template:
         return None
     if "<tool_call>" in template:
+        if "<arg_key>" in template:  # GLM's, which are not read
+            return None
         return QWEN_CODER if "<function=" in template else HERMES
     if "[TOOL_CALLS]" in template:
         return MISTRAL_ARGS if "[ARGS]" in template else MISTRAL

@@ -93,13 +93,12 @@ def _qwen3_moe(config: Any) -> Variant:
     )
 
 
-def _experts(config: Any) -> Experts:
-    """Return the experts of Qwen's models."""
+def _experts(config: Any, shared_size: int = 0) -> Experts:
+    """Return the experts of Qwen's models. shared_size: as of `Experts`."""
     only = getattr(config, "mlp_only_layers", None) or ()
     step = getattr(config, "decoder_sparse_step", 1)
     layers = range(config.num_hidden_layers)
     dense = frozenset(i for i in layers if i in only or (i + 1) % step)
-    shared_size = getattr(config, "shared_expert_intermediate_size", 0)
     return Experts(
         config.num_experts,
         config.num_experts_per_tok,
@@ -149,7 +148,8 @@ def _qwen3_5(config: Any) -> Variant:
 
 
 def _qwen3_5_moe(config: Any) -> Variant:
-    return replace(_qwen3_5(config), experts=_experts(config))
+    experts = _experts(config, config.shared_expert_intermediate_size)
+    return replace(_qwen3_5(config), experts=experts)
 
 
 def _qwen3_next(config: Any) -> Variant:

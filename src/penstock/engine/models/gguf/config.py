@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import torch
-from gguf.constants import TokenType
+from gguf.constants import ExpertGatingFuncType, TokenType
 
 from penstock.engine.models.families import FAMILIES, MISSING
 from penstock.engine.models.gguf.file import GgufFile, TensorEntry
@@ -86,8 +86,6 @@ _ALWAYS_FLOAT = (
     *(".ffn_gate_inp_shexp.weight", ".exp_probs_b.bias"),
 )
 """Ends of names of tensors that are float32 in any file."""
-_SIGMOID = 2
-"""Number of the sigmoid in expert_gating_func."""
 _MIXED = {"in_proj_qkvz": ".ssm_in.weight", "in_proj_ba": ".ssm_ba.weight"}
 """Matrices that mix projections of recurrent layers, by Hugging Face's names."""
 RECURRENT = ("qwen35", "qwen35moe", "qwen3next")
@@ -240,10 +238,10 @@ def _experts(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
     if not is_glm:
         shared = metadata.whole("expert_shared_feed_forward_length")
         return fields | {"shared_expert_intermediate_size": shared}
-    if metadata.get("expert_gating_func", _SIGMOID) != _SIGMOID:
+    sigmoid = int(ExpertGatingFuncType.SIGMOID)
+    if (gating := metadata.get("expert_gating_func", sigmoid)) != sigmoid:
         raise file.error(
-            f"{metadata.key('expert_gating_func')} is {metadata.get('expert_gating_func')!r}; "
-            f"allowed: {_SIGMOID} (sigmoid)"
+            f"{metadata.key('expert_gating_func')} is {gating!r}; allowed: {sigmoid} (sigmoid)"
         )
     return fields | {
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,

@@ -126,12 +126,12 @@ class GgufTensors:
             return replace(every, shape=shape, start=every.start + place * size, num_bytes=size)
         if name.endswith(_CONV):  # without the axis of one input channel
             shape = (shape[0], *shape[2:])
-        if name.endswith(_SHARED_GATE):  # one row
-            shape = shape[1:]
         theirs = self._name(name)
         entry = self._file.tensors.get(theirs)
         if entry is None:
             raise self._file.error(f"tensor {theirs} is missing; shape {shape} expected")
+        if name.endswith(_SHARED_GATE) and len(entry.shape) == 1:  # its one row, by older writers
+            shape = shape[1:]
         if entry.shape != shape:
             raise self._file.error(
                 f"tensor {theirs} has shape {entry.shape}; its metadata asks for {shape}"
