@@ -13,6 +13,7 @@ import torch
 from tests.engine.small_models import SHAPE, Case, Checkpoint
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
+from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 
 WIDE: dict[str, Any] = {
     "hidden_size": 256,
@@ -51,7 +52,15 @@ _ARCHITECTURES = {
     "phi3": gguf.MODEL_ARCH.PHI3,
     "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
     "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
+    "smollm3": gguf.MODEL_ARCH.SMOLLM3,
+    "ministral3": gguf.MODEL_ARCH.MISTRAL3,
+    "granite": gguf.MODEL_ARCH.GRANITE,
+    "granitemoehybrid": gguf.MODEL_ARCH.GRANITE,  # as llama.cpp has it without other layers
+    "lfm2": gguf.MODEL_ARCH.LFM2,
 }
+
+_PAIRS = ("LLAMA", "SMOLLM3", "MISTRAL3", "GRANITE", "GRANITE_HYBRID")
+"""Architectures with the two rows of a rotary pair side by side."""
 
 
 def encode(values: np.ndarray, kind: str) -> np.ndarray:
@@ -116,6 +125,7 @@ def save_gguf(
     for key, value in (_metadata(config) | changes).items():
         if value is not None:
             add = {
+                bool: writer.add_bool,
                 str: writer.add_string,
                 float: writer.add_float32,
                 int: writer.add_uint32,
@@ -184,7 +194,7 @@ def _metadata(config: Any) -> dict[str, Any]:
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", None),
         "rope.freq_base": float(rope["rope_theta"]),
         **(scaling if rope["rope_type"] in ("linear", "yarn") else {}),
         **_own_metadata(config, rope),
@@ -211,6 +221,31 @@ def _own_metadata(config: Any, rope: dict[str, Any]) -> dict[str, Any]:
             "full_attention_interval": config.layer_types.index("full_attention") + 1,
             "rope.dimension_count": int(config.head_dim * rope["partial_rotary_factor"]),
             "rope.dimension_sections": [11, 11, 10, 0],
+        }
+    if config.model_type == "ministral3":
+        return {
+            "attention.temperature_scale": rope["llama_4_scaling_beta"],
+            "rope.scaling.yarn_log_multiplier": rope["mscale_all_dim"],
+        }
+    if config.model_type.startswith("granite"):
+        return {
+            "attention.scale": config.attention_multiplier,
+            "embedding_scale": config.embedding_multiplier,
+            "residual_scale": config.residual_multiplier,
+            "logit_scale": config.logits_scaling,
+            "feed_forward_length": getattr(
+                config, "shared_intermediate_size", config.intermediate_size
+            ),
+            "rope.scaling.finetuned": getattr(config, "position_embedding_type", "rope") == "rope",
+        }
+    if config.model_type == "lfm2":
+        heads = config.num_key_value_heads
+        return {
+            "attention.head_count_kv": [0 if x == "conv" else heads for x in config.layer_types],
+            "attention.layer_norm_rms_epsilon": config.norm_eps,
+            "feed_forward_length": Lfm2MLP(config).w1.out_features,
+            "shortconv.l_cache": config.conv_L_cache,
+            "vocab_size": config.vocab_size,
         }
     if config.model_type != "phi3":
         return {}
@@ -251,6 +286,9 @@ def _add_tensors(
     for name, parameter in _parameters(model):
         theirs = names.get_name(name, (".weight", ".bias"))
         if "linear_attn." in name and _add_delta_values(writer, config, names, name, parameter):
+            continue
+        if name.endswith(".conv.conv.weight"):
+            writer.add_tensor(theirs, parameter.numpy().squeeze(1))
             continue
         if parameter.dim() == 1:
             is_centred = config.model_type in ("gemma3_text", "qwen3_5_text")
@@ -313,18 +351,22 @@ def _randomise(model: PreTrainedModel) -> None:
 
 
 def _parameters(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Experts' gates and ups apart."""
+    """Gates and ups apart, of experts and of Granite's shared MLP."""
     for name, parameter in model.named_parameters():
+        name = name.replace("shared_mlp.output_linear", "mlp.down_proj")
         if name.endswith("experts.gate_up_proj"):
             for half, part in zip(("gate", "up"), parameter.chunk(2, dim=1), strict=True):
                 yield name.replace("gate_up_proj", f"{half}_proj.weight"), part
+        elif "shared_mlp.input_linear" in name:
+            for half, part in zip(("gate", "up"), parameter.chunk(2), strict=True):
+                yield name.replace("shared_mlp.input_linear", f"mlp.{half}_proj"), part
         else:
             yield name if name.endswith((".weight", ".bias")) else f"{name}.weight", parameter
 
 
 def _interleaved(config: Any, name: str, rows: np.ndarray) -> np.ndarray:
-    """Architecture llama: the two rows of a rotary pair side by side."""
-    if _ARCHITECTURES[config.model_type] != gguf.MODEL_ARCH.LLAMA or not any(
+    """Some architectures: the two rows of a rotary pair side by side."""
+    if _ARCHITECTURES[config.model_type].name not in _PAIRS or not any(
         f"{x}_proj." in name for x in "qk"
     ):
         return rows

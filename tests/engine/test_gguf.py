@@ -31,8 +31,8 @@ Damage = Callable[[bytes], bytes]
 
 def wide(case: str) -> Case:
     known = CASES[case]
-    heads = {"linear_value_head_dim": 64} if case.startswith("qwen3-5") else {}
-    return dataclasses.replace(known, changes=known.changes | WIDE | heads)
+    own = {"qwen3-5": {"linear_value_head_dim": 64}, "lfm2": {"block_multiple_of": 256}}
+    return dataclasses.replace(known, changes=known.changes | WIDE | own.get(case, {}))
 
 
 def logits(runner: ModelRunner) -> torch.Tensor:
@@ -58,6 +58,8 @@ def test_every_type_gives_the_values_that_were_stored(kind: str, tmp_path: Path)
         "phi3-longrope-beyond",
         *("gemma3", "gemma3-scaled"),
         *("qwen3-5", "qwen3-5-even"),
+        *("smollm3", "ministral3", "granite", "granite-hybrid", "granite-unrotated"),
+        *("lfm2", "lfm2-even"),
     ],
 )
 def test_every_architecture(case: str, tmp_path: Path) -> None:
@@ -136,7 +138,9 @@ def test_a_matrix_dequantises_as_the_package_does(kind: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("kind", "case"),
-    covering(QUANTIZED, ["llama", "qwen2", "phi3-partial", "gemma3", "qwen3-5"], strength=1),
+    covering(
+        QUANTIZED, ["llama", "qwen2", "phi3-partial", "gemma3", "qwen3-5", "lfm2"], strength=1
+    ),
 )
 def test_quantised_weights_stay_so_in_the_kernels(kind: str, case: str, tmp_path: Path) -> None:
     """Near the eager decoder, which dequantises them, and of no more memory than the file's."""

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from penstock.engine.attention import Attention
 from penstock.engine.kv_cache import PagedKVCache
 from penstock.engine.models.config import DecoderConfig
-from penstock.engine.models.delta import DeltaStates, DeltaWeights
+from penstock.engine.models.delta import ConvStates, ConvWeights, DeltaWeights
 from penstock.engine.models.mlp import DenseMlp, ExpertMlp
 from penstock.engine.models.rope import Rope
 from penstock.engine.models.rope_table import RopeTable
@@ -53,7 +53,7 @@ class Layer:
     post_norm: RmsNorm
     mlp: DenseMlp | ExpertMlp
     down_norm: RmsNorm | None
-    delta: DeltaWeights | None = None
+    delta: ConvWeights | None = None
 
 
 ComputeLayer = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -85,6 +85,7 @@ class Decoder:
         else:
             self.lm_head = self.embed_tokens.t()
         self.rotations = _rotations(config, max_positions, config.rope).to(device)
+        self._none = torch.tensor((1.0, 0.0), device=device)  # cosine and sine
         self._local_rotations = self.rotations
         window = config.variant.window
         if window is not None and window.rope is not None:
@@ -95,7 +96,7 @@ class Decoder:
         batch: RaggedBatch,
         cache: PagedKVCache,
         attention: Attention,
-        states: DeltaStates | None = None,
+        states: ConvStates | None = None,
         moves: StateMoves | None = None,
     ) -> torch.Tensor:
         """Write the rows' keys and values, attend; float32 logits [num_logits, vocab_size].
@@ -143,16 +144,32 @@ class Decoder:
     ) -> torch.Tensor:
         """Compute all layers, each by `compute`, and float32 logits of the rows it leaves."""
         variant = self.config.variant
-        everywhere = windowed = self.rotations.index_select(0, positions)
+        everywhere = windowed = self._scaled(self.rotations.index_select(0, positions), positions)
         if variant.window is not None:
-            windowed = self._local_rotations.index_select(0, positions)
+            local = self._local_rotations.index_select(0, positions)
+            windowed = self._scaled(local, positions)
         hidden = F.embedding(token_ids, self.embed_tokens)
-        if variant.embedding_scale != 1:
-            hidden = hidden * torch.tensor(variant.embedding_scale, dtype=hidden.dtype)
+        if variant.embedding_scale != 1 or variant.residual_scale != 1:
+            scale = torch.tensor(variant.embedding_scale, dtype=hidden.dtype).item()
+            hidden = hidden * (scale / variant.residual_scale)
         for index in range(len(self.layers)):
             rotations = windowed if variant.is_windowed(index) else everywhere
+            if index in variant.unrotated:
+                rotations = self._scaled(self._none.expand(len(positions), 1, 1, 2), positions)
             hidden = compute(index, hidden, rotations)
         return (self.norm(hidden) @ self.lm_head).float()
+
+    def _scaled(self, rotations: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return rotations of each head that scale the queries, too, where the variant does so."""
+        variant = self.config.variant
+        scale = 1.0 if variant.qk_norm else variant.query_scale
+        if scale == 1 and variant.query_growth == 0:
+            return rotations
+        periods = positions // variant.query_period
+        scales = scale * (1 + variant.query_growth * periods.float().log1p())
+        queries = scales[:, None, None, None].expand(-1, self.config.num_heads, 1, 1)
+        keys = queries.new_ones(len(positions), self.config.num_kv_heads, 1, 1)
+        return rotations * torch.cat((queries, keys), dim=1)
 
     def before_attention(
         self, layer: Layer, hidden: torch.Tensor, rotations: torch.Tensor
@@ -225,13 +242,17 @@ def _layer(
     prefix = f"layers.{index}."
     names = [name for name in weights if name.startswith(prefix)]
     mine = {name.removeprefix(prefix): weights.pop(name).to(device) for name in names}
-    variant = config.variant
 
     def norm(name: str) -> RmsNorm | None:
         return RmsNorm(mine[name], config.rms_norm_eps) if name in mine else None
 
-    is_recurrent = variant.is_recurrent(index)
-    qkv = mine["linear_qkv"] if is_recurrent else _pair_rows(config, mine["qkv"])
+    delta = None
+    if "linear_in" in mine:
+        qkv, delta = mine["linear_in"], ConvWeights.from_weights(mine)
+    elif "linear_qkv" in mine:
+        qkv, delta = mine["linear_qkv"], DeltaWeights.from_weights(mine)
+    else:
+        qkv = _pair_rows(config, mine["qkv"])
     has_norms, bias = "q_norm" in mine, mine.get("qkv_bias")
     return Layer(
         input_norm=RmsNorm(mine["input_norm"], config.rms_norm_eps),
@@ -244,7 +265,7 @@ def _layer(
         post_norm=RmsNorm(mine["post_norm"], config.rms_norm_eps),
         mlp=_make_mlp(config, mine),
         down_norm=norm("down_norm"),
-        delta=DeltaWeights.from_weights(mine) if is_recurrent else None,
+        delta=delta,
     )
 
 

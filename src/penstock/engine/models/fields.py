@@ -21,6 +21,8 @@ _WHOLE = (
     "linear_key_head_dim",
     "linear_value_head_dim",
     "linear_conv_kernel_dim",
+    "shared_intermediate_size",
+    "conv_L_cache",
 )
 _WHOLE_OR_NULL = (
     "num_key_value_heads",
@@ -28,7 +30,10 @@ _WHOLE_OR_NULL = (
     "sliding_window",
     "original_max_position_embeddings",
 )
-_NUMBERS = ("rms_norm_eps", "query_pre_attn_scalar", "rope_local_base_freq")
+_NUMBERS = (
+    *("rms_norm_eps", "query_pre_attn_scalar", "rope_local_base_freq", "norm_eps"),
+    *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
+)
 _NUMBERS_OR_NULL = ("rope_theta", "partial_rotary_factor")
 _BOOLEANS = (
     "tie_word_embeddings",

@@ -23,7 +23,8 @@ struct LayerWeights {
   const float *o_norm, *down_norm;  // of what attention and MLP add to the residual
   void *keys, *values;
   int32_t window;  // positions that a row sees, at most max_positions
-  const float *rope_cos, *rope_sin;  // [max_positions, round_up(head_dim / 2, kLanes)]
+  // [max_positions, round_up(head_dim / 2, kLanes)]. Null: nothing is rotated.
+  const float *rope_cos, *rope_sin;
   // [num_experts, hidden_size], float32. With it gate, up and down are those of all experts, each
   // expert's columns padded to whole panels. Null: a dense MLP.
   penstock::Matrix router;
@@ -31,6 +32,7 @@ struct LayerWeights {
   penstock::Matrix query_gate;
   // Of a recurrent layer, which has neither query, key and value nor a cache: queries, keys and
   // values side by side; the gate of its output; strength of the update; decay. Null: attention.
+  // Without decay (alpha) it is a short convolution of linear_qkv times beta.
   penstock::Matrix linear_qkv, linear_z, beta, alpha;
   const float *conv, *dt_bias, *rate, *linear_norm;  // conv: [kernel, conv_stride]
   float* states;  // [num_slots, value_heads, key_dim * round_up(value_dim, kLanes)]
@@ -53,6 +55,9 @@ struct ModelWeights {
   int32_t num_experts, experts_per_token, norm_topk_prob;
   // Of recurrent layers; without them all 0.
   int32_t key_heads, value_heads, key_dim, value_dim, kernel, strided, num_slots, most_kept;
+  // Scores are query_scale (1 + query_growth log(1 + position / query_period)) q k / sqrt(head_dim).
+  float query_scale, query_growth;
+  int32_t query_period;
 };
 
 // RaggedBatch of batch.py. `values` holds its arrays one after the other, in the order below.

@@ -258,6 +258,9 @@ class Packer:
         elif last == "gate_up":
             width = config.intermediate_size
             fields, sizes = ("gate", "up"), [width] * 2
+        elif last == "linear_in" and delta is not None:
+            width = delta.value_size
+            fields, sizes = ("beta", "linear_z", "linear_qkv"), [width] * 3
         else:
             width = config.vocab_size if last == "lm_head" else config.hidden_size
             if last == "router" and config.variant.experts is not None:

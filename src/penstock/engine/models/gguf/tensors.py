@@ -21,17 +21,21 @@ from penstock.engine.models.quantized import (
 )
 
 _ROTATED = (".self_attn.q_proj", ".self_attn.k_proj")
-_DECAY, _CONV, _PLAIN_NORM = ".A_log", ".conv1d.weight", "linear_attn.norm.weight"
+_DECAY, _PLAIN_NORM = ".A_log", "linear_attn.norm.weight"
+_CONV = (".conv1d.weight", ".conv.conv.weight")
+_PAIRS = ("llama", "smollm3", "mistral3", "granite", "granitehybrid")
+"""Architectures whose rotary pairs lie side by side."""
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)(\..*)")
 
 
 class GgufTensors:
     """Tensors of a GGUF file.
 
-    Architecture llama stores the rotary pairs (i, i + head_dim / 2) of query and key rows side by
-    side; they are put back into halves. Gemma's and Qwen3.5's norms include the 1 that Hugging
-    Face's lack, and decays are stored as they are multiplied. The matrices of all experts are one
-    tensor. Layers behind the model's, of heads that predict further tokens, are not read."""
+    Architecture llama and others store the rotary pairs (i, i + head_dim / 2) of query and key rows
+    side by side; they are put back into halves. Gemma's and Qwen3.5's norms include the 1 that
+    Hugging Face's lack, and decays are stored as they are multiplied. The matrices of all experts
+    are one tensor. Layers behind the model's, of heads that predict further tokens,
+    are not read."""
 
     def __init__(self, file: GgufFile) -> None:
         self._file = file
@@ -40,7 +44,7 @@ class GgufTensors:
         architecture = self._metadata.architecture
         kind = {arch.name.lower(): arch for arch in MODEL_ARCH}[architecture]
         self._names = get_tensor_name_map(kind, self._metadata.whole("block_count"))
-        self._pairs_rows = architecture == "llama"
+        self._pairs_rows = architecture in _PAIRS
         self._norm_offset = 1.0 if architecture in ("gemma3", "qwen35") else 0.0
         behind = range(self._metadata.num_layers, self._metadata.whole("block_count"))
         prefixes = tuple(f"blk.{i}." for i in behind)
