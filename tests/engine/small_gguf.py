@@ -43,7 +43,7 @@ _RANDOM: dict[str, tuple[float, dict[int, float]]] = {
 """Formats that the package cannot encode: the size of random blocks' weights over their scale, and
 where the float16 scales lie and how large they are beside each other."""
 
-_ARCHITECTURES = {
+ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
     "mistral": gguf.MODEL_ARCH.LLAMA,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
@@ -120,7 +120,7 @@ def save_gguf(
     changes: metadata keys and their values, None for one that is left out
     """
     config: Any = model.config
-    architecture = gguf.MODEL_ARCH_NAMES[_ARCHITECTURES[config.model_type]]
+    architecture = gguf.MODEL_ARCH_NAMES[ARCHITECTURES[config.model_type]]
     writer = gguf.GGUFWriter(file, architecture, split_max_tensors=split)
     for key, value in (_metadata(config) | changes).items():
         if value is not None:
@@ -279,7 +279,7 @@ def _add_tensors(
     writer: gguf.GGUFWriter, model: PreTrainedModel, kind: str | Callable[[str], str]
 ) -> None:
     config: Any = model.config
-    architecture = _ARCHITECTURES[config.model_type]
+    architecture = ARCHITECTURES[config.model_type]
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     for name, values in _rope_tensors(model).items():
         writer.add_tensor(name, values)
@@ -366,7 +366,7 @@ def _parameters(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _interleaved(config: Any, name: str, rows: np.ndarray) -> np.ndarray:
     """Some architectures: the two rows of a rotary pair side by side."""
-    if _ARCHITECTURES[config.model_type].name not in _PAIRS or not any(
+    if ARCHITECTURES[config.model_type].name not in _PAIRS or not any(
         f"{x}_proj." in name for x in "qk"
     ):
         return rows

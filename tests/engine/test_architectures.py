@@ -23,7 +23,10 @@ from penstock.config import EngineConfig
 from penstock.engine.backends import why_not_native
 from penstock.engine.build import Engine
 
-ARCHITECTURES = ("mistral-window", "phi3-longrope", "gemma3-scaled", "qwen3-moe-norm")
+ARCHITECTURES = (
+    *("mistral-window", "phi3-longrope", "gemma3-scaled", "qwen3-moe-norm"),
+    *("ministral3", "granite"),
+)
 
 needs_native = pytest.mark.skipif(why_not_native() is not None, reason="no native kernels")
 

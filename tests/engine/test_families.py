@@ -141,6 +141,13 @@ def test_a_window_as_long_as_the_model_reads_is_none(broken: Broken) -> None:
         ("qwen3-5", {"linear_key_head_dim": 0}, ["linear_key_head_dim is 0; must be a whole"]),
         ("qwen3-5", {"layer_types": ["sliding_attention"] * 3}, ["layer_types is", "linear_att"]),
         ("qwen3-5", {"attn_output_gate": False}, ["attn_output_gate is false; allowed: true"]),
+        ("smollm3", {"no_rope_layers": [1]}, ["no_rope_layers is [1]; one number for each layer"]),
+        ("smollm3", {"mlp_bias": True}, ["mlp_bias is true; allowed: false"]),
+        ("granite", {"residual_multiplier": 0}, ["residual_multiplier is 0; must be a number"]),
+        ("granite-hybrid", {"layer_types": ["mamba", "attention"]}, ["some layers are of Mamba-2"]),
+        ("granite-hybrid", {"num_local_experts": 4}, ["num_local_experts is not 0; its experts"]),
+        ("lfm2", {"conv_bias": True}, ["conv_bias is true; allowed: false"]),
+        ("lfm2", {"conv_L_cache": 0}, ["conv_L_cache is 0; must be a whole number above 0"]),
     ],
 )
 def test_what_an_architecture_may_not_ask_for(broken, case, changes, parts) -> None:
@@ -189,6 +196,18 @@ def test_the_text_part_of_qwen_3_5(tmp_path: Path) -> None:
     save_file(spelt, tmp_path / "model.safetensors", {"format": "pt"})
     text = json.loads((tmp_path / "config.json").read_text())
     whole = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"}
+    (tmp_path / "config.json").write_text(json.dumps(whole | {"text_config": text}))
+    runner = EagerRunner.load(tmp_path, torch.float32, CPU, 8, 8)
+    ours = runner.forward(Paging(8, 8).batch(("a", ids, 0, 40)))
+    torch.testing.assert_close(ours, saved.logits(ids), rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("case", ["ministral3", "mistral"])
+def test_the_text_part_of_mistral_3(tmp_path: Path, case: str) -> None:
+    """Its model_type tells which model it is."""
+    saved, ids = write_checkpoint(tmp_path, CASES[case]), np.arange(40)
+    text = json.loads((tmp_path / "config.json").read_text())
+    whole = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"}
     (tmp_path / "config.json").write_text(json.dumps(whole | {"text_config": text}))
     runner = EagerRunner.load(tmp_path, torch.float32, CPU, 8, 8)
     ours = runner.forward(Paging(8, 8).batch(("a", ids, 0, 40)))

@@ -9,7 +9,15 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from tests.engine.small_gguf import KINDS, QUANTIZED, WIDE, WIDENED, finish, write_gguf
+from tests.engine.small_gguf import (
+    ARCHITECTURES,
+    KINDS,
+    QUANTIZED,
+    WIDE,
+    WIDENED,
+    finish,
+    write_gguf,
+)
 from tests.engine.small_models import CASES, SHAPE, Case, Paging
 from tests.engine.test_loading import refusal
 from tests.products import covering
@@ -257,6 +265,7 @@ def test_damaged_headers(damage: Damage, parts: tuple[str, ...], tmp_path: Path)
         ({"attention.head_count": "six"}, ("llama.attention.head_count is 'six'",)),
         ({"attention.head_count": 0}, ("llama.attention.head_count is 0",)),
         ({"attention.head_count_kv": 4}, ("num_kv_heads 4",)),
+        ({"attention.head_count_kv": [2, 3]}, ("head_count_kv is (2, 3); one number above 0",)),
         ({"expert_count": 8}, ("llama.expert_count is 8",)),
         ({"final_logit_softcapping": 30.0}, ("llama.final_logit_softcapping is 30.0",)),
         ({"attention.sliding_window": 64}, ("llama.attention.sliding_window",)),
@@ -296,6 +305,16 @@ def test_another_architecture(tmp_path: Path) -> None:
     other = tmp_path / "other.gguf"
     finish(gguf.GGUFWriter(other, "qwen3next"))
     refusal(other, "qwen3next has experts that every token has (shared experts)")
+
+
+def test_granite_with_other_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own architecture is read where all layers have attention."""
+    monkeypatch.setitem(ARCHITECTURES, "granitemoehybrid", gguf.MODEL_ARCH.GRANITE_HYBRID)
+    saved = write_gguf(tmp_path / "model.gguf", CASES["granite-hybrid"])
+    torch.testing.assert_close(logits(eager(saved.path)), saved.logits(IDS), atol=2e-4, rtol=2e-4)
+    heads = {"attention.head_count_kv": [0, 2]}
+    path = write_gguf(tmp_path / "model.gguf", CASES["granite-hybrid"], **heads).path
+    refusal(path, "granitehybrid has layers without attention, of Mamba-2; not computed yet")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from gguf import MODEL_ARCH, get_tensor_name_map
+from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
 from penstock.engine.models.gguf.config import ROPE_TENSORS, Metadata
 from penstock.engine.models.gguf.file import GgufFile, TensorEntry
@@ -42,7 +42,7 @@ class GgufTensors:
         self._known = set(ROPE_TENSORS)  # read with the configuration
         self._metadata = Metadata(file)
         architecture = self._metadata.architecture
-        kind = {arch.name.lower(): arch for arch in MODEL_ARCH}[architecture]
+        kind = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}[architecture]
         self._names = get_tensor_name_map(kind, self._metadata.whole("block_count"))
         self._pairs_rows = architecture in _PAIRS
         self._norm_offset = 1.0 if architecture in ("gemma3", "qwen35") else 0.0
