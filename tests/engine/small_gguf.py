@@ -13,6 +13,7 @@ import torch
 from tests.engine.small_models import SHAPE, Case, Checkpoint, parameters
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
+from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 
 WIDE: dict[str, Any] = {
     "hidden_size": 256,
@@ -42,7 +43,7 @@ _RANDOM: dict[str, tuple[float, dict[int, float]]] = {
 """Formats that the package cannot encode: the size of random blocks' weights over their scale, and
 where the float16 scales lie and how large they are beside each other."""
 
-_ARCHITECTURES = {
+ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
     "mistral": gguf.MODEL_ARCH.LLAMA,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
@@ -55,8 +56,16 @@ _ARCHITECTURES = {
     "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
     "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
+    "smollm3": gguf.MODEL_ARCH.SMOLLM3,
+    "ministral3": gguf.MODEL_ARCH.MISTRAL3,
+    "granite": gguf.MODEL_ARCH.GRANITE,
+    "granitemoehybrid": gguf.MODEL_ARCH.GRANITE,  # as llama.cpp has it without other layers
+    "lfm2": gguf.MODEL_ARCH.LFM2,
 }
 _RECURRENT = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+
+_PAIRS = ("LLAMA", "SMOLLM3", "MISTRAL3", "GRANITE", "GRANITE_HYBRID")
+"""Architectures with the two rows of a rotary pair side by side."""
 
 
 def encode(values: np.ndarray, kind: str) -> np.ndarray:
@@ -119,13 +128,13 @@ def save_gguf(
     changes: metadata keys and their values, None for one that is left out
     """
     config: Any = model.config
-    architecture = gguf.MODEL_ARCH_NAMES[_ARCHITECTURES[config.model_type]]
+    architecture = gguf.MODEL_ARCH_NAMES[ARCHITECTURES[config.model_type]]
     writer = gguf.GGUFWriter(file, architecture, split_max_tensors=split)
     for key, value in (_metadata(config) | changes).items():
         if value is not None:
             add = {
-                str: writer.add_string,
                 bool: writer.add_bool,
+                str: writer.add_string,
                 float: writer.add_float32,
                 int: writer.add_uint32,
                 list: writer.add_array,
@@ -193,7 +202,7 @@ def _metadata(config: Any) -> dict[str, Any]:
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", None),
         "rope.freq_base": float(rope["rope_theta"]),
         **(scaling if rope["rope_type"] in ("linear", "yarn") else {}),
         **_own_metadata(config, rope),
@@ -218,6 +227,31 @@ def _own_metadata(config: Any, rope: dict[str, Any]) -> dict[str, Any]:
             "full_attention_interval": config.layer_types.index("full_attention") + 1,
             "rope.dimension_count": int(config.head_dim * rope["partial_rotary_factor"]),
             "rope.dimension_sections": [11, 11, 10, 0],
+        }
+    if config.model_type == "ministral3":
+        return {
+            "attention.temperature_scale": rope["llama_4_scaling_beta"],
+            "rope.scaling.yarn_log_multiplier": rope["mscale_all_dim"],
+        }
+    if config.model_type.startswith("granite"):
+        return {
+            "attention.scale": config.attention_multiplier,
+            "embedding_scale": config.embedding_multiplier,
+            "residual_scale": config.residual_multiplier,
+            "logit_scale": config.logits_scaling,
+            "feed_forward_length": getattr(
+                config, "shared_intermediate_size", config.intermediate_size
+            ),
+            "rope.scaling.finetuned": getattr(config, "position_embedding_type", "rope") == "rope",
+        }
+    if config.model_type == "lfm2":
+        heads = config.num_key_value_heads
+        return {
+            "attention.head_count_kv": [0 if x == "conv" else heads for x in config.layer_types],
+            "attention.layer_norm_rms_epsilon": config.norm_eps,
+            "feed_forward_length": Lfm2MLP(config).w1.out_features,
+            "shortconv.l_cache": config.conv_L_cache,
+            "vocab_size": config.vocab_size,
         }
     if config.model_type != "phi3":
         return experts
@@ -285,7 +319,7 @@ def _add_tensors(
     writer: gguf.GGUFWriter, model: PreTrainedModel, kind: str | Callable[[str], str], fused: bool
 ) -> None:
     config: Any = model.config
-    architecture = _ARCHITECTURES[config.model_type]
+    architecture = ARCHITECTURES[config.model_type]
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     for name, values in _rope_tensors(model).items():
         writer.add_tensor(name, values)
@@ -295,6 +329,9 @@ def _add_tensors(
             continue
         if name.endswith("shared_expert_gate.weight"):
             writer.add_tensor(theirs, parameter.numpy() if fused else parameter.numpy()[0])
+            continue
+        if name.endswith(".conv.conv.weight"):
+            writer.add_tensor(theirs, parameter.numpy().squeeze(1))
             continue
         if parameter.dim() == 1 or name.endswith(".bias"):
             is_centred = config.model_type in ("gemma3_text", *_RECURRENT)
@@ -372,9 +409,10 @@ def _randomise(model: PreTrainedModel) -> None:
 
 
 def _parameters(model: PreTrainedModel, fused: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-    """Experts' gates and ups apart, unless they are fused."""
+    """Gates and ups apart, of experts unless they are fused, and of Granite's shared MLP."""
     of_gpt_oss = model.config.model_type == "gpt_oss"
     for name, parameter in parameters(model):
+        name = name.replace("shared_mlp.output_linear", "mlp.down_proj")
         if of_gpt_oss and ".experts." in name:
             yield from _alternating(name, parameter)
         elif name.endswith("correction_bias"):
@@ -382,6 +420,9 @@ def _parameters(model: PreTrainedModel, fused: bool = False) -> Iterator[tuple[s
         elif name.endswith("experts.gate_up_proj") and not fused:
             for half, part in zip(("gate", "up"), parameter.chunk(2, dim=1), strict=True):
                 yield name.replace("gate_up_proj", f"{half}_proj.weight"), part
+        elif "shared_mlp.input_linear" in name:
+            for half, part in zip(("gate", "up"), parameter.chunk(2), strict=True):
+                yield name.replace("shared_mlp.input_linear", f"mlp.{half}_proj"), part
         else:
             yield name if name.endswith((".weight", ".bias")) else f"{name}.weight", parameter
 
@@ -398,8 +439,8 @@ def _alternating(name: str, parameter: torch.Tensor) -> Iterator[tuple[str, torc
 
 
 def _interleaved(config: Any, name: str, rows: np.ndarray) -> np.ndarray:
-    """Architecture llama: the two rows of a rotary pair side by side."""
-    if _ARCHITECTURES[config.model_type] != gguf.MODEL_ARCH.LLAMA or not any(
+    """Some architectures: the two rows of a rotary pair side by side."""
+    if ARCHITECTURES[config.model_type].name not in _PAIRS or not any(
         f"{x}_proj." in name for x in "qk"
     ):
         return rows

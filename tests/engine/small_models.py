@@ -15,8 +15,16 @@ from transformers import (
     Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     Phi3Config,
@@ -34,6 +42,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from penstock.engine.runner import ModelRunner, RaggedBatch
@@ -120,6 +130,20 @@ _GPT_OSS = {
         "original_max_position_embeddings": 64,
     },
 }
+
+_GRANITE = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.15,
+    "logits_scaling": 0.3,
+}
+_HYBRID = _GRANITE | {
+    "layer_types": ["attention", "attention"],
+    "num_local_experts": 0,
+    "shared_intermediate_size": 72,
+    "mamba_n_heads": 6,
+}
+_CONV = {"num_hidden_layers": 3, "layer_types": ["conv", "conv", "full_attention"]}
 
 CASES = {
     "llama": Case(LlamaForCausalLM, LlamaConfig, {}),
@@ -217,6 +241,38 @@ CASES = {
         },
     ),
     "gpt-oss": Case(GptOssForCausalLM, GptOssConfig, _GPT_OSS),
+    "smollm3": Case(
+        SmolLM3ForCausalLM, SmolLM3Config, {"num_hidden_layers": 4, "attention_bias": True}
+    ),
+    "smollm3-window": Case(
+        SmolLM3ForCausalLM,
+        SmolLM3Config,
+        {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 21},
+    ),
+    "ministral3": Case(
+        Ministral3ForCausalLM,
+        Ministral3Config,
+        _scaled(
+            "yarn",
+            original_max_position_embeddings=16,
+            **{"factor": 16.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3},
+        ),
+    ),
+    "granite": Case(GraniteForCausalLM, GraniteConfig, _GRANITE),
+    "granite-hybrid": Case(
+        GraniteMoeHybridForCausalLM,
+        GraniteMoeHybridConfig,
+        _HYBRID | {"position_embedding_type": "rope", "tie_word_embeddings": True},
+    ),
+    "granite-unrotated": Case(GraniteMoeHybridForCausalLM, GraniteMoeHybridConfig, _HYBRID),
+    "lfm2": Case(Lfm2ForCausalLM, Lfm2Config, _CONV | {"block_multiple_of": 16}),
+    "lfm2-even": Case(
+        Lfm2ForCausalLM,
+        Lfm2Config,
+        _CONV
+        | {"block_auto_adjust_ff_dim": False, "conv_L_cache": 2, "tie_word_embeddings": False}
+        | {"hidden_size": 32, "head_dim": 8, "num_attention_heads": 4},
+    ),
 }
 
 

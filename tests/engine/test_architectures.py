@@ -24,12 +24,8 @@ from penstock.engine.backends import why_not_native
 from penstock.engine.build import Engine
 
 ARCHITECTURES = (
-    "mistral-window",
-    "phi3-longrope",
-    "gemma3-scaled",
-    "qwen3-moe-norm",
-    "glm4-moe",
-    "gpt-oss",
+    *("mistral-window", "phi3-longrope", "gemma3-scaled", "qwen3-moe-norm"),
+    *("ministral3", "granite", "glm4-moe", "gpt-oss"),
 )
 
 needs_native = pytest.mark.skipif(why_not_native() is not None, reason="no native kernels")

@@ -186,6 +186,13 @@ def test_a_window_as_long_as_the_model_reads_is_none(broken: Broken) -> None:
         ("gpt-oss", {"hidden_act": "gelu"}, ["hidden_act is 'gelu'; allowed: 'silu'"]),
         ("gpt-oss", {"num_local_experts": 0}, ["num_local_experts is 0; must be a whole"]),
         ("gpt-oss", {"num_experts_per_tok": 6}, ["is 6; allowed: 1..5 (num_experts)"]),
+        ("smollm3", {"no_rope_layers": [1]}, ["no_rope_layers is [1]; one number for each layer"]),
+        ("smollm3", {"mlp_bias": True}, ["mlp_bias is true; allowed: false"]),
+        ("granite", {"residual_multiplier": 0}, ["residual_multiplier is 0; must be a number"]),
+        ("granite-hybrid", {"layer_types": ["mamba", "attention"]}, ["some layers are of Mamba-2"]),
+        ("granite-hybrid", {"num_local_experts": 4}, ["num_local_experts is not 0; its experts"]),
+        ("lfm2", {"conv_bias": True}, ["conv_bias is true; allowed: false"]),
+        ("lfm2", {"conv_L_cache": 0}, ["conv_L_cache is 0; must be a whole number above 0"]),
     ],
 )
 def test_what_an_architecture_may_not_ask_for(broken, case, changes, parts) -> None:
@@ -359,6 +366,18 @@ def test_experts_in_one_tensor_or_apart(broken: Broken, checkpoint: Checkpoints,
         torch.testing.assert_close(ours, saved.logits(ids), rtol=0, atol=2e-4)
     save_file(together | {names[-1]: torch.ones(4, 80, 48)}, file, {"format": "pt"})
     refusal(path, ".experts.4.gate_proj.weight", "has shape (4, 80, 48)", "(40, 48) of each")
+
+
+@pytest.mark.parametrize("case", ["ministral3", "mistral"])
+def test_the_text_part_of_mistral_3(tmp_path: Path, case: str) -> None:
+    """Its model_type tells which model it is."""
+    saved, ids = write_checkpoint(tmp_path, CASES[case]), np.arange(40)
+    text = json.loads((tmp_path / "config.json").read_text())
+    whole = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"}
+    (tmp_path / "config.json").write_text(json.dumps(whole | {"text_config": text}))
+    runner = EagerRunner.load(tmp_path, torch.float32, CPU, 8, 8)
+    ours = runner.forward(Paging(8, 8).batch(("a", ids, 0, 40)))
+    torch.testing.assert_close(ours, saved.logits(ids), rtol=0, atol=2e-4)
 
 
 @pytest.fixture

@@ -9,7 +9,15 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from tests.engine.small_gguf import KINDS, QUANTIZED, WIDE, WIDENED, finish, write_gguf
+from tests.engine.small_gguf import (
+    ARCHITECTURES,
+    KINDS,
+    QUANTIZED,
+    WIDE,
+    WIDENED,
+    finish,
+    write_gguf,
+)
 from tests.engine.small_models import CASES, SHAPE, Case, Paging
 from tests.engine.test_loading import refusal
 from tests.products import covering
@@ -31,8 +39,8 @@ Damage = Callable[[bytes], bytes]
 
 def wide(case: str) -> Case:
     known = CASES[case]
-    heads = {"linear_value_head_dim": 64} if case.startswith("qwen3-5") else {}
-    return dataclasses.replace(known, changes=known.changes | WIDE | heads)
+    own = {"qwen3-5": {"linear_value_head_dim": 64}, "lfm2": {"block_multiple_of": 256}}
+    return dataclasses.replace(known, changes=known.changes | WIDE | own.get(case, {}))
 
 
 def logits(runner: ModelRunner) -> torch.Tensor:
@@ -60,6 +68,8 @@ def test_every_type_gives_the_values_that_were_stored(kind: str, tmp_path: Path)
         *("qwen3-5", "qwen3-5-even"),
         *("qwen3-5-moe", "qwen3-next", "glm4-moe", "glm4-moe-scaled"),
         "gpt-oss",
+        *("smollm3", "ministral3", "granite", "granite-hybrid", "granite-unrotated"),
+        *("lfm2", "lfm2-even"),
     ],
 )
 def test_every_architecture(case: str, tmp_path: Path) -> None:
@@ -176,7 +186,9 @@ def test_a_matrix_dequantises_as_the_package_does(kind: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("kind", "case"),
-    covering(QUANTIZED, ["llama", "qwen2", "phi3-partial", "gemma3", "qwen3-5"], strength=1),
+    covering(
+        QUANTIZED, ["llama", "qwen2", "phi3-partial", "gemma3", "qwen3-5", "lfm2"], strength=1
+    ),
 )
 def test_quantised_weights_stay_so_in_the_kernels(kind: str, case: str, tmp_path: Path) -> None:
     """Near the eager decoder, which dequantises them, and of no more memory than the file's."""
@@ -293,6 +305,7 @@ def test_damaged_headers(damage: Damage, parts: tuple[str, ...], tmp_path: Path)
         ({"attention.head_count": "six"}, ("llama.attention.head_count is 'six'",)),
         ({"attention.head_count": 0}, ("llama.attention.head_count is 0",)),
         ({"attention.head_count_kv": 4}, ("num_kv_heads 4",)),
+        ({"attention.head_count_kv": [2, 3]}, ("head_count_kv is (2, 3); one number above 0",)),
         ({"expert_count": 8}, ("llama.expert_count is 8",)),
         ({"final_logit_softcapping": 30.0}, ("llama.final_logit_softcapping is 30.0",)),
         ({"attention.sliding_window": 64}, ("llama.attention.sliding_window",)),
@@ -332,6 +345,16 @@ def test_another_architecture(tmp_path: Path) -> None:
     other = tmp_path / "other.gguf"
     finish(gguf.GGUFWriter(other, "deepseek2"))
     refusal(other, "deepseek2 has attention over latent keys and values (MLA); not computed yet")
+
+
+def test_granite_with_other_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own architecture is read where all layers have attention."""
+    monkeypatch.setitem(ARCHITECTURES, "granitemoehybrid", gguf.MODEL_ARCH.GRANITE_HYBRID)
+    saved = write_gguf(tmp_path / "model.gguf", CASES["granite-hybrid"])
+    torch.testing.assert_close(logits(eager(saved.path)), saved.logits(IDS), atol=2e-4, rtol=2e-4)
+    heads = {"attention.head_count_kv": [0, 2]}
+    path = write_gguf(tmp_path / "model.gguf", CASES["granite-hybrid"], **heads).path
+    refusal(path, "granitehybrid has layers without attention, of Mamba-2; not computed yet")
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,27 @@
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from tests.engine.small_models import CASES, SHAPE, Checkpoint, Checkpoints, Paging, tokens
+from tests.engine.small_models import (
+    CASES,
+    SHAPE,
+    Checkpoint,
+    Checkpoints,
+    Paging,
+    tokens,
+    write_checkpoint,
+)
 from tests.products import covering
 
-from penstock.engine.backends import ATTENTION
+from penstock.engine.backends import ATTENTION, why_not_native
 from penstock.engine.eager import EagerRunner
+from penstock.engine.native.runner import NativeRunner
 from penstock.engine.runner import RaggedBatch
 
 CPU = torch.device("cpu")
@@ -114,3 +125,49 @@ def test_errors_would_be_seen(checkpoint: Checkpoints, attention: str) -> None:
     assert deviation(turn) > 1e-2
     # With the last, half-filled one: two full blocks may change places, keys know their positions.
     assert deviation(swap_blocks) > 1e-2
+
+
+LARGER: dict[str, dict[str, Any]] = {
+    "qwen3-5": {
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+    },
+    "smollm3": {"no_rope_layers": [1, 1, 1, 0, 1, 1]},
+    "ministral3": {},
+    "granite": {"attention_multiplier": 1 / 64},
+    "granite-hybrid": {"layer_types": ["attention"] * 6, "mamba_n_heads": 8},
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention"] * 2},
+}
+"""Models of a few million parameters, by case: what differs from it and from the others."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(why_not_native() is not None, reason="no native kernels")
+@pytest.mark.parametrize("case", LARGER)
+def test_greedy_text_is_that_of_transformers(case: str, tmp_path: Path) -> None:
+    """A prompt of 300, then 100 tokens one by one."""
+    known = CASES[case].changes
+    shape = {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 640, "head_dim": 64}
+    shape |= {"num_hidden_layers": 6, "num_attention_heads": 4, "max_position_embeddings": 1024}
+    changes = known | shape | {"eos_token_id": None} | LARGER[case]
+    saved = write_checkpoint(tmp_path, dataclasses.replace(CASES[case], changes=changes))
+    prompt = np.random.default_rng(0).integers(2048, size=300)
+    theirs = saved.model.generate(
+        torch.from_numpy(prompt)[None], max_new_tokens=100, do_sample=False
+    )[0].numpy()
+    expected = saved.logits(theirs)
+    for runner in (
+        NativeRunner.load(tmp_path, torch.float32, 200, 8, 2),
+        EagerRunner.load(tmp_path, torch.float32, CPU, 200, 8),
+    ):
+        place, text = Paging(200, 8), list(prompt)
+        logits = [runner.forward(place.batch(("a", prompt, 0, 300)))]
+        for _ in range(100):
+            text.append(int(logits[-1][-1].argmax()))
+            size = len(text)
+            logits.append(runner.forward(place.batch(("a", np.array(text), size - 1, size))))
+        assert text == theirs.tolist()
+        assert (torch.cat(logits) - expected).abs().max() < 1e-3 * expected.std()

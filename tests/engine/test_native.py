@@ -93,7 +93,7 @@ def test_bfloat16_checkpoint_in_float32_loses_nothing(case: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
-@pytest.mark.parametrize("case", ["llama-tied", "llama-bias", "qwen3", "gemma3"])
+@pytest.mark.parametrize("case", ["llama-tied", "llama-bias", "qwen3", "gemma3", "granite"])
 def test_fewer_bits_stay_near_float32(checkpoint, case, dtype) -> None:
     saved, ids = checkpoint(case), tokens(60)
     runner = load(saved.path, dtype)
@@ -131,6 +131,11 @@ def test_fewer_bits_stay_near_float32(checkpoint, case, dtype) -> None:
         ("gpt-oss", torch.float32, 8),
         ("gpt-oss", torch.bfloat16, 16),
         ("gpt-oss", torch.int8, 5),
+        ("smollm3", torch.float32, 8),
+        ("ministral3", torch.bfloat16, 5),
+        ("granite-unrotated", torch.int8, 16),
+        ("lfm2", torch.float32, 8),
+        ("lfm2-even", torch.bfloat16, 16),
     ],
 )
 def test_logits_do_not_depend_on_the_batch(checkpoint, case, dtype, block_size) -> None:

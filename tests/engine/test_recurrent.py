@@ -1,7 +1,6 @@
 """Models with recurrent layers: the bits of a text alone, whatever was rejected on the way."""
 
 import dataclasses
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +74,14 @@ def alone(runner: ModelRunner, text: np.ndarray) -> torch.Tensor:
 
 
 @needs_native
+@pytest.mark.parametrize("family", ["qwen3-5", "lfm2"])
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 9])
-def test_rejected_rows_leave_the_same_bits(checkpoint: Checkpoints, count: int) -> None:
-    cases = ("qwen3-5", "qwen3-5-even", "qwen3-5", "qwen3-5-moe", "qwen3-next")
-    case = cases[[1, 2, 3, 5, 9].index(count)]
+def test_rejected_rows_leave_the_same_bits(
+    checkpoint: Checkpoints, family: str, count: int
+) -> None:
+    case = family if count % 2 else f"{family}-even"
+    if family == "qwen3-5" and count > 3:
+        case = "qwen3-5-moe" if count == 5 else "qwen3-next"
     dtype = torch.bfloat16 if count == 3 else torch.float32
     path = checkpoint(case).path
     ids = {f"s{i}": tokens(110 - 11 * i, seed=i) for i in range(count)}
@@ -88,9 +91,10 @@ def test_rejected_rows_leave_the_same_bits(checkpoint: Checkpoints, count: int) 
 
 
 @needs_native
+@pytest.mark.parametrize("case", ["qwen3-5", "lfm2"])
 @pytest.mark.parametrize("by", [-1, 1])
 def test_a_state_that_is_behind_other_rows_is_seen(
-    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch, by: int
+    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch, case: str, by: int
 ) -> None:
     """Negative control: one row too many or too few is taken back."""
     honest = StateSlots.moves
@@ -101,14 +105,15 @@ def test_a_state_that_is_behind_other_rows_is_seen(
         return dataclasses.replace(moves, replayed=replayed.astype(np.int32))
 
     monkeypatch.setattr(StateSlots, "moves", wrong)
-    path, text = checkpoint("qwen3-5").path, tokens(100)
+    path, text = checkpoint(case).path, tokens(100)
     found = with_rejections(native(path), {"a": text}, seed=0)["a"]
     monkeypatch.undo()
     assert not torch.allclose(found, alone(native(path), text), atol=1e-2)
 
 
-def test_the_eager_decoder_goes_back_too(checkpoint: Checkpoints) -> None:
-    saved, text = checkpoint("qwen3-5"), tokens(100)
+@pytest.mark.parametrize("case", ["qwen3-5", "lfm2"])
+def test_the_eager_decoder_goes_back_too(checkpoint: Checkpoints, case: str) -> None:
+    saved, text = checkpoint(case), tokens(100)
     runner = EagerRunner.load(saved.path, torch.float32, torch.device("cpu"), 64, 8)
     found = with_rejections(runner, {"a": text, "b": text[:60]}, seed=1)
     expected = saved.logits(text)
@@ -173,11 +178,11 @@ def test_a_batch_that_the_kernels_refuse_moves_nothing(checkpoint: Checkpoints) 
 # --- through the engine ---------------------------------------------------------------------------
 
 
-def load(root: Path, backend: str, **settings: Any) -> Engine:
+def load(root: Path, backend: str, case: str = "qwen3-5", **settings: Any) -> Engine:
     """A hybrid target, with look-up and a small model that is hardly ever right."""
-    changes = CASES["qwen3-5"].changes | {"vocab_size": VOCAB, "max_position_embeddings": 512}
+    changes = CASES[case].changes | {"vocab_size": VOCAB, "max_position_embeddings": 512}
     changes |= {"eos_token_id": None}
-    write_checkpoint(root / "target", dataclasses.replace(CASES["qwen3-5"], changes=changes))
+    write_checkpoint(root / "target", dataclasses.replace(CASES[case], changes=changes))
     small_llama(1, seed=3).save_pretrained(root / "far")
     for name in ("target", "far"):
         write_tokenizer(root / name)
@@ -217,6 +222,16 @@ def test_output_is_the_targets_own(engine, by_itself, sampling, drafter, pipelin
     assert outputs == by_itself[sampling]
     if drafter != "none":
         assert accepted > 50
+
+
+def test_output_of_short_convolutions_is_the_targets_own(tmp_path: Path) -> None:
+    engine = load(tmp_path, "auto", "lfm2")
+    expected = Alone(engine, num=8)["coupled"]
+    loop = make_loop(engine, pipeline="async", learn=timeless())
+    requests = make_requests(SAMPLINGS["coupled"], 8, "auto")
+    outputs, accepted = run(loop, predicted(requests, expected))
+    assert outputs == expected
+    assert accepted > 50
 
 
 def test_a_state_taken_back_too_little_changes_the_output(engine, by_itself, monkeypatch) -> None:
@@ -319,9 +334,6 @@ def test_a_hybrid_drafter_is_refused_in_one_line(engine: Engine, tmp_path: Path)
         load_engine(config, calibrated=False)
 
 
-EAGER = partial(EagerRunner.load, dtype=torch.float32, device=torch.device("cpu"))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", ["greedy", "coupled"])
 def test_many_requests(engine: Engine, sampling: str) -> None:
@@ -368,7 +380,11 @@ def test_greedy_text_is_that_of_transformers(tmp_path: Path, case: str) -> None:
         torch.from_numpy(prompt)[None], max_new_tokens=100, do_sample=False
     )[0].numpy()
     expected = saved.logits(theirs)
-    for load_one in (native, lambda path: EAGER(path, num_blocks=200, block_size=8)):
+
+    def eager(path: Path) -> EagerRunner:
+        return EagerRunner.load(path, torch.float32, torch.device("cpu"), 200, 8)
+
+    for load_one in (native, eager):
         runner, place = load_one(tmp_path), Paging(200, 8)
         text, logits = list(prompt), [runner.forward(place.batch(("a", prompt, 0, 300)))]
         for _ in range(100):

@@ -12,7 +12,7 @@ from penstock.engine.attention.packed import PackedAttention
 from penstock.engine.kv_cache import PagedKVCache
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.decoder import Decoder
-from penstock.engine.models.delta import DeltaStates
+from penstock.engine.models.delta import ConvStates, DeltaStates
 from penstock.engine.models.weights import load_weights
 from penstock.engine.runner import ModelRunner, RaggedBatch
 from penstock.engine.sampling import sample_coupled
@@ -48,10 +48,11 @@ class EagerRunner(ModelRunner):
         self.attention = attention(self.cache, config.num_heads)
         max_positions = min(config.max_position_embeddings, num_blocks * block_size)
         self._decoder = Decoder(config, weights, max_positions, device)
-        self._states: tuple[StateSlots, DeltaStates] | None = None
-        if config.variant.delta is not None:
+        self._states: tuple[StateSlots, ConvStates] | None = None
+        if (delta := config.variant.delta) is not None:
             self.num_slots = num_slots
-            self._states = StateSlots(num_slots), DeltaStates(config, num_slots, device)
+            states = DeltaStates if delta.key_heads else ConvStates
+            self._states = StateSlots(num_slots), states(config, num_slots, device)
 
     @classmethod
     def load(

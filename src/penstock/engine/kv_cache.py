@@ -25,7 +25,7 @@ def state_bytes(config: DecoderConfig) -> int:
     if delta is None:
         return 0
     state = delta.value_heads * delta.key_dim * delta.value_dim
-    kept = (delta.kernel - 1 + MOST_KEPT) * (delta.conv_size + 2 * delta.value_heads)
+    kept = (delta.kernel - 1 + MOST_KEPT) * (delta.conv_size + delta.gate_size)
     return len(delta.layers) * (state + kept) * torch.float32.itemsize
 
 

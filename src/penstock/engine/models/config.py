@@ -90,8 +90,10 @@ class DecoderConfig:
         is_dense = experts is not None and index in experts.dense
         return experts.dense_size if experts is not None and is_dense else self.intermediate_size
 
-    def layer_rope(self, index: int) -> Rope:
-        """Return the rotary embedding of a layer."""
+    def layer_rope(self, index: int) -> Rope | None:
+        """Return the rotary embedding of a layer, if any."""
+        if index in self.variant.unrotated:
+            return None
         window = self.variant.window
         if window is None or window.rope is None or index not in window.layers:
             return self.rope
@@ -166,6 +168,8 @@ def _from_transformers(
 ) -> DecoderConfig:
     if not getattr(hf_config, "is_causal", True):
         raise ValueError("is_causal is false; allowed: true")
+    for name, value in FAMILIES[architecture].usual_fields(hf_config).items():
+        setattr(hf_config, name, value)
     variant, rope = FAMILIES[architecture].variant(hf_config), rope_of(architecture, hf_config)
     inner = None if variant.experts is None else getattr(hf_config, "moe_intermediate_size", None)
     positions = hf_config.max_position_embeddings
@@ -181,7 +185,8 @@ def _from_transformers(
         num_heads=hf_config.num_attention_heads,
         num_kv_heads=hf_config.num_key_value_heads,
         head_dim=head_dim or hf_config.hidden_size // hf_config.num_attention_heads,
-        rms_norm_eps=float(hf_config.rms_norm_eps),
+        # The residual lies here without residual_scale, which its norms would divide out again.
+        rms_norm_eps=float(hf_config.rms_norm_eps) / variant.residual_scale**2,
         rope=rope,
         max_position_embeddings=positions,
         variant=variant,

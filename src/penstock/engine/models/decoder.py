@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from penstock.engine.attention import Attention
 from penstock.engine.kv_cache import PagedKVCache
 from penstock.engine.models.config import DecoderConfig
-from penstock.engine.models.delta import DeltaStates, DeltaWeights
+from penstock.engine.models.delta import ConvStates, ConvWeights, DeltaWeights
 from penstock.engine.models.head import Head
 from penstock.engine.models.mlp import DenseMlp, ExpertMlp
 from penstock.engine.models.rope import Rope
@@ -55,7 +55,7 @@ class Layer:
     post_norm: RmsNorm
     mlp: DenseMlp | ExpertMlp
     down_norm: RmsNorm | None
-    delta: DeltaWeights | None = None
+    delta: ConvWeights | None = None
     sinks: torch.Tensor | None = None
 
 
@@ -90,6 +90,7 @@ class Decoder:
         else:
             self.lm_head = self.embed_tokens.t()
         self.rotations = _rotations(config, max_positions, config.rope).to(device)
+        self._none = torch.tensor((1.0, 0.0), device=device)  # cosine and sine
         self._local_rotations = self.rotations
         window = config.variant.window
         if window is not None and window.rope is not None:
@@ -100,7 +101,7 @@ class Decoder:
         batch: RaggedBatch,
         cache: PagedKVCache,
         attention: Attention,
-        states: DeltaStates | None = None,
+        states: ConvStates | None = None,
         moves: StateMoves | None = None,
     ) -> torch.Tensor:
         """Write the rows' keys and values, attend; float32 logits [num_logits, vocab_size].
@@ -157,7 +158,8 @@ class Decoder:
         if carry is not None:
             rows = torch.from_numpy(carry.rows).to(cache.device)
             carry.after = states.index_select(0, rows).float()
-        index, rotations = self.config.num_layers, self.rotations.index_select(0, positions)
+        index = self.config.num_layers
+        rotations = self._scaled(self.rotations.index_select(0, positions), positions)
         hidden = self.head.join(self.embed(token_ids), before)
         _, kv, _ = self.before_attention(self.layers[index], hidden, rotations)
         cache.write(index, slots, kv)
@@ -172,7 +174,7 @@ class Decoder:
         embedded = self.embed(token_ids)
         before = torch.zeros_like(embedded) if carry is None else carry.before
         layer, hidden = self.layers[index], self.head.join(embedded, before)
-        rotations = self.rotations.index_select(0, positions)
+        rotations = self._scaled(self.rotations.index_select(0, positions), positions)
         q, kv, gate = self.before_attention(layer, hidden, rotations)
         cache.write(index, slots, kv)
         attended = attention.attend(q, index, attention.prepare(batch)).flatten(1)
@@ -185,11 +187,11 @@ class Decoder:
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the embeddings of tokens, as they enter a layer."""
-        hidden, scale = (
-            F.embedding(token_ids, self.embed_tokens),
-            self.config.variant.embedding_scale,
-        )
-        return hidden if scale == 1 else hidden * torch.tensor(scale, dtype=hidden.dtype)
+        hidden, variant = F.embedding(token_ids, self.embed_tokens), self.config.variant
+        if variant.embedding_scale == variant.residual_scale == 1:
+            return hidden
+        scale = torch.tensor(variant.embedding_scale, dtype=hidden.dtype).item()
+        return hidden * (scale / variant.residual_scale)
 
     def run(
         self, token_ids: torch.Tensor, positions: torch.Tensor, compute: ComputeLayer
@@ -202,14 +204,29 @@ class Decoder:
     ) -> torch.Tensor:
         """Compute all layers, each by `compute`."""
         variant = self.config.variant
-        everywhere = windowed = self.rotations.index_select(0, positions)
+        everywhere = windowed = self._scaled(self.rotations.index_select(0, positions), positions)
         if variant.window is not None:
-            windowed = self._local_rotations.index_select(0, positions)
+            local = self._local_rotations.index_select(0, positions)
+            windowed = self._scaled(local, positions)
         hidden = self.embed(token_ids)
         for index in range(self.config.num_layers):
             rotations = windowed if variant.is_windowed(index) else everywhere
+            if index in variant.unrotated:
+                rotations = self._scaled(self._none.expand(len(positions), 1, 1, 2), positions)
             hidden = compute(index, hidden, rotations)
         return hidden
+
+    def _scaled(self, rotations: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return rotations of each head that scale the queries, too, where the variant does so."""
+        variant = self.config.variant
+        scale = 1.0 if variant.qk_norm else variant.query_scale
+        if scale == 1 and variant.query_growth == 0:
+            return rotations
+        periods = positions // variant.query_period
+        scales = scale * (1 + variant.query_growth * periods.float().log1p())
+        queries = scales[:, None, None, None].expand(-1, self.config.num_heads, 1, 1)
+        keys = queries.new_ones(len(positions), self.config.num_kv_heads, 1, 1)
+        return rotations * torch.cat((queries, keys), dim=1)
 
     def before_attention(
         self, layer: Layer, hidden: torch.Tensor, rotations: torch.Tensor
@@ -289,13 +306,17 @@ def _layer(
     prefix = f"layers.{index}."
     names = [name for name in weights if name.startswith(prefix)]
     mine = {name.removeprefix(prefix): weights.pop(name).to(device) for name in names}
-    variant = config.variant
 
     def norm(name: str) -> RmsNorm | None:
         return RmsNorm(mine[name], config.rms_norm_eps) if name in mine else None
 
-    is_recurrent = variant.is_recurrent(index)
-    qkv = mine["linear_qkv"] if is_recurrent else _pair_rows(config, mine["qkv"])
+    delta = None
+    if "linear_in" in mine:
+        qkv, delta = mine["linear_in"], ConvWeights.from_weights(mine)
+    elif "linear_qkv" in mine:
+        qkv, delta = mine["linear_qkv"], DeltaWeights.from_weights(mine)
+    else:
+        qkv = _pair_rows(config, mine["qkv"])
     has_norms, bias = "q_norm" in mine, mine.get("qkv_bias")
     return Layer(
         input_norm=RmsNorm(mine["input_norm"], config.rms_norm_eps),
@@ -308,7 +329,7 @@ def _layer(
         post_norm=RmsNorm(mine["post_norm"], config.rms_norm_eps),
         mlp=_make_mlp(config, mine, index),
         down_norm=norm("down_norm"),
-        delta=DeltaWeights.from_weights(mine) if is_recurrent else None,
+        delta=delta,
         sinks=mine.get("sinks"),
     )
 

@@ -1,4 +1,6 @@
-"""Gated DeltaNet of the eager decoder: a short convolution, then a state for each value head."""
+"""Recurrent layers of the eager decoder: short convolutions, and states behind them.
+
+A gated DeltaNet has a state for each value head."""
 
 from __future__ import annotations
 
@@ -15,18 +17,27 @@ from penstock.engine.states import MOST_KEPT, StateMoves
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaWeights:
-    """Weights of a recurrent layer, but for its queries, keys and values. Matrices are [in, out].
+class ConvWeights:
+    """Weights of a short convolution: [kernel, conv_size] float32."""
+
+    conv: torch.Tensor
+
+    @classmethod
+    def from_weights(cls, weights: dict[str, torch.Tensor]) -> ConvWeights:
+        return cls(weights["conv"].squeeze(1).t().contiguous())
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaWeights(ConvWeights):
+    """Weights of a DeltaNet, but for its queries, keys and values. Matrices are [in, out].
 
     z:     gate of the output
     gates: strength of the update, then decay
-    conv:  [kernel, conv_size] float32
     rate:  [value_heads] float32, below 0; dt_bias likewise
     norm:  [value_dim]"""
 
     z: torch.Tensor
     gates: torch.Tensor
-    conv: torch.Tensor
     dt_bias: torch.Tensor
     rate: torch.Tensor
     norm: torch.Tensor
@@ -43,26 +54,20 @@ class DeltaWeights:
         )
 
 
-class DeltaStates:
-    """States of every recurrent layer, and the inputs of rows behind them (`engine.states`)."""
+class ConvStates:
+    """Inputs of every layer's short convolution, and of rows behind them (`engine.states`)."""
 
     def __init__(self, config: DecoderConfig, num_slots: int, device: torch.device) -> None:
         delta = config.variant.delta
         assert delta is not None
-        self._delta, self._eps = delta, config.rms_norm_eps
-        each = delta.value_heads // delta.key_heads
-        order = [h for i in range(delta.key_heads) for h in delta.value_heads_of(i)]
-        self._key_head = torch.tensor(order, device=device).argsort() // each
-        state = (num_slots, delta.value_heads, delta.key_dim, delta.value_dim)
-        rows = delta.kernel - 1 + MOST_KEPT
-        inputs = (num_slots, rows, delta.conv_size + 2 * delta.value_heads)
-        self._states = {i: torch.zeros(state, device=device) for i in delta.layers}
+        self._delta = delta
+        inputs = (num_slots, delta.kernel - 1 + MOST_KEPT, delta.conv_size + delta.gate_size)
         self._inputs = {i: torch.zeros(inputs, device=device) for i in delta.layers}
 
     def mix(
         self,
         index: int,
-        weights: DeltaWeights,
+        weights: ConvWeights,
         qkv: torch.Tensor,
         normed: torch.Tensor,
         batch: RaggedBatch,
@@ -70,57 +75,102 @@ class DeltaStates:
     ) -> torch.Tensor:
         """Return a layer's output before its last projection, [num_tokens, value_size].
 
-        qkv: of the rows, [num_tokens, conv_size]; normed: the layer's input"""
-        rows = torch.cat((qkv.float(), (normed @ weights.gates).float()), dim=1)
-        shape = (len(rows), self._delta.value_heads, self._delta.value_dim)
-        out = torch.empty(shape, device=rows.device)
+        qkv: of the rows, [num_tokens, conv_size], of a short convolution alone gates of input and
+        output and the input; normed: the layer's input"""
+        rows = self._rows(weights, qkv, normed)
+        before, parts = self._delta.kernel - 1, []
         for seq, (start, end) in enumerate(pairwise(batch.query_start.tolist())):
-            if start < end:
-                move = [int(x[seq]) for x in (moves.slots, moves.replayed, moves.committed)]
-                out[start:end] = self._run(index, weights, rows[start:end], *move)
-        z = (normed @ weights.z).float().view_as(out)
-        scale = (out.square().mean(-1, keepdim=True) + self._eps).rsqrt()
-        return (out * scale * weights.norm * F.silu(z)).flatten(1).to(normed.dtype)
+            if start == end:
+                continue
+            slot, replayed, committed = (
+                int(x[seq]) for x in (moves.slots, moves.replayed, moves.committed)
+            )
+            if replayed < 0:
+                self._begin(index, slot)
+                replayed = 0
+            kept = self._inputs[index][slot]
+            inputs = torch.cat((kept[: before + replayed], rows[start:end]))
+            mixed = self._take_in(index, weights, inputs, slot, replayed + committed)
+            left = inputs[replayed + committed :]
+            kept[: len(left)] = left
+            parts.append(mixed[replayed:])
+        return self._gated(weights, torch.cat(parts), qkv, normed).to(normed.dtype)
 
-    def _run(
-        self,
-        index: int,
-        w: DeltaWeights,
-        rows: torch.Tensor,
-        slot: int,
-        replayed: int,
-        committed: int,
+    def _rows(self, w: ConvWeights, qkv: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+        """Return the rows' inputs as they are kept."""
+        gate, _, x = qkv.float().chunk(3, dim=1)
+        return gate * x
+
+    def _gated(
+        self, w: ConvWeights, mixed: torch.Tensor, qkv: torch.Tensor, normed: torch.Tensor
     ) -> torch.Tensor:
-        """Take in one sequence's rows; return [num_rows, value_heads, value_dim]."""
-        delta, state, kept = self._delta, self._states[index][slot], self._inputs[index][slot]
-        before = delta.kernel - 1
-        if replayed < 0:
-            state.zero_()
-            kept.zero_()
-            replayed = 0
-        inputs = torch.cat((kept[: before + replayed], rows))
+        return mixed * qkv.float().chunk(3, dim=1)[1]
+
+    def _begin(self, index: int, slot: int) -> None:
+        self._inputs[index][slot].zero_()
+
+    def _take_in(
+        self, index: int, w: ConvWeights, inputs: torch.Tensor, slot: int, certain: int
+    ) -> torch.Tensor:
+        """Return what a sequence's rows give, those that are replayed first.
+
+        certain: rows that the state takes in"""
+        return (inputs.unfold(0, self._delta.kernel, 1) * w.conv.t()).sum(-1)
+
+
+class DeltaStates(ConvStates):
+    """The same with the states of every DeltaNet."""
+
+    def __init__(self, config: DecoderConfig, num_slots: int, device: torch.device) -> None:
+        super().__init__(config, num_slots, device)
+        self._eps, delta = config.rms_norm_eps, self._delta
+        each = delta.value_heads // delta.key_heads
+        order = [h for i in range(delta.key_heads) for h in delta.value_heads_of(i)]
+        self._key_head = torch.tensor(order, device=device).argsort() // each
+        state = (num_slots, delta.value_heads, delta.key_dim, delta.value_dim)
+        self._states = {i: torch.zeros(state, device=device) for i in delta.layers}
+
+    def _rows(self, w: ConvWeights, qkv: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+        assert isinstance(w, DeltaWeights)
+        return torch.cat((qkv.float(), (normed @ w.gates).float()), dim=1)
+
+    def _gated(
+        self, w: ConvWeights, mixed: torch.Tensor, qkv: torch.Tensor, normed: torch.Tensor
+    ) -> torch.Tensor:
+        assert isinstance(w, DeltaWeights)
+        z = (normed @ w.z).float().view_as(mixed)
+        scale = (mixed.square().mean(-1, keepdim=True) + self._eps).rsqrt()
+        return (mixed * scale * w.norm * F.silu(z)).flatten(1)
+
+    def _begin(self, index: int, slot: int) -> None:
+        super()._begin(index, slot)
+        self._states[index][slot].zero_()
+
+    def _take_in(
+        self, index: int, w: ConvWeights, inputs: torch.Tensor, slot: int, certain: int
+    ) -> torch.Tensor:
+        """Return [num_rows, value_heads, value_dim]."""
+        assert isinstance(w, DeltaWeights)
+        delta, state, before = self._delta, self._states[index][slot], self._delta.kernel - 1
         qkv, beta, alpha = inputs.split(
             (delta.conv_size, delta.value_heads, delta.value_heads), dim=1
         )
-        mixed = F.silu((qkv.unfold(0, delta.kernel, 1) * w.conv.t()).sum(-1))
-        q, k, v = _heads(delta, mixed)
+        q, k, v = _heads(delta, F.silu(super()._take_in(index, w, qkv, slot, certain)))
         q, k = _normalised(q) * delta.key_dim**-0.5, _normalised(k)
         q, k = q[:, self._key_head], k[:, self._key_head]
         strength = beta[before:].sigmoid()
         decay = (w.rate * F.softplus(alpha[before:] + w.dt_bias)).exp()
         now, out = state.clone(), torch.empty_like(v)
         for t in range(len(v)):
-            if t == replayed + committed:
+            if t == certain:
                 state.copy_(now)
             now = now * decay[t, :, None, None]
             held = (now * k[t, :, :, None]).sum(1)
             now = now + k[t, :, :, None] * (strength[t, :, None] * (v[t] - held))[:, None]
             out[t] = (now * q[t, :, :, None]).sum(1)
-        if replayed + committed == len(v):
+        if certain == len(v):
             state.copy_(now)
-        left = inputs[replayed + committed :]
-        kept[: len(left)] = left
-        return out[replayed:]
+        return out
 
 
 def _heads(delta: DeltaNet, mixed: torch.Tensor) -> list[torch.Tensor]:

@@ -38,7 +38,9 @@ class Family:
     counts_scaled: max_position_embeddings includes what the rotary embedding's scaling adds
     shared:      the experts that every token has
     router:      of experts
-    dtype:       where config.json does not say it"""
+    dtype:       where config.json does not say it
+    usual_fields: the other families' configuration fields that this one spells otherwise
+    renamed:     parts of the tensors' usual names, and theirs"""
 
     model_type: str
     variant: Callable[[Any], Variant]
@@ -51,6 +53,8 @@ class Family:
     shared: str = "shared_expert"
     router: str = "gate"
     dtype: torch.dtype = torch.float32
+    usual_fields: Callable[[Any], dict[str, Any]] = lambda _: {}
+    renamed: tuple[tuple[str, str], ...] = ()
 
 
 def _llama(config: Any) -> Variant:
@@ -195,6 +199,58 @@ def _gpt_oss(config: Any) -> Variant:
     )
 
 
+def _smollm3(config: Any) -> Variant:
+    rotated = config.no_rope_layers
+    if len(rotated) != config.num_hidden_layers:
+        raise ValueError(f"no_rope_layers is {rotated}; one number for each layer is needed")
+    return replace(
+        _llama(config),
+        window=_window(config, _windowed_layers(config)),
+        unrotated=frozenset(i for i, flag in enumerate(rotated) if not flag),
+    )
+
+
+def _ministral3(config: Any) -> Variant:
+    growth = config.rope_parameters.get("llama_4_scaling_beta") or 0.0
+    period = config.rope_parameters.get("original_max_position_embeddings")
+    if growth and type(period) is not int:
+        raise ValueError("llama_4_scaling_beta needs original_max_position_embeddings")
+    return replace(_mistral(config), query_growth=growth, query_period=period or 1)
+
+
+def _granite(config: Any) -> Variant:
+    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
+        raise ValueError("some layers are of Mamba-2 (layer_types); not computed yet")
+    if getattr(config, "num_local_experts", 0):
+        raise ValueError("num_local_experts is not 0; its experts are not computed yet")
+    every = frozenset(range(config.num_hidden_layers))
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return replace(
+        _llama(config),
+        query_scale=config.attention_multiplier * math.sqrt(head_dim),
+        embedding_scale=config.embedding_multiplier,
+        residual_scale=config.residual_multiplier,
+        logit_scale=1 / config.logits_scaling,
+        unrotated=frozenset() if getattr(config, "position_embedding_type", "rope") else every,
+    )
+
+
+def _lfm2(config: Any) -> Variant:
+    if config.conv_bias:
+        raise ValueError("conv_bias is true; allowed: false")
+    layers, width = _layers_of(config, "conv"), config.hidden_size
+    conv = DeltaNet(layers, 0, 1, key_dim=0, value_dim=width, kernel=config.conv_L_cache)
+    return Variant(qk_norm=True, delta=conv if layers else None)
+
+
+def _lfm2_fields(config: Any) -> dict[str, Any]:
+    inner = config.intermediate_size
+    if config.block_auto_adjust_ff_dim:
+        inner = int((config.block_ffn_dim_multiplier or 1) * int(2 * inner / 3))
+        inner = config.block_multiple_of * math.ceil(inner / config.block_multiple_of)
+    return {"rms_norm_eps": config.norm_eps, "intermediate_size": inner}
+
+
 FAMILIES = {
     "LlamaForCausalLM": Family("llama", _llama),
     "MistralForCausalLM": Family("mistral", _mistral),
@@ -224,6 +280,30 @@ FAMILIES = {
         "glm4_moe", _glm4_moe, partial_rotary=True, shared="shared_experts"
     ),
     "GptOssForCausalLM": Family("gpt_oss", _gpt_oss, router="router", dtype=torch.bfloat16),
+    "SmolLM3ForCausalLM": Family("smollm3", _smollm3),
+    "Ministral3ForCausalLM": Family("ministral3", _ministral3, counts_scaled=True),
+    "GraniteForCausalLM": Family("granite", _granite),
+    "GraniteMoeHybridForCausalLM": Family(
+        "granitemoehybrid",
+        _granite,
+        gate_up=("input_linear",),
+        usual_fields=lambda config: {"intermediate_size": config.shared_intermediate_size},
+        renamed=((".mlp.", ".shared_mlp."), (".down_proj.", ".output_linear.")),
+    ),
+    "Lfm2ForCausalLM": Family(
+        "lfm2",
+        _lfm2,
+        gate_up=("w1", "w3"),
+        post_norm="ffn_norm",
+        usual_fields=_lfm2_fields,
+        renamed=(
+            (".input_layernorm.", ".operator_norm."),
+            *((f".{x}_norm.", f".{x}_layernorm.") for x in "qk"),
+            (".o_proj.", ".out_proj."),
+            *((".mlp.", ".feed_forward."), (".down_proj.", ".w2.")),
+            ("model.norm.", "model.embedding_norm."),
+        ),
+    ),
 }
 """Families by the name in config.json's architectures."""
 
@@ -231,8 +311,9 @@ TEXT_PARTS = {
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
+    "Mistral3ForConditionalGeneration": "Ministral3ForCausalLM",
 }
-"""Text parts of models that also read images."""
+"""Text parts of models that also read images, unless their model_type is another's."""
 
 
 MISSING = dict.fromkeys(

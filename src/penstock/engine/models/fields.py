@@ -26,6 +26,8 @@ _WHOLE = (
     "linear_value_head_dim",
     "linear_conv_kernel_dim",
     "num_local_experts",
+    "shared_intermediate_size",
+    "conv_L_cache",
 )
 _WHOLE_OR_NULL = (
     "num_key_value_heads",
@@ -34,10 +36,14 @@ _WHOLE_OR_NULL = (
     "original_max_position_embeddings",
 )
 _NUMBERS = (
-    "rms_norm_eps",
-    "query_pre_attn_scalar",
-    "rope_local_base_freq",
-    "routed_scaling_factor",
+    *("rms_norm_eps", "query_pre_attn_scalar", "rope_local_base_freq", "norm_eps"),
+    *(
+        "embedding_multiplier",
+        "residual_multiplier",
+        "attention_multiplier",
+        "logits_scaling",
+        "routed_scaling_factor",
+    ),
 )
 _NUMBERS_OR_NULL = ("rope_theta", "partial_rotary_factor")
 _BOOLEANS = (

@@ -139,7 +139,7 @@ class FolderCheckpoint(Checkpoint):
 
 def _text_part(file: Path, content: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration of the text part of a model that also reads images."""
-    from penstock.engine.models.families import TEXT_PARTS
+    from penstock.engine.models.families import FAMILIES, TEXT_PARTS
 
     whole = next((name for name in TEXT_PARTS if content.get("architectures") == [name]), None)
     if whole is None:
@@ -148,14 +148,21 @@ def _text_part(file: Path, content: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(text, dict):
         raise CheckpointError(f"{file}: has no text_config, which {whole} needs")
     shared = {key: content[key] for key in _SHARED if content.get(key) is not None}
-    return {**text, **shared, "architectures": [TEXT_PARTS[whole]]}
+    known = {family.model_type: name for name, family in FAMILIES.items()}
+    architecture = known.get(str(text.get("model_type")), TEXT_PARTS[whole])
+    return {**text, **shared, "architectures": [architecture]}
+
+
+def _number(value: dict[str, Any]) -> Any:
+    """Return infinity or NaN as transformers writes them, any other object as it is."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
 def _read_json(file: Path) -> dict[str, Any]:
     if not file.parent.is_dir():
         raise CheckpointError(f"{file.parent}: no such folder; a checkpoint folder is expected")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"), object_hook=_number)
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:

@@ -71,6 +71,9 @@ class Experts:
 class DeltaNet:
     """Layers with a gated DeltaNet, a recurrent state of fixed size, in place of attention.
 
+    Without key heads the layer is the short convolution alone, gated before and behind: its state
+    is the rows that it reads again.
+
     layers: numbers of these layers
     kernel: rows of the short convolution before it
     strided: value heads of key head i are i, i + key_heads, …; else they lie side by side
@@ -86,7 +89,7 @@ class DeltaNet:
     mixed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.value_heads % self.key_heads:
+        if self.key_heads and self.value_heads % self.key_heads:
             raise ValueError(
                 f"linear_num_value_heads {self.value_heads} is not a multiple of "
                 f"linear_num_key_heads {self.key_heads}"
@@ -102,6 +105,11 @@ class DeltaNet:
         """Channels of queries, keys and values, in this order."""
         return 2 * self.key_heads * self.key_dim + self.value_size
 
+    @property
+    def gate_size(self) -> int:
+        """Numbers of a row that a state's update reads beside these channels."""
+        return 2 * self.value_heads if self.key_heads else 0
+
     def value_heads_of(self, key_head: int) -> range:
         """Return the value heads that a key head serves."""
         if self.strided:
@@ -116,12 +124,16 @@ class Variant:
 
     bias:            attention projections with a bias
     qk_norm:         RMSNorm over head_dim on every query and key head, before the rotation
-    query_scale:     scores are this times q k / sqrt(head_dim); other than 1 with qk_norm only
+    query_scale:     scores are this times q k / sqrt(head_dim)
     post_norms:      also an RMSNorm on the outputs of attention and MLP
     gated:           what a head attends to is multiplied by the sigmoid of a projection of its own
     activation:      of the gate; clamped: gate sigmoid(1.702 gate) (up + 1), both clamped at 7
     embedding_scale: factor on the token embeddings that enter the first layer
-    sinks:           the denominator of a head's softmax also has exp of a learned number"""
+    sinks:           the denominator of a head's softmax also has exp of a learned number
+    residual_scale:  factor on what attention and MLP add
+    logit_scale:     factor on the logits
+    unrotated:       layers whose queries and keys are not rotated
+    query_growth:    scores at position p are times 1 + this * log(1 + p // query_period)"""
 
     bias: Bias = "none"
     qk_norm: bool = False
@@ -134,10 +146,11 @@ class Variant:
     experts: Experts | None = None
     delta: DeltaNet | None = None
     sinks: bool = False
-
-    def __post_init__(self) -> None:
-        if self.query_scale != 1 and not self.qk_norm:
-            raise ValueError(f"query_scale is {self.query_scale}; without qk_norm it must be 1")
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    unrotated: frozenset[int] = frozenset()
+    query_growth: float = 0.0
+    query_period: int = 1
 
     @property
     def qkv_bias(self) -> bool:

@@ -33,12 +33,14 @@ _HEAD_NORMS = {
 class WeightSpec:
     """Name and shape of a tensor, and the checkpoint tensors that are stacked along its rows.
 
-    offset: added to them. orders: the rows taken of each source, if not all as they are."""
+    offset: added to them; factor: they are multiplied by it then. orders: the rows taken of each
+    source, if not all as they are."""
 
     name: str
     shape: tuple[int, ...]
     sources: tuple[tuple[str, tuple[int, ...]], ...]
     offset: float = 0.0
+    factor: float = 1.0
     orders: tuple[torch.Tensor, ...] = field(default=(), compare=False)
 
     @property
@@ -102,12 +104,28 @@ def weight_specs(config: DecoderConfig) -> Iterator[WeightSpec]:
     layers.I.conv             [conv_size, 1, kernel]
     layers.I.dt_bias, a_log   [value_heads]
     layers.I.linear_norm      [value_dim]
+    layers.I.o                [hidden_size, value_size]
+
+    or, without key heads,
+
+    layers.I.linear_in        [3 * value_size, hidden_size]: gates of the convolution's input and
+                              output, input
+    layers.I.conv             [value_size, 1, kernel]
     layers.I.o                [hidden_size, value_size]"""
+    for spec in _usual_specs(config):
+        sources = spec.sources
+        for usual, theirs in FAMILIES[config.architecture].renamed:
+            sources = tuple((name.replace(usual, theirs), shape) for name, shape in sources)
+        yield replace(spec, sources=sources)
+
+
+def _usual_specs(config: DecoderConfig) -> Iterator[WeightSpec]:
     hidden, vocab = config.hidden_size, config.vocab_size
     yield _spec("embed_tokens", (_EMBEDDINGS, (vocab, hidden)))
     for index in range(config.num_layers):
         yield from _layer_specs(config, index)
-    yield _norm_spec(config, "norm", "model.norm.weight", hidden)
+    norm = _norm_spec(config, "norm", "model.norm.weight", hidden)
+    yield replace(norm, factor=config.variant.logit_scale)
     if not config.tie_word_embeddings:
         yield _head_spec(config)
 
@@ -246,8 +264,11 @@ def _layer_specs(
         return _norm_spec(config, f"{ours}.{name}", f"{theirs}.{source}.weight", size)
 
     yield norm("input_norm", "input_layernorm")
-    if variant.is_recurrent(index):
-        yield from _delta_specs(config, ours, f"{theirs}.linear_attn")
+    if variant.delta is not None and index in variant.delta.layers:
+        if variant.delta.key_heads:
+            yield from _delta_specs(config, ours, f"{theirs}.linear_attn")
+        else:
+            yield from _conv_specs(config, variant.delta, ours, f"{theirs}.conv")
     else:
         yield from _attention_specs(config, ours, theirs)
     if variant.post_norms:
@@ -336,6 +357,15 @@ def _projections(delta: DeltaNet) -> dict[str, tuple[str, str, torch.Tensor]]:
     }
 
 
+def _conv_specs(
+    config: DecoderConfig, conv: DeltaNet, ours: str, theirs: str
+) -> Iterator[WeightSpec]:
+    hidden, size = config.hidden_size, conv.value_size
+    yield _spec(f"{ours}.linear_in", (f"{theirs}.in_proj.weight", (3 * size, hidden)))
+    yield _spec(f"{ours}.conv", (f"{theirs}.conv.weight", (size, 1, conv.kernel)))
+    yield _spec(f"{ours}.o", (f"{theirs}.out_proj.weight", (hidden, size)))
+
+
 def _mlp_specs(config: DecoderConfig, index: int, ours: str, theirs: str) -> Iterator[WeightSpec]:
     family, experts = FAMILIES[config.architecture], config.variant.experts
     hidden, inner, folder = config.hidden_size, config.inner_size(index), f"{theirs}.mlp"
@@ -394,7 +424,8 @@ def _assemble(tensors: Tensors, spec: WeightSpec, dtype: torch.dtype) -> torch.T
             tensors.read(name, every)
             torch.index_select(every, 0, order, out=own)
         start += len(own)
-    return out if spec.offset == 0 else out.add_(spec.offset)
+    out = out if spec.offset == 0 else out.add_(spec.offset)
+    return out if spec.factor == 1 else out.mul_(spec.factor)
 
 
 def _stored(

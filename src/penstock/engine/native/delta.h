@@ -17,24 +17,104 @@ constexpr int kDeltaRows = 16;
 // is split into: a multiply-add waits for the one before.
 constexpr int kStrip = 2, kChains = 4;
 
-// What one pass does to the states of one sequence and key head, and what its rows give.
-//
-// A state lies strip by strip, each [key_dim, its columns].
-class DeltaHead {
+// Channels of a short convolution that one task computes.
+constexpr int kConvChannels = 256;
+
+// Inputs of the short convolution of one sequence.
+class ConvInputs {
  public:
-  DeltaHead(const Model& model, const LayerWeights& layer, const StateMove& move, int key_head,
-            Buffer& scratch)
+  ConvInputs(const Model& model, const LayerWeights& layer, const StateMove& move)
       : model_(model),
         w_(model.weights),
         layer_(layer),
         move_(move),
+        replayed_(std::max(0, move.replayed)),
+        certain_(replayed_ + move.committed),
+        kept_(layer.kept + (size_t)move.slot * kept_rows(w_) * model.inputs_stride()) {}
+
+  // Rows whose inputs a slot holds: those that the convolution reads before a state's first one,
+  // and those that are kept behind it.
+  static size_t kept_rows(const ModelWeights& w) { return w.kernel - 1 + w.most_kept; }
+
+ protected:
+  const Model& model_;
+  const ModelWeights& w_;
+  const LayerWeights& layer_;
+  const StateMove& move_;
+  const int replayed_;
+  const int certain_;  // steps that the state takes in
+  float* const kept_;
+
+  // The inputs at place i: the convolution's of step s are those at s to s + kernel - 1.
+  float* inputs(int i) const {
+    const int held = w_.kernel - 1 + replayed_;
+    return i < held ? kept_ + i * model_.inputs_stride()
+                    : model_.inputs.get() + (move_.row + i - held) * model_.inputs_stride();
+  }
+
+  void begin(int first, int count) const {
+    for (int i = 0; i < w_.kernel - 1; ++i)
+      std::fill_n(kept_ + i * model_.inputs_stride() + first, count, 0.0f);
+  }
+
+  // What the next pass reads: the convolution's inputs before its first step, then those of the rows
+  // that it may replay. Places rise, so that none is overwritten before it is read.
+  void keep(int first, int size) const {
+    const int count = w_.kernel - 1 + replayed_ + move_.num_rows - certain_;
+    for (int i = 0; i < count; ++i) {
+      const float* from = inputs(i + certain_) + first;
+      float* to = kept_ + i * model_.inputs_stride() + first;
+      if (from != to) std::memcpy(to, from, size * sizeof(float));
+    }
+  }
+
+  // The convolution of a vector of channels.
+  VecF convolved(int step, int channel) const {
+    const size_t stride = model_.conv_stride();
+    VecF sum = {};
+    for (int t = 0; t < w_.kernel; ++t)
+      sum = fused(load(layer_.conv + t * stride + channel), load(inputs(step + t) + channel), sum);
+    return sum;
+  }
+};
+
+// What a short convolution alone gives for some channels of one sequence's rows. Its inputs, gated
+// here, are all of its state.
+class ShortConv : ConvInputs {
+ public:
+  using ConvInputs::ConvInputs;
+
+  void run(int first, int count) const {
+    if (move_.replayed < 0) begin(first, count);
+    for (int i = 0; i < move_.num_rows; ++i) {
+      const size_t row = move_.row + i;
+      const float* gate = model_.query.get() + row * model_.query_stride();
+      float* x = model_.inputs.get() + row * model_.inputs_stride();
+      for (int c = first; c < first + count; c += kLanes) store(x + c, load(x + c) * load(gate + c));
+    }
+    for (int i = 0; i < move_.num_rows; ++i) {
+      const size_t row = move_.row + i;
+      const float* gate = model_.output_gate.get() + row * model_.value_stride();
+      float* out = model_.attended.get() + row * model_.query_stride();
+      for (int c = first; c < first + count; c += kLanes)
+        store(out + c, convolved(replayed_ + i, c) * load(gate + c));
+    }
+    keep(first, count);
+  }
+};
+
+// What one pass does to the states of one sequence and key head, and what its rows give.
+//
+// A state lies strip by strip, each [key_dim, its columns].
+class DeltaHead : ConvInputs {
+ public:
+  DeltaHead(const Model& model, const LayerWeights& layer, const StateMove& move, int key_head,
+            Buffer& scratch)
+      : ConvInputs(model, layer, move),
         key_head_(key_head),
         padded_key_(round_up(w_.key_dim, kLanes)),
         padded_value_(round_up(w_.value_dim, kLanes)),
         num_values_(w_.value_heads / w_.key_heads),
-        replayed_(std::max(0, move.replayed)),
-        certain_(replayed_ + move.committed),
-        kept_(layer.kept + (size_t)move.slot * kept_rows(w_) * model.inputs_stride()),
         states_(layer.states + (size_t)move.slot * w_.value_heads * state_size()) {
     const size_t keys = (size_t)kDeltaRows * padded_key_, values = (size_t)kDeltaRows * padded_value_;
     queries_ = scratch.reserve(2 * keys + 2 * values + padded_value_ + num_values_ * state_size());
@@ -42,26 +122,17 @@ class DeltaHead {
     gated_ = outs_ + values, copies_ = gated_ + padded_value_;
   }
 
-  // Rows whose inputs a slot holds: those that the convolution reads before a state's first one,
-  // and those that are kept behind it.
-  static size_t kept_rows(const ModelWeights& w) { return w.kernel - 1 + w.most_kept; }
-
   void run() {
-    if (move_.replayed < 0) begin();
+    if (move_.replayed < 0) begin_states();
     const int steps = replayed_ + move_.num_rows;
     for (int first = 0; first < steps; first += kDeltaRows)
       take_in(first, std::min(kDeltaRows, steps - first));
-    for_channels([&](int first, int count) { keep(steps - certain_, first, count); });
+    for_channels([&](int first, int count) { keep(first, count); });
   }
 
  private:
-  const Model& model_;
-  const ModelWeights& w_;
-  const LayerWeights& layer_;
-  const StateMove& move_;
-  const int key_head_, padded_key_, padded_value_, num_values_, replayed_;
-  const int certain_;  // steps that the state takes in; later ones change a copy
-  float *const kept_, *const states_;
+  const int key_head_, padded_key_, padded_value_, num_values_;
+  float* const states_;
   float *queries_, *keys_, *value_rows_, *outs_, *gated_, *copies_;
   float beta_[kDeltaRows], decay_[kDeltaRows];
 
@@ -70,13 +141,6 @@ class DeltaHead {
     return w_.strided ? key_head_ + i * w_.key_heads : key_head_ * num_values_ + i;
   }
   float* state(int i) const { return states_ + value_head(i) * state_size(); }
-
-  // The inputs at place i: the convolution's of step s are those at s to s + kernel - 1.
-  float* inputs(int i) const {
-    const int held = w_.kernel - 1 + replayed_;
-    return i < held ? kept_ + i * model_.inputs_stride()
-                    : model_.inputs.get() + (move_.row + i - held) * model_.inputs_stride();
-  }
 
   int first_key() const { return w_.key_heads * w_.key_dim; }
   int first_value() const { return 2 * first_key(); }
@@ -93,22 +157,9 @@ class DeltaHead {
     }
   }
 
-  void begin() {
+  void begin_states() {
     for (int i = 0; i < num_values_; ++i) std::fill_n(state(i), state_size(), 0.0f);
-    for_channels([&](int first, int count) {
-      for (int i = 0; i < w_.kernel - 1; ++i)
-        std::fill_n(kept_ + i * model_.inputs_stride() + first, count, 0.0f);
-    });
-  }
-
-  // What the next pass reads: the convolution's inputs before its first step, then those of the rows
-  // that it may replay. Places rise, so that none is overwritten before it is read.
-  void keep(int count, int first, int size) const {
-    for (int i = 0; i < w_.kernel - 1 + count; ++i) {
-      const float* from = inputs(i + certain_) + first;
-      float* to = kept_ + i * model_.inputs_stride() + first;
-      if (from != to) std::memcpy(to, from, size * sizeof(float));
-    }
+    for_channels([&](int first, int count) { begin(first, count); });
   }
 
   void take_in(int first, int count) {
@@ -140,14 +191,7 @@ class DeltaHead {
 
   // out = silu of the convolution of `count` channels, then zeros up to a whole vector.
   void convolve(int step, int first, int count, float* out) const {
-    const size_t stride = model_.conv_stride();
-    for (int i = 0; i < count; i += kLanes) {
-      VecF sum = {};
-      for (int t = 0; t < w_.kernel; ++t)
-        sum = fused(load(layer_.conv + t * stride + first + i), load(inputs(step + t) + first + i),
-                    sum);
-      store(out + i, silu(sum));
-    }
+    for (int i = 0; i < count; i += kLanes) store(out + i, silu(convolved(step, first + i)));
     std::fill(out + count, out + round_up(count, kLanes), 0.0f);
   }
 

@@ -101,6 +101,9 @@ class ModelWeights(Structure):
         *((name, c_int32) for name in ("sigmoid_scores", "gates_shared")),
         ("expert_scale", c_float),
         ("clamped", c_int32),
+        ("query_scale", c_float),
+        ("query_growth", c_float),
+        ("query_period", c_int32),
     ]
 
 

@@ -23,14 +23,17 @@ struct LayerWeights {
   const float *o_norm, *down_norm;  // of what attention and MLP add to the residual
   void *keys, *values;
   int32_t window;  // positions that a row sees, at most max_positions
-  const float *rope_cos, *rope_sin;  // [max_positions, round_up(head_dim / 2, kLanes)]
-  // [num_experts (+ 1), hidden_size], float32; the last row gates the shared experts. With it gate, up and down are those of all experts, each
+  // [max_positions, round_up(head_dim / 2, kLanes)]. Null: nothing is rotated.
+  const float *rope_cos, *rope_sin;
+  // [num_experts (+ 1), hidden_size], float32; the last row gates the shared experts. With it gate,
+  // up and down are those of all experts, each
   // expert's columns padded to whole panels. Null: a dense MLP.
   penstock::Matrix router;
   // Attention's gates, by head as the queries. Null: none.
   penstock::Matrix query_gate;
   // Of a recurrent layer, which has neither query, key and value nor a cache: queries, keys and
   // values side by side; the gate of its output; strength of the update; decay. Null: attention.
+  // Without decay (alpha) it is a short convolution of linear_qkv times beta.
   penstock::Matrix linear_qkv, linear_z, beta, alpha;
   const float *conv, *dt_bias, *rate, *linear_norm;  // conv: [kernel, conv_stride]
   float* states;  // [num_slots, value_heads, key_dim * round_up(value_dim, kLanes)]
@@ -67,6 +70,9 @@ struct ModelWeights {
   int32_t sigmoid_scores, gates_shared;  // of experts
   float expert_scale;                    // of their shares
   int32_t clamped;  // the gate's activation is `clamped` of simd.h
+  // Scores are query_scale (1 + query_growth log(1 + position / query_period)) q k / sqrt(head_dim).
+  float query_scale, query_growth;
+  int32_t query_period;
 };
 
 // RaggedBatch of batch.py. `values` holds its arrays one after the other, in the order below.

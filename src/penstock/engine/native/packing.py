@@ -267,6 +267,9 @@ class Packer:
             if last != "gate_up" and experts is not None:
                 width, own = experts.shared_size, "shared_"
             fields, sizes = (f"{own}gate", f"{own}up"), [width] * 2
+        elif last == "linear_in" and delta is not None:
+            width = delta.value_size
+            fields, sizes = ("beta", "linear_z", "linear_qkv"), [width] * 3
         else:
             width = config.vocab_size if last == "lm_head" else config.hidden_size
             if last == "router" and experts is not None:

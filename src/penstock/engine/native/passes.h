@@ -112,10 +112,10 @@ class Pass {
     for (int i = 0; i < weights_.num_layers; ++i) {
       const LayerWeights& layer = model_.layers[i];
       const bool is_recurrent = layer.linear_qkv.data;
-      if (is_recurrent)
-        recur(layer);
-      else
+      if (!is_recurrent)
         attend_in(layer);
+      else
+        layer.alpha.data ? recur(layer) : convolve(layer);
       upcoming_.start(i + 1);
       finish_layer(layer, is_recurrent ? model_.value_size() : weights_.num_heads * weights_.head_dim);
     }
@@ -344,7 +344,12 @@ class Pass {
     if (head >= first_key) return store_key(layer, head - first_key, row, turned);
 
     // Scores are powers of two, so that the softmax needs no multiplication.
-    const VecF scale = splat(kLog2E / std::sqrt((float)dim));
+    float factor = kLog2E / std::sqrt((float)dim) * weights_.query_scale;
+    if (weights_.query_growth != 0) {
+      const int periods = plan_.positions[row] / weights_.query_period;
+      factor *= 1.0f + weights_.query_growth * std::log1p((float)periods);
+    }
+    const VecF scale = splat(factor);
     for (int i = 0; i < dim; i += kLanes) store(turned + i, load(turned + i) * scale);
     std::memcpy(model_.query.get() + row * model_.query_stride() + (size_t)head * dim, turned,
                 dim * sizeof(float));
@@ -353,6 +358,7 @@ class Pass {
   // The halves may end inside a vector; the first one's overhang is overwritten by the second.
   void rotate(const LayerWeights& layer, const float* x, int position, float* out) const {
     const int half = weights_.head_dim / 2;
+    if (!layer.rope_cos) return (void)std::memcpy(out, x, 2 * half * sizeof(float));
     const size_t offset = (size_t)position * round_up(half, kLanes);
     const float *cos = layer.rope_cos + offset, *sin = layer.rope_sin + offset;
     for (int i = 0; i < half; i += kLanes)
@@ -392,6 +398,21 @@ class Pass {
     worker_.for_each(plan_.moves.size() * heads, [&](int64_t task) {
       DeltaHead(model_, layer, plan_.moves[task / heads], (int)(task % heads), scratch_.delta)
           .run();
+    });
+  }
+
+  // attended = what a short convolution gives, before its last projection
+  void convolve(const LayerWeights& layer) {
+    const Buffer* const targets[] = {&model_.query, &model_.output_gate, &model_.inputs};
+    const size_t strides[] = {model_.query_stride(), model_.value_stride(), model_.inputs_stride()};
+    project_normed<3>(
+        layer.input_norm, {&layer.beta, &layer.linear_z, &layer.linear_qkv}, model_.value_size(),
+        [&](int row, int which) { return targets[which]->get() + row * strides[which]; });
+    const int64_t pieces = (model_.value_size() + kConvChannels - 1) / kConvChannels;
+    worker_.for_each(plan_.moves.size() * pieces, [&](int64_t task) {
+      const int first = (int)(task % pieces) * kConvChannels;
+      ShortConv(model_, layer, plan_.moves[task / pieces])
+          .run(first, std::min(kConvChannels, model_.value_size() - first));
     });
   }
 

@@ -94,8 +94,8 @@ class NativeRunner(ModelRunner):
         packer = Packer(weights, layout, bf16_pairs=pairs)
         self._matrices, self._vectors = packer.pack(num_threads)
         positions = min(config.max_position_embeddings, num_blocks * block_size)
-        layer_ropes = map(config.layer_rope, range(config.num_all_layers))
-        self._ropes = {rope: layout.rope(positions, rope) for rope in set(layer_ropes)}
+        layer_ropes = {*map(config.layer_rope, range(config.num_all_layers))}
+        self._ropes = {rope: layout.rope(positions, rope) for rope in layer_ropes if rope}
         self._cache = _allocate_cache(layout, kv_dtype or dtype, num_blocks, block_size)
         self._states: StateSlots | None = None
         self._state_memory: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -310,8 +310,8 @@ class NativeRunner(ModelRunner):
 
     def _create(self, num_threads: int, positions: int) -> int:
         config, vectors = self.config, self._vectors
-        window, experts = config.variant.window, config.variant.experts
-        delta = config.variant.delta
+        variant, delta = config.variant, config.variant.delta
+        window, experts = variant.window, variant.experts
         matrices = {
             name: c.Matrix(matrix.data.data_ptr(), matrix.kind)
             for name, matrix in self._matrices.items()
@@ -329,8 +329,9 @@ class NativeRunner(ModelRunner):
                 layer.states, layer.kept = (x.data_ptr() for x in self._state_memory[index])
             else:
                 layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
-            cos, sin = self._ropes[config.layer_rope(index)]
-            layer.rope_cos, layer.rope_sin, layer.window = cos.data_ptr(), sin.data_ptr(), positions
+            layer.window = positions
+            if (rope := config.layer_rope(index)) is not None:
+                layer.rope_cos, layer.rope_sin = (x.data_ptr() for x in self._ropes[rope])
             if window is not None and index in window.layers:
                 layer.window = min(window.size, positions)
         described = c.ModelWeights(
@@ -345,8 +346,8 @@ class NativeRunner(ModelRunner):
             lm_head=matrices["lm_head"],
             norm=vectors["norm"].data_ptr(),
             layers=layers,
-            embedding_scale=config.variant.embedding_scale,
-            gelu_tanh=config.variant.activation == "gelu_tanh",
+            embedding_scale=variant.embedding_scale / variant.residual_scale,
+            gelu_tanh=variant.activation == "gelu_tanh",
             num_experts=0 if experts is None else experts.count,
             experts_per_token=1 if experts is None else experts.per_token,
             norm_topk_prob=experts is not None and experts.norm_topk_prob,
@@ -363,6 +364,9 @@ class NativeRunner(ModelRunner):
             gates_shared=experts is not None and experts.gates_shared,
             expert_scale=1.0 if experts is None else experts.scale,
             clamped=config.variant.activation == "clamped",
+            query_scale=1.0 if variant.qk_norm else variant.query_scale,  # else of q_norm
+            query_growth=variant.query_growth,
+            query_period=variant.query_period,
         )
         model = self._library.penstock_create(ctypes.byref(described))
         if not model:
@@ -392,7 +396,7 @@ def _allocate_cache(
 def _allocate_states(
     layout: Layout, delta: DeltaNet, num_slots: int
 ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Allocate each recurrent layer's states, and the inputs of rows kept behind them.
+    """Allocate each recurrent layer's states, if any, and the inputs of rows kept behind them.
 
     The latter take memory only as far as drafts are long."""
     width = round_up(delta.value_dim, layout.lanes)
@@ -402,7 +406,7 @@ def _allocate_states(
     arenas = Arena(sizes[0]), Arena(sizes[1], huge=False)
     return {
         i: (
-            arenas[0].next_tensor(state, torch.float32),
+            arenas[0].next_tensor(state, torch.float32) if delta.key_heads else torch.empty(0),
             arenas[1].next_tensor(kept, torch.float32),
         )
         for i in sorted(delta.layers)

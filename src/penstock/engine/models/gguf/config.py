@@ -26,15 +26,24 @@ _ARCHITECTURES = {
     "qwen3next": "Qwen3NextForCausalLM",
     "glm4moe": "Glm4MoeForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "mistral3": "Ministral3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "granitehybrid": "GraniteForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
 }
 """GGUF's architectures; Mistral's models are of architecture llama."""
 
+_GRANITE = ("granite", "granitehybrid")
+_SCALES = {"attention.scale", "embedding_scale", "residual_scale", "logit_scale"}
 _COMPUTED = {
     **{name: {"expert_count"} for name in ("qwen3moe", "qwen35moe", "qwen3next")},
     "glm4moe": {"expert_count", "expert_gating_func", "expert_weights_scale"},
     "phi3": {"attention.sliding_window"},
     "gemma3": {"attention.sliding_window", "attention.sliding_window_pattern"},
     "gpt-oss": {"attention.sliding_window", "attention.sliding_window_pattern", "expert_count"},
+    "mistral3": {"rope.scaling.yarn_log_multiplier"},
+    **dict.fromkeys(_GRANITE, _SCALES),
 }
 """Keys of _REFUSED that an architecture supports."""
 
@@ -84,6 +93,7 @@ _BIAS = "blk.0.attn_output.bias"
 _ALWAYS_FLOAT = (
     *(".ffn_gate_inp.weight", ".ssm_conv1d.weight", ".ssm_dt.bias"),
     *(".ffn_gate_inp_shexp.weight", ".exp_probs_b.bias"),
+    ".shortconv.conv.weight",
 )
 """Ends of names of tensors that are float32 in any file."""
 _MIXED = {"in_proj_qkvz": ".ssm_in.weight", "in_proj_ba": ".ssm_ba.weight"}
@@ -139,6 +149,18 @@ class Metadata:
         return self.whole("block_count") - self.get("nextn_predict_layers", 0)
 
     @property
+    def kv_heads(self) -> tuple[int, ...]:
+        """Key heads of each layer; 0 where it has no attention."""
+        found = self.get("attention.head_count_kv", self.whole("attention.head_count"))
+        listed = found if isinstance(found, tuple) else (found,) * self.num_layers
+        if not all(isinstance(n, int) and n >= 0 for n in listed) or len({*listed} - {0}) != 1:
+            raise self._file.error(
+                f"{self.key('attention.head_count_kv')} is {found!r}; one number above 0, or 0 for "
+                "some layers, is expected"
+            )
+        return listed
+
+    @property
     def rotated_share(self) -> float:
         """Share of a head's dimensions that is rotated."""
         return self.whole("rope.dimension_count", self.head_dim) / self.head_dim
@@ -165,7 +187,7 @@ def config_json(file: GgufFile) -> dict[str, Any]:
         "intermediate_size": metadata.whole("feed_forward_length", inner),
         "num_hidden_layers": metadata.num_layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": metadata.whole("attention.head_count_kv", heads),
+        "num_key_value_heads": max(metadata.kv_heads),
         "head_dim": metadata.head_dim,
         "max_position_embeddings": metadata.whole("context_length"),
         "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
@@ -210,6 +232,23 @@ def _own(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
                 name for name, end in _MIXED.items() if any(t.endswith(end) for t in file.tensors)
             ],
             **_experts(file, metadata),
+        }
+    if metadata.architecture in _GRANITE:
+        is_rotated = metadata.get("rope.scaling.finetuned", 1)
+        return {
+            "attention_multiplier": metadata.number("attention.scale", 0)
+            or metadata.head_dim**-0.5,
+            "embedding_multiplier": metadata.number("embedding_scale", 0) or 1.0,
+            "residual_multiplier": metadata.number("residual_scale", 0) or 1.0,
+            "logits_scaling": metadata.number("logit_scale", 0) or 1.0,
+            "position_embedding_type": "rope" if is_rotated else None,
+        }
+    if metadata.architecture == "lfm2":
+        return {
+            "layer_types": ["full_attention" if n else "conv" for n in metadata.kv_heads],
+            "conv_L_cache": metadata.whole("shortconv.l_cache"),
+            "norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
+            "block_auto_adjust_ff_dim": False,
         }
     return _experts(file, metadata)
 
@@ -304,6 +343,10 @@ def _check(file: GgufFile, metadata: Metadata) -> None:
             raise file.error(
                 f"{metadata.key(name)} is {metadata.get(name)!r}, which is not computed"
             )
+    if 0 in metadata.kv_heads and metadata.architecture != "lfm2":
+        raise file.error(
+            f"{metadata.architecture} has layers without attention, of Mamba-2; not computed yet"
+        )
     layers = metadata.whole("block_count")
     if layers > len(file.tensors):
         raise file.error(f"{metadata.key('block_count')} is {layers}; the file has fewer tensors")
@@ -341,6 +384,10 @@ def _rope(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
             # GGUF multiplies the usual factor by it, transformers replaces it.
             usual = 0.1 * math.log(factor) + 1.0
             scaling["attention_factor"] = metadata.number("rope.scaling.attn_factor") * usual
+        if metadata.architecture == "mistral3":
+            every = metadata.number("rope.scaling.yarn_log_multiplier", 0)
+            scaling |= {"mscale": 1.0, "mscale_all_dim": every} if every else {}
+            scaling["llama_4_scaling_beta"] = metadata.number("attention.temperature_scale", 0)
     return {"rope_theta": theta, "rope_scaling": scaling}
 
 

@@ -22,7 +22,6 @@ from penstock.engine.models.quantized import (
 )
 
 _ROTATED = (".self_attn.q_proj", ".self_attn.k_proj")
-_DECAY, _CONV, _PLAIN_NORM = ".A_log", ".conv1d.weight", "linear_attn.norm.weight"
 _HEAD_NAMES = {
     HEAD_PROJECTION: "eh_proj",
     "mtp.pre_fc_norm_embedding.weight": "enorm",
@@ -32,16 +31,20 @@ _HEAD_NAMES = {
 _SHARED_GATE, _BIAS = ".shared_expert_gate.weight", ".e_score_correction_bias"
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(\w+)(\..*)")
 _SINKS = ".self_attn.sinks"
+_DECAY, _PLAIN_NORM = ".A_log", "linear_attn.norm.weight"
+_CONV = (".conv1d.weight", ".conv.conv.weight")
+_PAIRS = ("llama", "smollm3", "mistral3", "granite", "granitehybrid")
+"""Architectures whose rotary pairs lie side by side."""
 
 
 class GgufTensors:
     """Tensors of a GGUF file.
 
-    Architecture llama stores the rotary pairs (i, i + head_dim / 2) of query and key rows side by
-    side; they are put back into halves. Gemma's and Qwen3.5's norms include the 1 that Hugging
-    Face's lack, and decays are stored as they are multiplied. The matrices of all experts are one
-    tensor, in some files with gates and ups together. A layer behind the model's is that of a head
-    that predicts further tokens (`mtp`)."""
+    Architecture llama and others store the rotary pairs (i, i + head_dim / 2) of query and key rows
+    side by side; they are put back into halves. Gemma's and Qwen3.5's norms include the 1 that
+    Hugging Face's lack, and decays are stored as they are multiplied. The matrices of all experts
+    are one tensor, in some files with gates and ups together. A layer behind the model's is that of
+    a head that predicts further tokens (`mtp`)."""
 
     def __init__(self, file: GgufFile) -> None:
         self._file = file
@@ -50,7 +53,7 @@ class GgufTensors:
         architecture = self._metadata.architecture
         kind = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}[architecture]
         self._names = get_tensor_name_map(kind, self._metadata.whole("block_count"))
-        self._pairs_rows = architecture == "llama"
+        self._pairs_rows = architecture in _PAIRS
         self._norm_offset = 1.0 if architecture in ("gemma3", *RECURRENT) else 0.0
         self._head = self._metadata.num_layers
         behind = range(self._head, self._metadata.whole("block_count"))

@@ -68,8 +68,10 @@ _CUTS = {
     "glm4": _Cut(_LLAMA3, ignore_merges=True),
     "gpt-4o": _Cut(_GPT4O),
     "tekken": _Cut(_TEKKEN, ignore_merges=True, adds_bos=True),
+    "smaug-bpe": _Cut(_LLAMA3),
     **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3"), _Cut(_LLAMA3, ignore_merges=True, adds_bos=True)
+        ("llama-bpe", "llama3", "llama-v3", "lfm2"),
+        _Cut(_LLAMA3, ignore_merges=True, adds_bos=True),
     ),
 }
 """Pre-tokenizers by tokenizer.ggml.pre. `default`, llama.cpp's for unknown ones, is no model's."""
