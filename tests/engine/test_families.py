@@ -245,15 +245,17 @@ def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:
     assert config.dtype == torch.bfloat16
 
 
-def test_the_text_part_of_qwen_3_5(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["", "-moe"])
+def test_the_text_part_of_qwen_3_5(tmp_path: Path, kind: str) -> None:
     """Its head that predicts further tokens, and what sees images, are left."""
-    saved, ids = write_checkpoint(tmp_path, CASES["qwen3-5"]), np.arange(40)
+    saved, ids = write_checkpoint(tmp_path, CASES[f"qwen3-5{kind}"]), np.arange(40)
     tensors = load_file(tmp_path / "model.safetensors")
     spelt = {re.sub(r"^model\.", "model.language_model.", n): t for n, t in tensors.items()}
     spelt |= {"mtp.fc.weight": torch.ones(2, 2), "model.visual.norm.weight": torch.ones(2)}
     save_file(spelt, tmp_path / "model.safetensors", {"format": "pt"})
     text = json.loads((tmp_path / "config.json").read_text())
-    whole = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"}
+    name = f"Qwen3_5{kind[1:].capitalize()}ForConditionalGeneration"
+    whole = {"architectures": [name], "model_type": f"qwen3_5{kind.replace('-', '_')}"}
     (tmp_path / "config.json").write_text(json.dumps(whole | {"text_config": text}))
     runner = EagerRunner.load(tmp_path, torch.float32, CPU, 8, 8)
     ours = runner.forward(Paging(8, 8).batch(("a", ids, 0, 40)))

@@ -194,7 +194,9 @@ def test_logits_do_not_depend_on_the_batch(kind: str) -> None:
 
 
 def of_experts(kinds: tuple[str, ...], count: int) -> tuple[dict[str, Weight], Experts]:
-    """A model of CONFIG with experts of its MLP's size. kinds: of gate, up and down."""
+    """A model of CONFIG with experts of its MLP's size, one of them shared.
+
+    kinds: of gate, up and down."""
     rng, c = np.random.default_rng(3), CONFIG
     sizes = [(c.intermediate_size, c.hidden_size)] * 2 + [(c.hidden_size, c.intermediate_size)]
     weights = model(of_kind("Q8_0"))
@@ -206,8 +208,14 @@ def of_experts(kinds: tuple[str, ...], count: int) -> tuple[dict[str, Weight], E
         pairs = zip(gates, ups, strict=True)
         weights[f"layers.{i}.gate_up"] = tuple(matrix for pair in pairs for matrix in pair)
         weights[f"layers.{i}.down"] = tuple(downs)
-        weights[f"layers.{i}.router"] = torch.randn(count, c.hidden_size) * 0.1
-    return weights, Experts(count, 2, norm_topk_prob=True)
+        weights[f"layers.{i}.router"] = torch.randn(count + 1, c.hidden_size) * 0.1
+        shared = [
+            random_matrix(k, *s, rng, s[1] ** -0.5) for k, s in zip(kinds, sizes, strict=True)
+        ]
+        weights[f"layers.{i}.shared_gate_up"] = tuple(shared[:2])
+        weights[f"layers.{i}.shared_down"] = shared[2]
+    shape = {"shared_size": c.intermediate_size, "gates_shared": True}
+    return weights, Experts(count, 2, norm_topk_prob=True, **shape)
 
 
 @pytest.mark.parametrize("kinds", [("Q4_K", "Q4_K", "Q6_K"), ("Q4_K", "Q8_0", "MXFP4")])
@@ -226,7 +234,7 @@ def test_experts(kinds: tuple[str, ...]) -> None:
     }
     plain = {name: widened(weight) for name, weight in weights.items()}
     for name, matrix in plain.items():
-        if name.endswith(("gate_up", "down")):
+        if name.endswith((".gate_up", ".down")):
             plain[name] = matrix.unflatten(0, (experts.count, -1))
     eager = EagerRunner(config, plain, torch.device("cpu"), NUM_BLOCKS, BLOCK_SIZE)
     expected = eager.forward(paging().batch(("a", ids["a"], 0, 250)))
