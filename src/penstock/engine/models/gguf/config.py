@@ -339,9 +339,9 @@ def _rope_factors(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
 def _dtype(file: GgufFile) -> str:
     """Return the type of all matrices if they share one and it holds all biases, else float32."""
     own = [entry for entry in file.tensors.values() if not entry.name.endswith(_ALWAYS_FLOAT)]
-    kinds = {entry.kind for entry in own if len(entry.shape) > 1}
-    dtype = FLOATS.get(kinds.pop(), torch.float32) if len(kinds) == 1 else torch.float32
     biases = [entry for entry in own if entry.name.endswith(".bias")]
+    kinds = {entry.kind for entry in own if len(entry.shape) > 1 and entry not in biases}
+    dtype = FLOATS.get(kinds.pop(), torch.float32) if len(kinds) == 1 else torch.float32
     if not all(_holds(dtype, file, entry) for entry in biases):
         dtype = torch.float32
     return str(dtype).removeprefix("torch.")
