@@ -104,7 +104,9 @@ async def test_as_transformers(bundled: Any, family: str) -> None:
         options = {"add_generation_prompt": not fields.get("continue_final_message"), **fields}
         options |= options.pop("chat_template_kwargs", {})
         (expected,), _ = render_jinja_template(
-            [[in_both_fields(m) for m in messages]], chat_template=template, **bundled.special_tokens_map | options
+            [[in_both_fields(m) for m in messages]],
+            chat_template=template,
+            **bundled.special_tokens_map | options,
         )
         sent = {"messages": [as_sent(m) for m in messages], **fields}
         assert await ours(bundled, template, sent) == expected, case

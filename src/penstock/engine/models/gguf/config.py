@@ -162,8 +162,8 @@ def config_json(file: GgufFile) -> dict[str, Any]:
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
         "torch_dtype": _dtype(file),
-        **_rope(file, metadata),
         **_own(metadata),
+        **_rope(file, metadata),
     }
 
 
@@ -207,6 +207,7 @@ def _own(metadata: Metadata) -> dict[str, Any]:
             "layer_types": _window_types(metadata),
             "num_local_experts": metadata.whole("expert_count"),
             "num_experts_per_tok": metadata.whole("expert_used_count"),
+            "rope_scaling": {"rope_type": "default"},  # transformers would take YaRN
             "sliding_window": metadata.whole("attention.sliding_window"),
         }
     return {}
