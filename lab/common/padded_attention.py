@@ -54,7 +54,14 @@ class PaddedAttention:
     def prepare(self, batch: RaggedBatch, window: int | None = None) -> list[PaddedCall]:
         return [self._call(batch, seqs, window) for seqs in by_kind(batch)]
 
-    def attend(self, q: torch.Tensor, layer: int, metadata: list[PaddedCall]) -> torch.Tensor:
+    def attend(
+        self,
+        q: torch.Tensor,
+        layer: int,
+        metadata: list[PaddedCall],
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert sinks is None, "padded attention has no sinks"
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for call in metadata:
             attended = self._attend(q.index_select(0, call.rows), layer, call)

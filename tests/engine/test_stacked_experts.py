@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.engine.small_gguf import WIDE, write_gguf
+from tests.engine.small_gguf import WIDE, save_gguf, write_gguf
 from tests.engine.small_models import CASES, Checkpoint, in_pieces, tokens, write_checkpoint
 from tests.engine.test_gguf import IDS, eager, logits
 from tests.engine.test_gguf_tokenizer import ORIGINALS
@@ -19,6 +19,7 @@ from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.gguf.config import end_token_ids
 from penstock.engine.models.gguf.file import GgufFile
 from penstock.engine.models.quantized import QuantizedMatrix
+from penstock.engine.models.rope import Rope
 from penstock.engine.models.weights import load_weights, stored_weights
 from penstock.engine.native.packing import BLOCK_FORMATS
 from penstock.engine.native.runner import NativeRunner
@@ -171,6 +172,21 @@ def test_layers_with_a_window_in_a_file(
     assert window is not None
     assert window.layers == windows
     torch.testing.assert_close(logits(eager(saved.path)), saved.logits(IDS), atol=2e-4, rtol=2e-4)
+
+
+def test_type_of_a_bfloat16_file_whose_biases_it_holds(tmp_path: Path) -> None:
+    """Those of experts are matrices of float32 values there."""
+    saved = write_gguf(tmp_path / "model.gguf", WIDE_CASE, "BF16")
+    assert DecoderConfig.from_pretrained(saved.path).dtype == torch.float32
+    saved = save_gguf(tmp_path / "rounded.gguf", saved.model.bfloat16().float(), "BF16")
+    assert DecoderConfig.from_pretrained(saved.path).dtype == torch.bfloat16
+
+
+def test_a_file_whose_rotary_embedding_is_not_scaled(tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 5e4}
+    case = replace(WIDE_CASE, changes=WIDE_CASE.changes | {"rope_parameters": rope})
+    saved = write_gguf(tmp_path / "model.gguf", case)
+    assert DecoderConfig.from_pretrained(saved.path).rope == Rope(5e4)
 
 
 def test_what_a_file_may_not_ask_for(tmp_path: Path) -> None:

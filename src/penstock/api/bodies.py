@@ -333,6 +333,8 @@ class ChatMessage(Body):
             made["tool_calls"] = [call.for_template() for call in self.tool_calls]
         if self.reasoning_content:
             made["reasoning_content"] = self.reasoning_content
+            if self.tool_calls and not self.text:
+                made["thinking"] = self.reasoning_content  # as gpt-oss's template has it
         named = {"name": self.name, "tool_call_id": self.tool_call_id}
         return made | {key: value for key, value in named.items() if value is not None}
 

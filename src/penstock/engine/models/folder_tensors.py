@@ -123,11 +123,11 @@ class FolderTensors:
 
     def quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedMatrix | None:
         if (expert := self._expert(name)) is not None and len(expert.stacks) > 1:
-            matrix = expert.read()
-            assert isinstance(matrix, QuantizedMatrix)
-            if not are_blocks_finite(matrix.kind, matrix.data):
+            blocks = expert.read()
+            assert isinstance(blocks, QuantizedMatrix)
+            if not are_blocks_finite(blocks.kind, blocks.data):
                 raise CheckpointError(f"{self._path}: tensor {name} {NOT_FINITE}")
-            return matrix
+            return blocks
         grouped = self._grouped(name, shape)
         if grouped is None or self._packed is None:
             return None

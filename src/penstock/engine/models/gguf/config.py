@@ -197,8 +197,8 @@ def config_json(file: GgufFile) -> dict[str, Any]:
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
         "torch_dtype": _dtype(file),
-        **_rope(file, metadata),
         **own,
+        **_rope(file, metadata),
     }
 
 
@@ -264,6 +264,7 @@ def _experts(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
             "layer_types": _window_types(metadata),
             "num_local_experts": metadata.whole("expert_count"),
             "num_experts_per_tok": metadata.whole("expert_used_count"),
+            "rope_scaling": {"rope_type": "default"},  # transformers would take YaRN
             "sliding_window": metadata.whole("attention.sliding_window"),
         }
     fields = {
@@ -426,9 +427,9 @@ def _rope_factors(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
 def _dtype(file: GgufFile) -> str:
     """Return the type of all matrices if they share one and it holds all biases, else float32."""
     own = [entry for entry in file.tensors.values() if not entry.name.endswith(_ALWAYS_FLOAT)]
-    kinds = {entry.kind for entry in own if len(entry.shape) > 1}
-    dtype = FLOATS.get(kinds.pop(), torch.float32) if len(kinds) == 1 else torch.float32
     biases = [entry for entry in own if entry.name.endswith(".bias")]
+    kinds = {entry.kind for entry in own if len(entry.shape) > 1 and entry not in biases}
+    dtype = FLOATS.get(kinds.pop(), torch.float32) if len(kinds) == 1 else torch.float32
     if not all(_holds(dtype, file, entry) for entry in biases):
         dtype = torch.float32
     return str(dtype).removeprefix("torch.")
