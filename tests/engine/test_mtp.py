@@ -36,7 +36,7 @@ from penstock.engine.build import Engine, load_engine
 from penstock.engine.calibrate import calibrate
 from penstock.engine.carried import CarriedStates
 from penstock.engine.drafters.drafts import Drafts
-from penstock.engine.drafters.head import HeadDrafter
+from penstock.engine.drafters.head import CommonTokens, HeadDrafter
 from penstock.engine.models.checkpoint import CheckpointError
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.formats import open_checkpoint
@@ -326,6 +326,43 @@ def test_a_head_refuses_what_it_cannot_compute(loaded) -> None:
     batch.carry.rows = np.array([0, 7], dtype=np.int32)
     with pytest.raises(ValueError, match=r"kept_rows\[1\] is 7"):
         runner.forward_head(batch)
+
+
+def test_common_tokens_follow_the_outputs() -> None:
+    common = CommonTokens(100_000)
+    common.note([99_999] * 1000)
+    assert common.limit == 100_000  # too little is known
+    common = CommonTokens(100_000)
+    for _ in range(100):
+        common.note([*range(0, 4000, 40)])
+    assert common.limit == 4096
+    common.note([50_000] * 40)
+    assert common.limit == 4096
+    common.note([50_000] * 400)
+    assert common.limit == 50_176
+    assert CommonTokens(700).limit == 700
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_common_tokens_alone_are_drafted(loaded, by_itself, monkeypatch, kind) -> None:
+    """By both backends alike, at any temperature; other tokens have probability 0."""
+    monkeypatch.setattr(CommonTokens, "limit", 70)
+    drafts = []
+    for backend in ("native", "eager"):
+        one = loaded(kind, backend)
+        found = recorded(one.engine, monkeypatch)
+        for sampling in (*SAMPLINGS.values(), SamplingParams(temperature=0.9)):
+            loop = make_loop(one.engine, learn=timeless(), look_up=False)
+            outputs, _ = run(loop, make_requests(sampling, 8, "mtp"))
+            if sampling == SAMPLINGS["greedy"]:
+                assert outputs == by_itself(kind)["greedy"][:8]
+        drafts.append([(text, draft) for text, _, draft in found])
+        monkeypatch.undo()
+        monkeypatch.setattr(CommonTokens, "limit", 70)
+    assert drafts[0] == drafts[1]
+    tokens = {token for _, draft in drafts[0] for token in draft}
+    assert len(tokens) > 40
+    assert max(tokens) < 70
 
 
 # --- carried states -------------------------------------------------------------------------------

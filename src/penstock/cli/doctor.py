@@ -177,8 +177,7 @@ def _models(config: ServeConfig) -> Iterator[Finding]:
     from penstock.cli.models import hub_name
     from penstock.engine.models.checkpoint import CheckpointError
     from penstock.engine.models.config import DecoderConfig
-    from penstock.engine.models.formats import open_checkpoint
-    from penstock.engine.models.weights import specs_in
+    from penstock.engine.models.weights import opened
     from penstock.engine.tokenizer import load_tokenizer
 
     for name, path in _model_paths(config).items():
@@ -188,9 +187,11 @@ def _models(config: ServeConfig) -> Iterator[Finding]:
             continue
         try:
             if config.engine.vllm is None or name != "target":
-                shape = DecoderConfig.from_pretrained(path)
-                with open_checkpoint(path).tensors() as tensors:
-                    specs_in(tensors, shape)
+                of_target = config.engine.head if name == "target" else None
+                head = None if of_target is None else of_target[1]
+                shape = DecoderConfig.from_pretrained(path).within(None, head)
+                with opened(path, shape, head):
+                    pass  # all tensors are checked
             load_tokenizer(path)
         except (CheckpointError, OSError) as error:
             told = "name another file or folder, or download it again"

@@ -42,7 +42,6 @@ from penstock.engine.lanes import Lanes
 from penstock.engine.runner import BatchWriter, IntArray, Model, ModelRunner, RaggedBatch
 from penstock.engine.sequences import BlockTables, TokenBuffer
 from penstock.engine.steps import (
-    NO_DRAFT,
     Computed,
     Done,
     DraftsAtHand,
@@ -314,12 +313,12 @@ class LocalExecutor(ABC):
             return verified(job, drafted, computed, *times, verdicts, replays)
 
     def _learn(self, job: StepJob, drafted: DraftsAtHand, verdicts: Sequence[Verdict]) -> None:
-        """Pass verdicts to drafters that report confidences."""
+        """Pass verdicts to the drafters whose drafts were made in the step."""
         for verdict in verdicts:
-            draft = drafted.by_request.get(verdict.request_id, (NO_DRAFT, 0))[0]
-            if draft.confidences and verdict.drafter is not None:
-                sampling = job.texts[verdict.request_id].request.sampling
-                self.drafters[verdict.drafter].learn(sampling, draft, verdict)
+            drafter = self.drafters.get(verdict.drafter or "")
+            if drafter is not None and verdict.request_id in drafted.by_request:
+                draft = drafted.by_request[verdict.request_id][0]
+                drafter.learn(job.texts[verdict.request_id].request.sampling, draft, verdict)
 
     # --- the target -----------------------------------------------------------------------------
 

@@ -26,10 +26,12 @@ class Carry:
 
     before: [num_seqs, hidden_size] float32, of the row before each sequence's first
     rows:   [num_kept] int32, ascending rows whose states are kept
-    after:  theirs, [num_kept, hidden_size] float32; set by the pass"""
+    vocab:  tokens to which the head's rows give logits, the first ones; 0: all
+    after:  the kept states, [num_kept, hidden_size] float32; set by the pass"""
 
     before: torch.Tensor
     rows: IntArray
+    vocab: int = 0
     after: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
 

@@ -8,18 +8,48 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from penstock.core.types import DraftOrder
+from penstock.core.types import DraftOrder, SamplingParams, Verdict
 from penstock.engine.carried import CarriedStates
+from penstock.engine.drafters.drafts import Draft, Drafts
 from penstock.engine.drafters.model import ModelDrafter, Readable
 from penstock.engine.runner import Carry, HeadRunner, ModelRunner, RaggedBatch
 from penstock.engine.sampling.params import IntArray
-from penstock.engine.sequences import BlockTables
+from penstock.engine.sequences import BlockTables, TokenBuffer
+
+_BIN = 1024
+"""Token ids that are counted together."""
+_MEMORY = 4096
+"""Tokens of output that count."""
+_COVERED = 0.97
+"""Share of them that a draft may consist of: with so many ids its product takes much less time."""
+
+
+class CommonTokens:
+    """Ids among which the tokens of late outputs lie: tokenizers number common ones first."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._counts = np.zeros(-(-vocab_size // _BIN))
+
+    def note(self, token_ids: Sequence[int]) -> None:
+        """Count tokens of an output."""
+        self._counts *= 1 - min(1.0, len(token_ids) / _MEMORY)
+        np.add.at(self._counts, np.array(token_ids, dtype=np.int64) // _BIN, 1.0)
+
+    @property
+    def limit(self) -> int:
+        """How many of the first ids to draft; all as long as little is known."""
+        total = self._counts.cumsum()
+        if total[-1] < _BIN:
+            return self._vocab_size
+        return min(self._vocab_size, _BIN * (1 + int((total < _COVERED * total[-1]).sum())))
 
 
 class HeadDrafter(ModelDrafter):
     """Drafts token by token: each row takes the state that the row before has given.
 
-    The first one takes the target's. Looked-up tokens that a draft begins with are rows as well."""
+    The first one takes the target's. Looked-up tokens that a draft begins with are rows as well.
+    Of a large vocabulary it drafts the common tokens only."""
 
     of_target = True
 
@@ -29,10 +59,23 @@ class HeadDrafter(ModelDrafter):
         """tables, carried: of the target's requests; used in its steps only."""
         super().__init__(name, HeadRunner(target), 1, tables=tables)
         self._carried = carried
+        self._common = CommonTokens(target.config.vocab_size)
         self._states = torch.empty(0)
         """State before each order's next row: [num_orders, hidden_size]."""
         self._jobs = torch.empty(0)
         """Orders of the latest rows."""
+
+    def draft(self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]) -> Drafts:
+        self._num_guessed = self._common.limit
+        return super().draft(orders, texts)
+
+    def learn(self, sampling: SamplingParams, draft: Draft, verdict: Verdict) -> None:
+        super().learn(sampling, draft, verdict)
+        self._common.note(verdict.token_ids)
+
+    @property
+    def _guesses_all(self) -> bool:
+        return True  # the runner is told the limit
 
     def _extend_tables(self, orders: Sequence[DraftOrder]) -> None:
         # The step has extended the target's tables; only measurements have orders with blocks.
@@ -72,4 +115,5 @@ class HeadDrafter(ModelDrafter):
     ) -> RaggedBatch:
         batch = super()._one_more(orders, jobs, tokens, at)
         self._jobs = torch.from_numpy(jobs)
-        return replace(batch, carry=Carry(self._states[self._jobs], batch.query_start[:-1]))
+        carry = Carry(self._states[self._jobs], batch.query_start[:-1], self._num_guessed)
+        return replace(batch, carry=carry)

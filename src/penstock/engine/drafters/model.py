@@ -84,10 +84,9 @@ class ModelDrafter(LocalDrafter):
         first = self._catch_up(orders, texts, [int(o.max_draft_tokens > 0) for o in orders], reach)
         # Starts of whole drafts, including foreseen tokens: noise depends on the draft.
         starts = np.array([t.length for t in texts], dtype=np.int64)
-        knows_all = self._num_guessed == self.runner.config.vocab_size
         drafts = None
         stop = self._stop(orders, texts)
-        if knows_all and params.is_plain:
+        if self._guesses_all and params.is_plain:
             drafts = self.runner.propose(first, limits, params, ratio, starts, stop)
         if drafts is None:
             drafts = self._draft_stepwise(orders, texts, first, limits, params, ratio, starts, stop)
@@ -121,11 +120,18 @@ class ModelDrafter(LocalDrafter):
             for order, text, first, guess in zip(orders, texts, firsts, guesses, strict=True)
         )
 
+    @property
+    def _guesses_all(self) -> bool:
+        """True if every token that the runner gives logits to may be drafted."""
+        return self._num_guessed == self.runner.config.vocab_size
+
     def extend(self, order: DraftOrder) -> None:
         """Add the blocks of an order that is not computed."""
         self._tables.extend(order.request_id, order.epoch, order.new_blocks)
 
     def learn(self, sampling: SamplingParams, draft: Draft, verdict: Verdict) -> None:
+        if not draft.confidences:
+            return
         decided = draft.confidences[: verdict.num_decided]
         calibration = self._calibrations.for_sampling(sampling, is_drawn=sampling.is_ratio)
         calibration.add_draft(decided, verdict.num_accepted - verdict.num_looked_up)

@@ -180,10 +180,11 @@ class Decoder:
         attended = attention.attend(q, index, attention.prepare(batch)).flatten(1)
         if gate is not None:
             attended = attended * gate.sigmoid()
-        states = self.head.norm(after_attention(layer, hidden, attended))
+        states, lm_head = self.head.norm(after_attention(layer, hidden, attended)), self.lm_head
         if carry is not None:
             carry.after = states.float()
-        return (states.index_select(0, logits_rows) @ self.lm_head).float()
+            lm_head = lm_head[:, : carry.vocab or lm_head.shape[1]]
+        return (states.index_select(0, logits_rows) @ lm_head).float()
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the embeddings of tokens, as they enter a layer."""

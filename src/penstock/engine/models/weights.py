@@ -160,7 +160,7 @@ def load_weights(
     With tied embeddings there is no "lm_head", except where the checkpoint has a different head, as
     in transformers. Raises CheckpointError where a file is missing or truncated, or a tensor is
     missing, misshapen or of an unsupported type."""
-    with _opened(path, config, head) as found:
+    with opened(path, config, head) as found:
         return {
             spec.name: _assemble(tensors, spec, dtype or config.dtype) for tensors, spec in found
         }
@@ -181,7 +181,7 @@ def stored_weights(
     with a warning, and so are experts' matrices that do not share one. Raises as
     `load_weights`."""
     widened: set[str] = set()
-    with _opened(path, config, head) as opened:
+    with opened(path, config, head) as opened:
         found = {s.name: _stored(tensors, s, dtype, kinds, widened) for tensors, s in opened}
         if widened:
             _log.warning(
@@ -194,10 +194,12 @@ def stored_weights(
 
 
 @contextmanager
-def _opened(
+def opened(
     path: Path, config: DecoderConfig, head: Path | None
 ) -> Iterator[list[tuple[Tensors, WeightSpec]]]:
-    """Yield all specs of a model and its head, each with the tensors it is read from."""
+    """Yield all specs of a model and its head, checked, each with the tensors it is read from.
+
+    Raises CheckpointError."""
     with ExitStack() as stack:
         own = other = stack.enter_context(open_checkpoint(path).tensors())
         found = [(own, spec) for spec in specs_in(own, config)]

@@ -120,6 +120,7 @@ class BatchValues(Structure):
         *((name, c_void_p) for name in ("before", "after", "kept_rows")),
         ("num_kept", c_int32),
         ("is_head", c_int32),
+        ("vocab", c_int32),
     ]
 
 

@@ -86,6 +86,7 @@ struct BatchValues {
   float* after;
   const int32_t* kept_rows;
   int32_t num_kept, is_head;
+  int32_t vocab;  // tokens that have logits, the first ones
 };
 
 }  // extern "C"
@@ -101,6 +102,7 @@ struct Batch {
   const int32_t* kept_rows;
   int num_kept;
   bool is_head;
+  int vocab;
 
   explicit Batch(const BatchValues& given)
       : num_tokens(given.num_tokens),
@@ -120,7 +122,8 @@ struct Batch {
         after(given.after),
         kept_rows(given.kept_rows),
         num_kept(given.num_kept),
-        is_head(given.is_head) {}
+        is_head(given.is_head),
+        vocab(given.vocab) {}
 
   const int32_t* block_table(int seq) const { return block_tables + (size_t)seq * max_blocks; }
 };
@@ -189,6 +192,7 @@ struct Plan {
   std::vector<const float*> before;
   std::vector<float*> after;
   bool is_head = false;  // its rows are the head's
+  int vocab = 0;         // tokens that have logits
 
   int num_rows() const { return (int)token_ids.size(); }
   int most_attention_rows() const {

@@ -660,7 +660,7 @@ class Pass {
     const Matrix& matrix = weights_.lm_head;
     const int num_rows = (int)plan_.logits_rows.size();
     const Chunks chunks = chunks_for(num_rows, matrix, weights_.hidden_size);
-    const int panels = round_up(weights_.vocab_size, kPanel) / kPanel;
+    const int panels = round_up(plan_.vocab, kPanel) / kPanel;
     project(
         chunks, {&matrix}, weights_.hidden_size, panels, kMaxPanels, model_.residual_stride(),
         [&](int chunk) {
@@ -669,7 +669,7 @@ class Pass {
         },
         [&](int row, int height, int panel, int width, const float* tile) {
           const int token = panel * kPanel;
-          const int count = std::min(width * kPanel, weights_.vocab_size - token);
+          const int count = std::min(width * kPanel, plan_.vocab - token);
           for (int r = 0; r < height; ++r)
             std::memcpy(plan_.logits[row + r] + token, tile + r * kTileStride,
                         count * sizeof(float));
@@ -680,12 +680,12 @@ class Pass {
     worker_.for_each(plan_.sampling.size(), [&](int64_t row) {
       const float* logits = plan_.logits[row];
       const RowSampling& sampling = plan_.sampling[row];
-      plan_.sampled[row] = sample_row(logits, weights_.vocab_size, sampling);
+      plan_.sampled[row] = sample_row(logits, plan_.vocab, sampling);
       if (!plan_.confidence.empty())
         plan_.confidence[row] =
             plan_.sampled[row] < 0
                 ? 0.0f
-                : confidence_of(logits, weights_.vocab_size, sampling, plan_.sampled[row]);
+                : confidence_of(logits, plan_.vocab, sampling, plan_.sampled[row]);
     });
   }
 };

@@ -29,7 +29,7 @@ struct DraftOrder {
   const double* temperatures;
   const uint64_t* seeds;
   int32_t* token_ids;  // [num_seqs, max_steps]
-  float* logits;       // [num_seqs, max_steps, vocab_size] or null
+  float* logits;       // [num_seqs, max_steps, vocab] or null
   const Stop* stop;    // or null
 };
 
@@ -147,6 +147,8 @@ bool check_moves(const Model& model, const Batch& batch, const DraftOrder* order
 bool check_head(const Model& model, const Batch& batch, char* error) {
   if (batch.is_head && !(model.has_head() && batch.before))
     return refuse(error, "this model has no head, or the batch no states before its rows");
+  if (batch.vocab < 1 || batch.vocab > model.weights.vocab_size)
+    return refuse(error, "vocab is %d; allowed: 1..%d", batch.vocab, model.weights.vocab_size);
   for (int seq = 0; batch.is_head && seq < batch.num_seqs; ++seq)
     if (batch.query_start[seq + 1] != seq + 1)
       return refuse(error, "sequence %d has not one row of the head", seq);
@@ -200,6 +202,7 @@ void plan_rows(Model& model, const Batch& batch, Plan& plan) {
   }
   model.reserve(plan.num_rows());
   plan.is_head = batch.is_head;
+  plan.vocab = batch.vocab;
   if (!model.has_head()) return;
   plan.before.resize(plan.num_rows());
   plan.after.resize(plan.num_rows());
@@ -221,7 +224,7 @@ float* chain_state(const Model& model, const Batch& batch, int seq, int step) {
 // Have `row`'s logits sampled as the draft's step `step` of sequence `seq`.
 void plan_sample(const Model& model, const DraftOrder& order, int seq, int step, int row,
                  Plan& plan) {
-  const size_t vocab_size = model.weights.vocab_size;
+  const size_t vocab_size = plan.vocab;
   const size_t place = (size_t)seq * order.max_steps + step;
   plan.logits.push_back(order.logits ? order.logits + place * vocab_size
                                      : model.logits.get() + plan.logits.size() * vocab_size);
@@ -267,6 +270,7 @@ void advance(const Model& model, const Batch& batch, const DraftOrder& order, in
              const Plan& done, Plan& next) {
   next.clear();
   next.is_head = batch.is_head;
+  next.vocab = batch.vocab;
   for (size_t i = 0; i < done.sequences.size(); ++i) {
     const int seq = done.sequences[i];
     if (done.sampled[i] < 0) continue;
@@ -395,7 +399,7 @@ void execute(Model& model, const Batch& batch, const DraftOrder* order, const Ta
   } else {
     for (int i = 0; i < batch.num_logits; ++i) {
       plan.logits_rows.push_back(batch.logits_rows[i]);
-      plan.logits.push_back(logits + (size_t)i * model.weights.vocab_size);
+      plan.logits.push_back(logits + (size_t)i * batch.vocab);
     }
   }
   const int phases = (Pass<float>::num_phases(model) + 1) * (job.max_steps + 1);

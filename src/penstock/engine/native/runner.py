@@ -193,7 +193,7 @@ class NativeRunner(ModelRunner):
         return token_ids, logits
 
     def forward_head(self, batch: RaggedBatch) -> torch.Tensor:
-        logits = torch.empty(len(batch.logits_rows), self.config.vocab_size)
+        logits = torch.empty(len(batch.logits_rows), _num_logits(self.config, batch))
         self._compute(self._library.penstock_forward, batch, logits.data_ptr(), of_head=True)
         return logits
 
@@ -204,7 +204,7 @@ class NativeRunner(ModelRunner):
         has_moves = self._states is not None and not of_head
         moves = self._states.moves(batch) if self._states is not None and has_moves else None
         _values, described = _flatten(batch, moves)
-        described.is_head = of_head
+        described.is_head, described.vocab = of_head, self.config.vocab_size
         if batch.carry is not None:
             _describe(batch.carry, described)
         if function(self._model, ctypes.byref(described), order, self._error):
@@ -239,7 +239,7 @@ class NativeRunner(ModelRunner):
         c.require("num_steps", num_steps, c.INT32, (count,))
         max_steps = int(num_steps.max(initial=0))
         token_ids = np.full((count, max_steps), -1, dtype=np.int32)
-        vocab_size = self.config.vocab_size
+        of_head, vocab_size = batch.carry is not None, _num_logits(self.config, batch)
         logits = torch.empty(count, max_steps, vocab_size) if return_logits else None
         confidences, stopping = None, None
         if stop is not None:
@@ -254,7 +254,6 @@ class NativeRunner(ModelRunner):
             logits=None if logits is None else logits.data_ptr(),
             **c.sampling_fields(temperatures, seeds, salts, count),
         )
-        of_head = batch.carry is not None
         self._compute(self._library.penstock_draft, batch, ctypes.byref(order), of_head=of_head)
         return NativeDraft(token_ids, logits, confidences)
 
@@ -441,6 +440,10 @@ def _flatten(
     return (values, moved), c.BatchValues(*sizes, c.address(values), c.address(moved))
 
 
+def _num_logits(config: DecoderConfig, batch: RaggedBatch) -> int:
+    return config.vocab_size if batch.carry is None else batch.carry.vocab or config.vocab_size
+
+
 def _describe(carry: Carry, described: c.BatchValues) -> None:
     """Describe a head's states, and allocate those that the pass is to keep."""
     num_seqs, width = carry.before.shape
@@ -449,6 +452,7 @@ def _describe(carry: Carry, described: c.BatchValues) -> None:
         raise ValueError(f"states before are {carry.before.dtype} {tuple(carry.before.shape)}")
     carry.after = torch.empty(len(carry.rows), width)
     described.before, described.after = carry.before.data_ptr(), carry.after.data_ptr()
+    described.vocab = carry.vocab or described.vocab
     described.kept_rows, described.num_kept = c.address(carry.rows), len(carry.rows)
 
 
