@@ -51,7 +51,8 @@ class EagerRunner(ModelRunner):
         self._states: tuple[StateSlots, DeltaStates] | None = None
         if config.variant.delta is not None:
             self.num_slots = num_slots
-            self._states = StateSlots(num_slots), DeltaStates(config, num_slots, device)
+            states = DeltaStates(config, num_slots, device)
+            self._states = StateSlots(num_slots, states.parts), states
 
     @classmethod
     def load(

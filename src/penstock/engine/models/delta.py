@@ -58,6 +58,8 @@ class DeltaStates:
         inputs = (num_slots, rows, delta.conv_size + 2 * delta.value_heads)
         self._states = {i: torch.zeros(state, device=device) for i in delta.layers}
         self._inputs = {i: torch.zeros(inputs, device=device) for i in delta.layers}
+        before = (x[:, : delta.kernel - 1] for x in self._inputs.values())
+        self.parts = *self._states.values(), *before
 
     def mix(
         self,
