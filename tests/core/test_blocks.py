@@ -145,3 +145,24 @@ def test_a_pool_costs_what_was_used_at_once_not_what_there_is() -> None:
     assert pool.allocate(1) == [0]
     assert pool.num_free_blocks == 10**15 - 1
     pool.check()
+
+
+def test_a_prefix_of_a_recurrent_model_ends_where_a_state_was_copied() -> None:
+    pool = BlockPool(9, 4)
+    hashes = hash_blocks(range(32), 4, "")
+    blocks = pool.allocate(8)
+    for block, block_hash in zip(blocks, hashes, strict=True):
+        pool.commit(block, block_hash)
+    assert pool.match(hashes) == blocks
+    pool.num_snapshots = 2
+    assert pool.match(hashes) == []
+    assert [pool.snapshot(hashes[i]) for i in (1, 4)] == [0, 1]
+    assert pool.match(hashes) == blocks[:5]
+    assert pool.match(hashes[:4]) == blocks[:2]
+    assert pool.snapshot(hashes[1]) == 0, "it is used"
+    assert pool.snapshot(hashes[6]) == 1, "the least recently used one is replaced"
+    assert pool.match(hashes) == blocks[:7]
+    assert pool.match(hashes[:6]) == blocks[:2]
+    pool.drop_cache()
+    assert pool.match(hashes) == []
+    assert pool.snapshot(hashes[3]) == 0

@@ -104,9 +104,10 @@ def make_loop(
         known = engine.scheduler.look_up if look_up and not groups_decodes else None
         look_up = known and TextLookUp(known.name)
     admission = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": 32}
-    shares = engine.scheduler.pool.prefix_caching
+    pool = BlockPool(blocks, size, prefix_caching=engine.scheduler.pool.prefix_caching)
+    pool.num_snapshots = engine.scheduler.pool.num_snapshots
     scheduler = Scheduler(
-        BlockPool(blocks, size, prefix_caching=shares),
+        pool,
         drafters,
         admission=make_policy("admission", "vllm_v1", admission),
         selection=Rotating() if rotating else make_policy("selection", "single"),

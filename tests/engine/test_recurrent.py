@@ -1,6 +1,8 @@
 """Models with recurrent layers: the bits of a text alone, whatever was rejected on the way."""
 
 import dataclasses
+import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,8 @@ from tests.engine.test_exactness import (
 from tests.products import covering
 
 from penstock.config import NGRAM, ConfigError, EngineConfig
-from penstock.core.types import Arrive, Cancel
+from penstock.core.loop import Loop
+from penstock.core.types import Arrive, Cancel, Request
 from penstock.engine.backends import why_not_native
 from penstock.engine.build import Engine, load_engine
 from penstock.engine.eager import EagerRunner
@@ -139,7 +142,7 @@ def batch_of(*rows: tuple[int, int, int], logits: int = 1) -> RaggedBatch:
 
 
 def test_moves_of_states() -> None:
-    slots = StateSlots(3)
+    slots = StateSlots(3, ())
 
     def step(batch: RaggedBatch) -> list[list[int]]:
         moves = slots.moves(batch)
@@ -300,12 +303,101 @@ def test_scores_of_a_prompt(engine: Engine) -> None:
         assert run(make_loop(engine, max_num_batched_tokens=budget), [again])[0] == expected
 
 
-def test_prefixes_are_not_shared(engine: Engine, by_itself: Alone) -> None:
-    assert not engine.scheduler.pool.prefix_caching
-    loop = make_loop(engine)
-    for _ in range(2):
-        outputs, _ = run(loop, make_requests(SAMPLINGS["coupled"], 8, "ngram"))
-        assert outputs == by_itself["coupled"][:8]
+NUMBERS = itertools.count()
+
+
+def turns(loop: Loop, first: Request) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Outputs of three turns of a conversation, and the tokens that each goes on from."""
+    outputs: list[tuple[int, ...]] = []
+    cached: list[int] = []
+    text = first.prompt_token_ids or ()
+    for turn in range(3):
+        request = dataclasses.replace(
+            first, id=f"{next(NUMBERS)}", prompt_token_ids=text, prompt_len=len(text)
+        )
+        told = []
+        events: list[Arrive] = [Arrive(request)]
+        while events or loop.scheduler.num_unfinished:
+            told += loop.turn(events).outputs
+            events = []
+        outputs.append(tuple(t for o in told for t in o.token_ids))
+        cached.append(sum(o.num_cached_tokens for o in told))
+        # The template writes the end of the last prompt in another way.
+        text = (*text[:-2], *outputs[-1], *(tokens(20, seed=turn) % 89).tolist())
+    return outputs, cached
+
+
+def conversation(sampling: str, prompt_len: int = 50) -> Request:
+    (request,) = make_requests(SAMPLINGS[sampling], 1, "ngram")
+    prompt = tuple((tokens(prompt_len, seed=9) % 89).tolist())
+    return dataclasses.replace(request, prompt_token_ids=prompt, max_tokens=30)
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "coupled"])
+@pytest.mark.parametrize("budget", [2048, 40])
+def test_the_next_turn_goes_on_from_a_prompts_state(engine, sampling, budget) -> None:
+    first, own = conversation(sampling), engine.scheduler.pool
+    shared = make_loop(engine, max_num_batched_tokens=budget, learn=timeless())
+    outputs, cached = turns(shared, first)
+    assert cached == [0, 32, 80]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(own, "prefix_caching", False)
+        alone, nothing = turns(make_loop(engine, learn=timeless()), first)
+    assert nothing == [0, 0, 0]
+    assert outputs == alone
+
+
+def test_turns_of_the_eager_decoder(tmp_path: Path) -> None:
+    engine = load(tmp_path, "eager")
+    outputs, cached = turns(make_loop(engine, learn=timeless()), conversation("greedy"))
+    assert cached == [0, 32, 80]
+    engine.scheduler.pool.prefix_caching = False
+    alone, _ = turns(make_loop(engine, learn=timeless()), conversation("greedy"))
+    assert outputs == alone
+
+
+def test_a_state_of_another_text_changes_the_output(engine, monkeypatch) -> None:
+    """Negative control."""
+    honest = StateSlots._copy
+
+    def wrong(slots: StateSlots, source: int, slot: int, num_tokens: int) -> None:
+        honest(slots, source, slot, num_tokens)
+        for part in slots._parts:
+            part[slot] *= 0.5
+
+    expected, _ = turns(make_loop(engine, learn=timeless()), conversation("greedy"))
+    monkeypatch.setattr(StateSlots, "_copy", wrong)
+    outputs, _ = turns(make_loop(engine, learn=timeless()), conversation("greedy"))
+    assert outputs[0] == expected[0]
+    assert outputs != expected
+
+
+def test_prompts_that_come_again_share_states(engine: Engine, by_itself: Alone) -> None:
+    """Those of full blocks, beside others that have no room for a copy."""
+    expected, loop = by_itself["coupled"][:8], make_loop(engine)
+    loop.scheduler.pool.num_snapshots = 2
+    for _ in range(3):
+        assert run(loop, make_requests(SAMPLINGS["coupled"], 8, "ngram"))[0] == expected
+
+
+def test_copies_of_states() -> None:
+    """One that was not made, as its step failed, is never used."""
+    memory = torch.arange(4.0)
+    slots = StateSlots(4, [memory])
+
+    def step(batch: RaggedBatch, *copies: tuple[int, int, int, bool]) -> list[list[int]]:
+        batch = dataclasses.replace(batch, copies=copies)
+        moves = slots.moves(batch)
+        slots.moved(batch, moves)
+        return [moves.replayed.tolist(), moves.committed.tolist()]
+
+    assert step(batch_of((1, 0, 40)), (1, ~0, 32, True)) == [[-1], [32]]
+    assert memory.tolist() == [0, 1, 2, 1]
+    assert step(batch_of((1, 40, 1), (0, 32, 9)), (0, ~0, 32, False)) == [[8, 0], [1, 9]]
+    assert memory.tolist() == [1, 1, 2, 1]
+    slots.moves(dataclasses.replace(batch_of((2, 0, 40)), copies=[(2, ~0, 32, True)]))
+    with pytest.raises(ValueError, match="behind -1 tokens, not 32"):
+        step(batch_of((1, 32, 9)), (1, ~0, 32, False))
 
 
 def test_memory_is_told(engine: Engine, checkpoint: Checkpoints) -> None:
@@ -316,13 +408,14 @@ def test_memory_is_told(engine: Engine, checkpoint: Checkpoints) -> None:
     assert state_bytes(config) == 2 * (state + kept) * 4
     facts = engine.describe()
     assert facts["state_slots"] == 64
-    assert facts["state_bytes"] == 64 * state_bytes(config)
+    assert facts["state_bytes"] == 2 * 64 * state_bytes(config), "and as many copies"
 
 
 def test_no_more_requests_run_than_states_have_room(tmp_path: Path, by_itself: Alone) -> None:
     limits = {"name": "vllm_v1", "options": {"max_num_seqs": 3}}
     engine = load(tmp_path, "auto", admission=limits)
-    assert engine.describe()["state_slots"] == engine.executor.target.num_slots == 3
+    assert engine.describe()["state_slots"] == 3
+    assert engine.executor.target.num_slots == 6
     outputs, _ = run(engine.loop, make_requests(SAMPLINGS["greedy"], 8, "auto"))
     assert outputs == by_itself["greedy"][:8]
 

@@ -151,11 +151,6 @@ class EngineCollector(Collector):
                 {("mean",): stats.kv_fluid.mean, ("bound",): stats.kv_fluid.bound},
                 ("kind",),
             )
-            yield self._gauge(
-                "fluid_requests",
-                "Requests at once of the present traffic in the fluid model, in the mean.",
-                stats.kv_fluid.requests,
-            )
 
     def _steps(self, stats: EngineStats) -> Iterator[Metric]:
         yield self._counter("engine_steps", "Steps of the engine.", stats.num_steps)

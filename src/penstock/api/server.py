@@ -118,7 +118,7 @@ def _facts(model: str, config: ServeConfig, client: EngineClient) -> Iterator[st
     if facts.get("state_slots"):
         yield (
             f"recurrent states of {facts['state_slots']} requests at once, at most "
-            f"{facts['state_bytes'] / 2**30:.2f} GiB; prefixes are not shared between requests"
+            f"{facts['state_bytes'] / 2**30:.2f} GiB; prompts are shared with later turns"
         )
 
 

@@ -91,10 +91,7 @@ def plan(
     _print_expected(expected, flags)
     _print_how_sure(planned, offered, bound, advised)
     if base.profile.state_slots is not None:
-        print(
-            f"  requests at once: {base.profile.state_slots:,} recurrent states have room, ", end=""
-        )
-        print(f"{planned.memory.requests:.3g} are there in the mean")
+        print(f"  requests at once: {base.profile.state_slots:,} recurrent states have room")
 
 
 def _figures_of(
@@ -152,7 +149,6 @@ def _figures(planned: DeploymentPlan, rate: float) -> dict[str, Any]:
         "thresholds": planned.thresholds,
         "token_budget": planned.static.token_budget,
         "max_num_seqs": planned.static.max_num_seqs,
-        "requests_mean": memory.requests,
         "kv_mean_tokens": memory.mean,
         "kv_batch_tokens": memory.batch,
         "kv_bound_tokens": memory.bound,

@@ -44,6 +44,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_caching = prefix_caching
+        self.num_snapshots: int | None = None
+        """Copies of recurrent states, which a shared prefix needs where the model has some."""
         self.peak_used_blocks = 0
         self._num_free = num_blocks
         self._empty: list[int] = []
@@ -52,6 +54,8 @@ class BlockPool:
         """Reference counts of every block that was ever used: ids are handed out from 0 on."""
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
+        self.snapshots: OrderedDict[bytes, int] = OrderedDict()
+        """Their places, by the hash of the last block before them; the latest used last."""
 
     @property
     def num_free_blocks(self) -> int:
@@ -111,7 +115,18 @@ class BlockPool:
             if block is None:
                 break
             found.append(block)
+        if self.num_snapshots is not None:
+            while found and hashes[len(found) - 1] not in self.snapshots:
+                found.pop()
         return found
+
+    def snapshot(self, block_hash: bytes) -> int:
+        """Return the place of a state, or that of the least recently used for a new one."""
+        known = self.snapshots.pop(block_hash, None)
+        if known is None and len(self.snapshots) == self.num_snapshots:
+            _, known = self.snapshots.popitem(last=False)
+        place = self.snapshots[block_hash] = len(self.snapshots) if known is None else known
+        return place
 
     def share(self, blocks: Iterable[int]) -> None:
         """Add a reader to cached blocks that `match` has returned."""
@@ -138,6 +153,7 @@ class BlockPool:
         """Forget what the blocks hold: their contents are lost."""
         self._hash_of.clear()
         self._block_of.clear()
+        self.snapshots.clear()
 
     def free(self, blocks: Iterable[int]) -> None:
         """Drop one reader of each block. Later blocks of a sequence are reclaimed first."""

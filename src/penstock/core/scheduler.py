@@ -46,6 +46,7 @@ from penstock.core.types import (
     FinishReason,
     Output,
     Reconfigure,
+    StateCopy,
     StepPlan,
     StepResult,
     Tenant,
@@ -195,10 +196,12 @@ class Scheduler:
         items: tuple[VerifyItem, ...] = ()
         orders: tuple[DraftOrder, ...] = ()
         decodes, wake_at, stalled = None, None, None
+        copies: tuple[StateCopy, ...] = ()
         if lane == TARGET:
             step = self._compose(now)
             grants = allocate.of_step(ctx, step)
             items = verify.items(ctx, step, grants, draft.of_step(ctx, step, grants), plan_id)
+            copies = *step.copies, *verify.copies(ctx, items)
             if items and table.drafters:
                 orders = draft.replays(ctx, lane, step.scheduled_states, plan_id, now)
             if step.decoding:
@@ -222,6 +225,7 @@ class Scheduler:
             forgotten=forgotten,
             wake_at=wake_at,
             stalled=stalled,
+            copies=copies,
         )
 
     def _compose(self, now: float) -> Step:

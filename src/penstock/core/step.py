@@ -17,7 +17,7 @@ from penstock.core.groups import DecodeGroup
 from penstock.core.learn import Estimators
 from penstock.core.state import RequestState
 from penstock.core.table import Table
-from penstock.core.types import TARGET, Status
+from penstock.core.types import TARGET, StateCopy, Status
 
 
 @dataclass(slots=True)
@@ -58,6 +58,7 @@ class Step:
         "_ready",
         "_rules",
         "_table",
+        "copies",
         "decoding",
         "learn",
         "now",
@@ -81,6 +82,7 @@ class Step:
         self.now = now
         self.scheduled: dict[str, ScheduledTokens] = {}
         self.decoding: list[DecodeGroup] = []
+        self.copies: list[StateCopy] = []
         self.num_tokens = self.num_preempted = 0
         self.wake_at: float | None = None
         self.stalled: str | None = None
@@ -325,6 +327,10 @@ class Step:
         cached = self.cached_blocks(state)
         if cached:
             kv.start_from(self.pool, cached)
+            if self.pool.num_snapshots is not None:
+                place = self.pool.snapshot(state.block_hashes[len(cached) - 1])
+                copy = StateCopy(state.request.id, place, kv.num_computed_tokens, is_saved=False)
+                self.copies.append(copy)
         kv.num_cached_tokens = kv.num_computed_tokens
         if not state.num_output_tokens:
             state.admitted_at = self.now

@@ -345,6 +345,15 @@ class DecodeRun(NamedTuple):
     change: GroupChange | None = None
 
 
+class StateCopy(NamedTuple):
+    """A request's recurrent state behind its first tokens: saved after a step, else begun with."""
+
+    request_id: str
+    place: int
+    num_tokens: int
+    is_saved: bool
+
+
 class StepPlan(NamedTuple):
     """The next step of one lane.
 
@@ -363,6 +372,7 @@ class StepPlan(NamedTuple):
     forgotten: tuple[str, ...] = ()
     wake_at: float | None = None
     stalled: str | None = None
+    copies: tuple[StateCopy, ...] = ()
 
     @property
     def is_empty(self) -> bool:

@@ -189,9 +189,10 @@ def resolve_num_slots(
 ) -> int | None:
     """Return the requests whose recurrent states have room; None for a target without them.
 
-    At most 64, or `most`, in half of the memory that KV would have without them: whatever the
-    lengths of texts, so divided it holds half as many as the division that is best for them."""
-    each = state_bytes(target)
+    At most 64, or `most`, and as many copies if prefixes are shared, in half of the memory that KV
+    would have without them: whatever the lengths of texts, so divided it holds half as many as the
+    division that is best for them."""
+    each = state_bytes(target) * (1 + config.prefix_caching)
     if each == 0:
         return None
     free, share = free_memory(), CPU_KV_SHARE
@@ -310,7 +311,12 @@ class Models:
     @property
     def state_bytes(self) -> int:
         """Memory of the target's recurrent states."""
-        return 0 if self.num_slots is None else self.num_slots * state_bytes(self.shapes[TARGET])
+        return 0 if self.num_slots is None else self.num_states * state_bytes(self.shapes[TARGET])
+
+    @property
+    def num_states(self) -> int:
+        """Number of the target's recurrent states, with copies for prefixes to be shared."""
+        return (self.num_slots or 0) * (1 + self.config.prefix_caching)
 
     def need(self) -> MemoryNeed:
         """Return what the models take, and what this machine has free for those on its CPU."""
@@ -353,8 +359,8 @@ class Models:
         # A text may have more of a drafter's own tokens than of the target's.
         drafts_text = name != TARGET and name in self.tokenizers
         longest = None if drafts_text else self.max_model_len
-        num_slots = self.num_slots or 1
         head = self.config.head[1] if name == TARGET and self.config.head is not None else None
+        num_slots = self.num_states or 1
         if place.backend == "native":
             rounding: DrafterWeights = "stored" if name == TARGET else self.config.weights_of(name)
             return NativeRunner.load(

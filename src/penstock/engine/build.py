@@ -176,7 +176,7 @@ def sized_models(config: EngineConfig, places: Mapping[str, Placement]) -> Model
     max_model_len = resolve_context(config, shapes[TARGET])
     target = shapes[TARGET]
     num_slots = resolve_num_slots(config, places[TARGET], target, _most_running(config))
-    states = (num_slots or 0) * state_bytes(target)
+    states = (num_slots or 0) * state_bytes(target) * (1 + config.prefix_caching)
     num_blocks = resolve_num_blocks(config, places, shapes, max_model_len, states)
     room = (num_blocks, max_model_len)
     return Models(config, places, shapes, *room, tokenizers, num_slots=num_slots)
@@ -253,9 +253,10 @@ def _scheduler(
     # Of a pipeline only the last stage knows the tokens of the step before.
     groups = config.vllm is not None and config.vllm.pipeline_parallel == 1
     most = models.vllm.max_num_seqs if groups and models.vllm else models.num_slots
+    pool = _pool(config, models.num_target_blocks)
+    pool.num_snapshots = models.num_slots
     return Scheduler(
-        # A state is known behind one text only, not behind its prefixes.
-        _pool(config, models.num_target_blocks, shared=models.num_slots is None),
+        pool,
         drafters,
         admission=config.admission.make("admission"),
         selection=config.selection.make("selection"),

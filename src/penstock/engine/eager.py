@@ -51,8 +51,9 @@ class EagerRunner(ModelRunner):
         self._states: tuple[StateSlots, ConvStates] | None = None
         if (delta := config.variant.delta) is not None:
             self.num_slots = num_slots
-            states = DeltaStates if delta.key_heads else ConvStates
-            self._states = StateSlots(num_slots), states(config, num_slots, device)
+            kind = DeltaStates if delta.key_heads else ConvStates
+            states = kind(config, num_slots, device)
+            self._states = StateSlots(num_slots, states.parts), states
 
     @classmethod
     def load(

@@ -50,6 +50,7 @@ class RaggedBatch:
     block_tables: [num_seqs, max_blocks] int32; block j holds positions j*block_size onward
     logits_rows: [num_logits] int32, ascending rows of which logits are wanted
     slots: [num_seqs] int32, places of recurrent states (`engine.states`), where a model has some
+    copies: of them: slot, that of the copy, tokens before both, and whether it is made or used
     again: the last row of a sequence with logits may come again
     carry: of the model's head, if it has one; None: zeros, and nothing is kept"""
 
@@ -60,6 +61,7 @@ class RaggedBatch:
     block_tables: IntArray
     logits_rows: IntArray
     slots: IntArray | None = None
+    copies: Sequence[tuple[int, int, int, bool]] = ()
     again: bool = False
     carry: Carry | None = None
 

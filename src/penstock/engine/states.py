@@ -6,10 +6,12 @@ the same order of operations, which gives the same bits. To go back is to begin 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from penstock.core.policies.base import MOST_DRAFT_TOKENS
 from penstock.engine.runner import IntArray, RaggedBatch
@@ -33,11 +35,12 @@ class StateMoves:
 
 
 class StateSlots:
-    """Positions of the states in `num_slots` slots."""
+    """Positions of the states in `num_slots` slots. parts: tensors of the states, by slot first."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, parts: Iterable[torch.Tensor]) -> None:
         self._behind = np.zeros(num_slots, dtype=np.int32)
         self._kept = np.zeros(num_slots, dtype=np.int32)
+        self._parts = tuple(parts)
 
     def moves(self, batch: RaggedBatch) -> StateMoves:
         """Return a step's moves. Raises ValueError where a state cannot be had.
@@ -52,6 +55,12 @@ class StateSlots:
         certain = np.minimum(ends, batch.query_start[1:]) - batch.query_start[:-1]
         committed = np.maximum(certain, counts - MOST_KEPT)
         slots = np.arange(batch.num_seqs, dtype=np.int32) if batch.slots is None else batch.slots
+        for slot, copy, num_tokens, is_saved in batch.copies:
+            if is_saved:
+                self._behind[copy] = -1
+                committed[slots == slot] = (num_tokens - starts)[slots == slot]
+            else:
+                self._copy(copy, slot, num_tokens)
         replayed = starts - self._behind[self._checked(slots)]
         kept = (replayed >= 0) & (replayed <= self._kept[slots])
         wrong = (starts > 0) & (counts > 0) & ~kept
@@ -68,6 +77,17 @@ class StateSlots:
         slots = moves.slots[has_rows]
         self._behind[slots] = (starts + moves.committed)[has_rows]
         self._kept[slots] = (counts - moves.committed)[has_rows]
+        for slot, copy, num_tokens, is_saved in batch.copies:
+            if is_saved:
+                self._copy(slot, copy, num_tokens)
+
+    def _copy(self, source: int, slot: int, num_tokens: int) -> None:
+        """Copy a state without kept rows. Raises ValueError where it is behind other text."""
+        if self._behind[source] != num_tokens:
+            raise ValueError(f"a state is behind {self._behind[source]} tokens, not {num_tokens}")
+        for part in self._parts:
+            part[slot] = part[source]
+        self._behind[slot], self._kept[slot] = num_tokens, 0
 
     @staticmethod
     def _rows(batch: RaggedBatch) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:

@@ -87,16 +87,11 @@ def peak_kv_tokens(ranges: Sequence[StageRange], counts: Sequence[int]) -> int:
     return sum(n * r.kv_tokens() for n, r in zip(counts, ranges, strict=True))
 
 
-def requests_at(ranges: Sequence[StageRange], counts: Sequence[float]) -> float:
-    """Return the requests over all stages: each holds a state, where the model has some."""
-    return sum(n * r.num_stages for n, r in zip(counts, ranges, strict=True))
-
-
 def refuse_beyond(
     profile: StepProfile, ranges: Sequence[StageRange], counts: Sequence[float]
 ) -> None:
     """Raise ValueError where more requests are at the stages than states have room."""
-    needed = requests_at(ranges, counts)
+    needed = sum(n * r.num_stages for n, r in zip(counts, ranges, strict=True))
     if needed > profile.most_requests:
         raise ValueError(
             f"no thresholds fit: they hold at least {needed:.0f} requests, there is room for "

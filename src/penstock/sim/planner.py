@@ -21,13 +21,7 @@ from penstock.fluid.nested import (
     nested_thresholds,
     segments_of,
 )
-from penstock.fluid.stages import (
-    StageRange,
-    peak_kv_tokens,
-    refuse_beyond,
-    requests_at,
-    stages_of,
-)
+from penstock.fluid.stages import StageRange, peak_kv_tokens, refuse_beyond
 from penstock.fluid.step_profile import StepProfile, StepWork
 from penstock.fluid.traffic import (
     NO_SPECULATION,
@@ -309,15 +303,13 @@ class PlannedMemory:
     mean: M* of eq. 5, the mean at this load. batch: M^π, with every stage as full as the thresholds
     allow. bound: the most held, except with probability `delta` within an hour (0: never); it may
     exceed the memory. basis: full stages (`stages`), with queues between segments (`queues`,
-    theorem 5.1), both of literal algorithms; or Poisson arrivals without waiting (`arrivals`).
-    requests: at once in the mean."""
+    theorem 5.1), both of literal algorithms; or Poisson arrivals without waiting (`arrivals`)."""
 
     mean: float
     batch: float
     bound: float
     delta: float
     basis: Literal["stages", "queues", "arrivals"]
-    requests: float
 
 
 @dataclass(frozen=True)
@@ -382,26 +374,22 @@ def plan_deployment(
     traffic = traffic_of(served, rate)
     static = static_budget(profile, output_work(served.prompt_len, served.output_len), kv_tokens)
     try:
-        fluid = equilibrium(profile, traffic)
-        mean, requests = (
-            fluid.kv_tokens,
-            requests_at(list(map(stages_of, traffic)), fluid.per_stage),
-        )
+        mean = equilibrium(profile, traffic).kv_tokens
         if workload.mix is not None:
             wait = best_wait_thresholds(profile, traffic, kv_tokens)
             thresholds = _thresholds("type", wait.wave, _output_lens(wait), wait.thresholds)
-            memory = PlannedMemory(mean, wait.kv_tokens, wait.kv_tokens, 0.0, "stages", requests)
+            memory = PlannedMemory(mean, wait.kv_tokens, wait.kv_tokens, 0.0, "stages")
             return DeploymentPlan(thresholds, memory, static, kv_tokens)
         nested = _least_nested(profile, traffic, kv_tokens, delta)
         if nested is None:
             thresholds = _thresholds("segment", 1, *fluid_segments(profile, traffic, kv_tokens))
             bound = _fluid_kv_bound(profile, traffic, delta)
-            memory = PlannedMemory(mean, mean, bound, delta, "arrivals", requests)
+            memory = PlannedMemory(mean, mean, bound, delta, "arrivals")
         else:
             ends, wave = _segment_ends(nested), nested.segments.wave
             thresholds = _thresholds("segment", wave, ends, nested.thresholds)
             batch, bound = nested.batch_kv_tokens, nested.kv_bound_tokens
-            memory = PlannedMemory(mean, batch, bound, delta, "queues", requests)
+            memory = PlannedMemory(mean, batch, bound, delta, "queues")
         return DeploymentPlan(thresholds, memory, static, kv_tokens)
     except ValueError as error:
         raise PlanError(f"at {rate:g} requests a second: {error}") from error

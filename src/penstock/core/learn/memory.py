@@ -20,11 +20,10 @@ class FluidKV(NamedTuple):
     """KV tokens of the target in a steady state of present traffic, without sharing.
 
     mean: in the fluid model. bound: exceeded within an hour with probability 0.001 at most
-    (Poisson). requests: at once, in the mean."""
+    (Poisson)."""
 
     mean: float
     bound: float
-    requests: float
 
 
 class TokenPace:
@@ -57,5 +56,4 @@ def fluid_kv(learn: Estimators, now: float, token_s: float) -> FluidKV | None:
     starts = np.arange(0, survival.size, stage)
     means = rate * token_s * np.add.reduceat(survival, starts)
     kv = np.asarray(traffic.mean_prompt_len + starts + 0.5 * (stage - 1), dtype=np.float64)
-    bound = poisson_kv_bound(kv, means, stage * token_s)
-    return FluidKV(float(means @ kv), bound, float(means.sum()))
+    return FluidKV(float(means @ kv), poisson_kv_bound(kv, means, stage * token_s))

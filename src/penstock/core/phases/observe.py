@@ -75,6 +75,8 @@ def _judge(ctx: Context, plan: StepPlan, result: StepResult) -> tuple[list[Outpu
         verdict = verdicts.get(item.request_id)
         if verdict is None or item.request_id in failures:
             reason = failures.get(item.request_id, "the executor gave no answer")
+            if plan.copies:
+                ctx.table.memory.drop_cache(TARGET)
             outputs.append(finish(ctx, state, FinishReason.ERROR, reason))
         else:
             is_read = item.request_id not in result.unread

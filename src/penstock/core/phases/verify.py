@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from penstock.core.context import Context
 from penstock.core.groups import decode_run
+from penstock.core.policies.base import MOST_DRAFT_TOKENS
 from penstock.core.state import CHOSEN, NO_DRAFT, DraftStage, Grant
 from penstock.core.step import ScheduledTokens, Step
 from penstock.core.types import (
@@ -15,6 +16,7 @@ from penstock.core.types import (
     DecodeRun,
     DraftOrder,
     DraftSource,
+    StateCopy,
     VerifyItem,
 )
 
@@ -37,6 +39,25 @@ def items(
         state.in_flight = True
         state.plans[plan_id] = (TARGET,) if given is None else (TARGET, given.drafter)
     return tuple(found)
+
+
+def copies(ctx: Context, items: tuple[VerifyItem, ...]) -> Iterator[StateCopy]:
+    """Yield copies to be made of states behind prompts, for the next turns of conversations.
+
+    A state can stop before rows that fit into a draft. It does before the last full block, as the
+    next turn may have another end of this prompt: the template's for the answer."""
+    pool = ctx.table.memory.pools[TARGET]
+    for item in items if pool.num_snapshots is not None else ():
+        state = ctx.table.requests[item.request_id]
+        num_blocks = (state.num_known_tokens - 1) // pool.block_size - 1
+        stop, end = num_blocks * pool.block_size, item.start + item.num_scheduled_tokens
+        if not item.start < stop <= end or num_blocks > len(state.block_hashes):
+            continue
+        is_alone = state.request.sampling.num_prompt_logprobs is not None
+        fits = not is_alone and end + item.num_draft_tokens - stop <= MOST_DRAFT_TOKENS + 1
+        block_hash = state.block_hashes[num_blocks - 1]
+        if fits and block_hash not in pool.snapshots:
+            yield StateCopy(item.request_id, pool.snapshot(block_hash), stop, is_saved=True)
 
 
 def decodes(ctx: Context, step: Step, plan_id: int) -> DecodeRun:

@@ -63,6 +63,8 @@ class ConvStates:
         self._delta = delta
         inputs = (num_slots, delta.kernel - 1 + MOST_KEPT, delta.conv_size + delta.gate_size)
         self._inputs = {i: torch.zeros(inputs, device=device) for i in delta.layers}
+        before = (x[:, : delta.kernel - 1] for x in self._inputs.values())
+        self.parts: tuple[torch.Tensor, ...] = tuple(before)
 
     def mix(
         self,
@@ -129,6 +131,7 @@ class DeltaStates(ConvStates):
         self._key_head = torch.tensor(order, device=device).argsort() // each
         state = (num_slots, delta.value_heads, delta.key_dim, delta.value_dim)
         self._states = {i: torch.zeros(state, device=device) for i in delta.layers}
+        self.parts = *self._states.values(), *self.parts
 
     def _rows(self, w: ConvWeights, qkv: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         assert isinstance(w, DeltaWeights)

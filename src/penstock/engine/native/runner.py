@@ -101,8 +101,10 @@ class NativeRunner(ModelRunner):
         self._state_memory: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         if config.variant.delta is not None:
             self.num_slots = num_slots
-            self._states = StateSlots(num_slots)
-            self._state_memory = _allocate_states(layout, config.variant.delta, num_slots)
+            memory = _allocate_states(layout, config.variant.delta, num_slots)
+            before = config.variant.delta.kernel - 1
+            parts = (part for x, y in memory.values() for part in (x, y[:, :before]))
+            self._state_memory, self._states = memory, StateSlots(num_slots, parts)
         self._error = ctypes.create_string_buffer(c.ERROR_BYTES)
         self._model = self._create(num_threads, positions)
         self._thread_limit = num_threads
