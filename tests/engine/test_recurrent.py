@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-from functools import partial
 from pathlib import Path
 from typing import Any
 

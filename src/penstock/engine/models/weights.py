@@ -181,8 +181,8 @@ def stored_weights(
     with a warning, and so are experts' matrices that do not share one. Raises as
     `load_weights`."""
     widened: set[str] = set()
-    with opened(path, config, head) as opened:
-        found = {s.name: _stored(tensors, s, dtype, kinds, widened) for tensors, s in opened}
+    with opened(path, config, head) as every:
+        found = {s.name: _stored(tensors, s, dtype, kinds, widened) for tensors, s in every}
         if widened:
             _log.warning(
                 "%s: %s matrices are widened to %s, as the kernels do not read them",
