@@ -186,6 +186,8 @@ def _glm4_moe(config: Any) -> Variant:
 
 
 def _gpt_oss(config: Any) -> Variant:
+    if not config.num_local_experts:
+        raise ValueError("num_local_experts is 0; must be a whole number above 0")
     computed = {"hidden_act": "silu", "swiglu_alpha": CLAMPED_SLOPE, "swiglu_limit": CLAMP}
     for key, only in computed.items():
         if getattr(config, key, only) != only:

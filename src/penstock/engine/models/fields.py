@@ -25,7 +25,6 @@ _WHOLE = (
     "linear_key_head_dim",
     "linear_value_head_dim",
     "linear_conv_kernel_dim",
-    "num_local_experts",
     "shared_intermediate_size",
     "conv_L_cache",
 )

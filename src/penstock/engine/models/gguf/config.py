@@ -344,13 +344,13 @@ def _check(file: GgufFile, metadata: Metadata) -> None:
             raise file.error(
                 f"{metadata.key(name)} is {metadata.get(name)!r}, which is not computed"
             )
+    layers = metadata.whole("block_count")
+    if layers > len(file.tensors):
+        raise file.error(f"{metadata.key('block_count')} is {layers}; the file has fewer tensors")
     if 0 in metadata.kv_heads and metadata.architecture != "lfm2":
         raise file.error(
             f"{metadata.architecture} has layers without attention, of Mamba-2; not computed yet"
         )
-    layers = metadata.whole("block_count")
-    if layers > len(file.tensors):
-        raise file.error(f"{metadata.key('block_count')} is {layers}; the file has fewer tensors")
     rotated = metadata.whole("rope.dimension_count", metadata.head_dim)
     values = metadata.whole("attention.value_length", metadata.head_dim)
     in_part = metadata.architecture in _PARTLY_ROTATED and rotated < metadata.head_dim
