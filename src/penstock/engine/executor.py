@@ -419,6 +419,11 @@ class RunnerExecutor(LocalExecutor):
     ) -> Computed:
         self.target.limit_threads(job.num_threads)
         batch = self._batch(job, [tokens for tokens, _ in drafts])
+        if copies := job.plan.copies:
+            # They have the last slots, requests the first.
+            rows = self._tables.rows([c.request_id for c in copies]).tolist()
+            places = [(row, ~c.place, *c[2:]) for row, c in zip(rows, copies, strict=True)]
+            batch = replace(batch, copies=places)
         sampled = sampled_of(job, drafts)
         built_at = self._clock.now()
         scores = self._verifier.forward(batch, sampled)
@@ -455,13 +460,7 @@ class RunnerExecutor(LocalExecutor):
             tokens = text.tokens(start, known)
             writer.add(start, tokens + draft, len(draft) + 1 if item.samples else 0)
         num_blocks, ids = self.target.blocks_for(writer.longest), [i.request_id for i in items]
-        batch = writer.batch(self._tables.gather(ids, num_blocks), self._slots(ids))
-        if job.plan.copies:
-            # Copies have the last slots, requests the first.
-            rows = self._tables.rows([c.request_id for c in job.plan.copies]).tolist()
-            places = zip(rows, job.plan.copies, strict=True)
-            return replace(batch, copies=[(row, ~c.place, *c[2:]) for row, c in places])
-        return batch
+        return writer.batch(self._tables.gather(ids, num_blocks), self._slots(ids))
 
     def _slots(self, request_ids: Sequence[str]) -> IntArray | None:
         """Return the places of the requests' recurrent states, if the target has some."""
