@@ -413,6 +413,9 @@ def test_no_more_requests_run_than_states_have_room(tmp_path: Path, by_itself: A
     engine = load(tmp_path, "auto", admission=limits)
     assert engine.describe()["state_slots"] == 3
     assert engine.executor.target.num_slots == 6
+    apart = load(tmp_path, "auto", admission=limits, prefix_caching=False)
+    assert apart.executor.target.num_slots == apart.describe()["state_slots"] == 3
+    assert apart.scheduler.pool.num_snapshots is None
     outputs, _ = run(engine.loop, make_requests(SAMPLINGS["greedy"], 8, "auto"))
     assert outputs == by_itself["greedy"][:8]
 
