@@ -20,6 +20,7 @@ from penstock.core.types import (
     FinishReason,
     Output,
     Request,
+    StateCopy,
     Status,
     StepResult,
     Verdict,
@@ -254,3 +255,35 @@ def test_an_old_plan_is_taken_in_once() -> None:
     before = list(world.tokens["r"])
     assert world.scheduler.update(plan, result) == []
     assert world.tokens["r"] == before
+
+
+def test_states_behind_prompts_are_copied_and_begun_with() -> None:
+    """Chunk by chunk: in that with the place before the last full block. None is used after a
+    step with copies has failed."""
+    scheduler = make_scheduler(admission={"max_num_batched_tokens": 12, "max_num_seqs": 8})
+    scheduler.pool.num_snapshots = 4
+
+    def play(request: Request, *, fails: bool = False) -> list[tuple[StateCopy, ...]]:
+        scheduler.apply(Arrive(request), 0.0)
+        copies = []
+        while scheduler.num_unfinished:
+            plan = scheduler.schedule(0.0)
+            copies.append(plan.copies)
+            verdicts = tuple(
+                Verdict(i.request_id, i.epoch, i.round, (7,) * i.samples)
+                for i in plan.items
+                if not fails
+            )
+            scheduler.update(plan, StepResult(plan.id, TARGET, 0.0, 0.0, verdicts))
+        return copies
+
+    prompt = make_request("a", 31, 3)
+    saved = StateCopy("a", 0, 24, is_saved=True)
+    assert play(prompt) == [(), (saved,), (), (), ()]
+    longer = (*(prompt.prompt_token_ids or ()), *range(10))
+    used = StateCopy("b", 0, 24, is_saved=False)
+    again = [Request(n, 41, 1, prompt_token_ids=longer) for n in ("b", "c", "d", "e")]
+    assert play(again[0]) == [(used, StateCopy("b", 1, 36, is_saved=True)), ()]
+    assert play(again[1]) == [(StateCopy("c", 1, 36, is_saved=False),)]
+    assert play(again[2], fails=True) == [(StateCopy("d", 1, 36, is_saved=False),)]
+    assert play(again[3])[0] == ()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from tests.engine.test_exactness import (
     timeless,
 )
 from tests.products import covering
+from typer.testing import CliRunner
 
-from penstock.config import NGRAM, ConfigError, EngineConfig
+from penstock.cli import app
+from penstock.config import NGRAM, ConfigError, EngineConfig, read_profile
 from penstock.core.loop import Loop
 from penstock.core.types import Arrive, Cancel, Request
 from penstock.engine.backends import why_not_native
@@ -410,11 +413,25 @@ def test_memory_is_told(engine: Engine, checkpoint: Checkpoints) -> None:
     assert facts["state_bytes"] == 2 * 64 * state_bytes(config), "and as many copies"
 
 
+def test_a_profile_tells_the_states_that_have_room(engine: Engine, tmp_path: Path) -> None:
+    out = tmp_path / "hybrid.json"
+    options = ("--batch=1", "--contexts=16", "--repeats=1", "--json")
+    settings = ("--dtype=float32", "--set=num_threads=1", "--set=policy=vllm")
+    target = str(engine.tokenizer_path)
+    command = ["profile", "measure", target, "--out", str(out), *options, *settings]
+    result = CliRunner().invoke(app, [*command, "--set=admission.options.max_num_seqs=5"])
+    assert result.exit_code == 0, result.output
+    assert read_profile(out).state_slots == json.loads(result.stdout)["state_slots"] == 5
+
+
 def test_no_more_requests_run_than_states_have_room(tmp_path: Path, by_itself: Alone) -> None:
     limits = {"name": "vllm_v1", "options": {"max_num_seqs": 3}}
     engine = load(tmp_path, "auto", admission=limits)
     assert engine.describe()["state_slots"] == 3
     assert engine.executor.target.num_slots == 6
+    apart = load(tmp_path, "auto", admission=limits, prefix_caching=False)
+    assert apart.executor.target.num_slots == apart.describe()["state_slots"] == 3
+    assert apart.scheduler.pool.num_snapshots is None
     outputs, _ = run(engine.loop, make_requests(SAMPLINGS["greedy"], 8, "auto"))
     assert outputs == by_itself["greedy"][:8]
 

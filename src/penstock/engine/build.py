@@ -254,7 +254,7 @@ def _scheduler(
     groups = config.vllm is not None and config.vllm.pipeline_parallel == 1
     most = models.vllm.max_num_seqs if groups and models.vllm else models.num_slots
     pool = _pool(config, models.num_target_blocks)
-    pool.num_snapshots = models.num_slots
+    pool.num_snapshots = models.num_slots if pool.prefix_caching else None
     return Scheduler(
         pool,
         drafters,

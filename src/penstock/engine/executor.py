@@ -430,6 +430,11 @@ class RunnerExecutor(LocalExecutor):
     ) -> Computed:
         self.target.limit_threads(job.num_threads)
         batch = self._batch(job, [tokens for tokens, _ in drafts])
+        if copies := job.plan.copies:
+            # They have the last slots, requests the first.
+            rows = self._tables.rows([c.request_id for c in copies]).tolist()
+            places = [(row, ~c.place, *c[2:]) for row, c in zip(rows, copies, strict=True)]
+            batch = replace(batch, copies=places)
         sampled = sampled_of(job, drafts)
         built_at = self._clock.now()
         scores = self._verifier.forward(batch, sampled)
@@ -474,11 +479,6 @@ class RunnerExecutor(LocalExecutor):
             writer.add(start, tokens + draft, len(draft) + 1 if item.samples else 0)
         num_blocks, ids = self.target.blocks_for(writer.longest), [i.request_id for i in items]
         batch = writer.batch(self._tables.gather(ids, num_blocks), self._slots(ids))
-        if job.plan.copies:
-            # Copies have the last slots, requests the first.
-            rows = self._tables.rows([c.request_id for c in job.plan.copies]).tolist()
-            places = zip(rows, job.plan.copies, strict=True)
-            batch = replace(batch, copies=[(row, ~c.place, *c[2:]) for row, c in places])
         if self._carried is None:
             return batch
         return replace(batch, carry=self._carried.carry(ids, batch))

@@ -49,8 +49,8 @@ class RaggedBatch:
     seq_lens: [num_seqs] int32, tokens of context including this batch's rows
     block_tables: [num_seqs, max_blocks] int32; block j holds positions j*block_size onward
     logits_rows: [num_logits] int32, ascending rows of which logits are wanted
+    copies: of recurrent states: slot, that of the copy, tokens before, whether it is made or used
     slots: [num_seqs] int32, places of recurrent states (`engine.states`), where a model has some
-    copies: of them: slot, that of the copy, tokens before both, and whether it is made or used
     again: the last row of a sequence with logits may come again
     carry: of the model's head, if it has one; None: zeros, and nothing is kept"""
 
