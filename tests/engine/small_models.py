@@ -11,6 +11,8 @@ import torch
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -88,6 +90,23 @@ _DELTA = {
 }
 """Sizes that fill no vector."""
 
+_GEMMA4 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 21,
+    "global_head_dim": 24,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 2.0,
+}
+_SHARED = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"] * 2,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 20,
+    "vocab_size_per_layer_input": 89,
+}
+
 CASES = {
     "llama": Case(LlamaForCausalLM, LlamaConfig, {}),
     "llama-tied": Case(LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True}),
@@ -163,6 +182,12 @@ CASES = {
             "tie_word_embeddings": True,
         },
     ),
+    "gemma4": Case(
+        Gemma4ForCausalLM,
+        Gemma4TextConfig,
+        _GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ),
+    "gemma4-shared": Case(Gemma4ForCausalLM, Gemma4TextConfig, _GEMMA4 | _SHARED),
 }
 
 
@@ -206,6 +231,9 @@ def write_checkpoint(path: Path, case: Case, **save_options: Any) -> Checkpoint:
                 parameter.uniform_(0.5, 1.5)
             else:
                 parameter.normal_(std=1.0 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
     model.save_pretrained(path, **save_options)
     return Checkpoint(path, model)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,27 +12,12 @@ from penstock.engine.attention import Attention
 from penstock.engine.kv_cache import PagedKVCache
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.delta import DeltaStates, DeltaWeights
-from penstock.engine.models.mlp import DenseMlp, ExpertMlp
-from penstock.engine.models.rope import Rope
+from penstock.engine.models.mlp import DenseMlp, ExpertMlp, PleMlp
+from penstock.engine.models.norm import RmsNorm
+from penstock.engine.models.ple import LayerInputs
 from penstock.engine.models.rope_table import RopeTable
 from penstock.engine.runner import RaggedBatch
 from penstock.engine.states import StateMoves
-
-
-class RmsNorm:
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis, in float32.
-
-    Computed as x / hypot(|x|, sqrt(n eps)) * (sqrt(n) weight), which takes half as many passes.
-    `weight` includes the factor sqrt(n), `sum_eps` is n eps."""
-
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
-        size = weight.shape[-1]
-        self.weight = weight.float() * math.sqrt(size)
-        self._eps = torch.full((), math.sqrt(size * eps), device=weight.device)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        return torch.div(x, length.hypot_(self._eps)).mul_(self.weight).to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +25,11 @@ class Layer:
     """Weights of one layer. Matrices are [in, out]; widening ones are contiguous so.
 
     o_norm, down_norm: norms of attention's and the MLP's output before the residual is added.
-    delta: of a recurrent layer."""
+    num_kv_heads: 0 in a layer that reads another's keys and values.
+    delta: of a recurrent layer. ple: per-layer embeddings. scale: of the output."""
 
+    head_dim: int
+    num_kv_heads: int
     input_norm: RmsNorm
     qkv: torch.Tensor
     qkv_bias: torch.Tensor | None
@@ -54,6 +41,9 @@ class Layer:
     mlp: DenseMlp | ExpertMlp
     down_norm: RmsNorm | None
     delta: DeltaWeights | None = None
+    value_norm: RmsNorm | None = None
+    ple: PleMlp | None = None
+    scale: torch.Tensor | None = None
 
 
 ComputeLayer = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -84,11 +74,13 @@ class Decoder:
             self.lm_head = weights.pop("lm_head").to(device).t().contiguous()
         else:
             self.lm_head = self.embed_tokens.t()
-        self.rotations = _rotations(config, max_positions, config.rope).to(device)
-        self._local_rotations = self.rotations
-        window = config.variant.window
-        if window is not None and window.rope is not None:
-            self._local_rotations = _rotations(config, max_positions, window.rope).to(device)
+        self._inputs = LayerInputs.from_weights(config, weights, device)
+        shapes = [(config.layer_rope(i), layer.head_dim) for i, layer in enumerate(self.layers)]
+        kinds = {shape: shapes.index(shape) for shape in shapes}
+        self._rotations = [
+            _rotations(config.at(i), max_positions).to(device) for i in kinds.values()
+        ]
+        self._rotation_of = [list(kinds).index(shape) for shape in shapes]
 
     def forward(
         self,
@@ -126,7 +118,8 @@ class Decoder:
                 attended = states.mix(index, layer.delta, qkv, normed, batch, moves)
             else:
                 q, kv, gate = self.before_attention(layer, hidden, rotations)
-                cache.write(index, slots, kv)
+                if layer.num_kv_heads:
+                    cache.write(index, slots, kv)
                 metadata = windowed if variant.is_windowed(index) else everywhere
                 attended = attention.attend(q, index, metadata).flatten(1)
                 if gate is not None:
@@ -136,23 +129,37 @@ class Decoder:
                 attended = attended.index_select(0, logits_rows)
             return after_attention(layer, hidden, attended)
 
-        return self.run(token_ids, positions, compute)
+        return self.run(token_ids, positions, compute, logits_rows)
 
     def run(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, compute: ComputeLayer
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        compute: ComputeLayer,
+        logits_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute all layers, each by `compute`, and float32 logits of the rows it leaves."""
-        variant = self.config.variant
-        everywhere = windowed = self.rotations.index_select(0, positions)
-        if variant.window is not None:
-            windowed = self._local_rotations.index_select(0, positions)
+        """Compute all layers, each by `compute`, and float32 logits of the rows it leaves.
+
+        logits_rows: those that it leaves in the last layer, if not all"""
+        variant, last = self.config.variant, len(self.layers) - 1
+        rotations = [table.index_select(0, positions) for table in self._rotations]
         hidden = F.embedding(token_ids, self.embed_tokens)
         if variant.embedding_scale != 1:
             hidden = hidden * torch.tensor(variant.embedding_scale, dtype=hidden.dtype)
-        for index in range(len(self.layers)):
-            rotations = windowed if variant.is_windowed(index) else everywhere
-            hidden = compute(index, hidden, rotations)
-        return (self.norm(hidden) @ self.lm_head).float()
+        inputs = None if self._inputs is None else self._inputs.of_rows(token_ids, hidden)
+        for index, layer in enumerate(self.layers):
+            hidden = compute(index, hidden, rotations[self._rotation_of[index]])
+            if layer.ple is not None and inputs is not None:
+                own = inputs[:, index]
+                if index == last and logits_rows is not None:
+                    own = own.index_select(0, logits_rows)
+                hidden = layer.ple.add_to(hidden, own)
+            if layer.scale is not None:
+                hidden = hidden * layer.scale
+        logits = (self.norm(hidden) @ self.lm_head).float()
+        if variant.softcap:
+            logits = torch.tanh(logits / variant.softcap) * variant.softcap
+        return logits
 
     def before_attention(
         self, layer: Layer, hidden: torch.Tensor, rotations: torch.Tensor
@@ -165,21 +172,23 @@ class Decoder:
             flat = torch.mm(normed, layer.qkv)
         else:
             flat = torch.addmm(layer.qkv_bias, normed, layer.qkv)
-        num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
+        num_heads, num_kv_heads = self.config.num_heads, layer.num_kv_heads
         gate = None
         if self.config.variant.gated:
             gate, flat = flat[:, -self.config.q_size :], flat[:, : -self.config.q_size]
-        qkv = flat.unflatten(1, (num_heads + 2 * num_kv_heads, self.config.head_dim))
-        qk = qkv[:, :-num_kv_heads]
+        qkv = flat.unflatten(1, (num_heads + 2 * num_kv_heads, layer.head_dim))
+        qk, v = qkv.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
         if layer.qk_norm is not None:
             qk.copy_(layer.qk_norm(qk))
+        if layer.value_norm is not None:
+            v.copy_(layer.value_norm(v))
         _rotate(qk, rotations)
         return qkv[:, :num_heads], qkv[:, num_heads:], gate
 
 
-def _rotations(config: DecoderConfig, max_positions: int, rope: Rope) -> torch.Tensor:
+def _rotations(config: DecoderConfig, max_positions: int) -> torch.Tensor:
     """Return cosines and sines, [max_positions, 1, head_dim / 2, 2]."""
-    table = RopeTable.build(config, max_positions, rope)
+    table = RopeTable.build(config, max_positions)
     half = config.head_dim // 2
     return torch.stack((table.cos[:, :half], table.sin[:, :half]), dim=-1).unsqueeze(1)
 
@@ -225,7 +234,8 @@ def _layer(
     prefix = f"layers.{index}."
     names = [name for name in weights if name.startswith(prefix)]
     mine = {name.removeprefix(prefix): weights.pop(name).to(device) for name in names}
-    variant = config.variant
+    variant, owns_kv = config.variant, config.shape(index).kv_layer == index
+    config = config.at(index)
 
     def norm(name: str) -> RmsNorm | None:
         return RmsNorm(mine[name], config.rms_norm_eps) if name in mine else None
@@ -233,11 +243,17 @@ def _layer(
     is_recurrent = variant.is_recurrent(index)
     qkv = mine["linear_qkv"] if is_recurrent else _pair_rows(config, mine["qkv"])
     has_norms, bias = "q_norm" in mine, mine.get("qkv_bias")
+    num_kv_heads = config.num_kv_heads if owns_kv else 0
+    value_norm = None
+    if variant.value_norm:
+        value_norm = RmsNorm(torch.ones(config.head_dim, device=device), config.rms_norm_eps)
     return Layer(
+        head_dim=config.head_dim,
+        num_kv_heads=num_kv_heads,
         input_norm=RmsNorm(mine["input_norm"], config.rms_norm_eps),
         qkv=qkv.t().contiguous(),
         qkv_bias=None if bias is None else _pair_rows(config, bias),
-        qk_norm=_qk_norm(config, mine["q_norm"], mine["k_norm"]) if has_norms else None,
+        qk_norm=_qk_norm(config, mine, num_kv_heads) if has_norms else None,
         o=mine["o"].t(),
         o_bias=mine.get("o_bias"),
         o_norm=norm("o_norm"),
@@ -245,6 +261,9 @@ def _layer(
         mlp=_make_mlp(config, mine),
         down_norm=norm("down_norm"),
         delta=DeltaWeights.from_weights(mine) if is_recurrent else None,
+        value_norm=value_norm,
+        ple=_ple_mlp(config, mine) if variant.ple_size else None,
+        scale=mine.get("scale"),
     )
 
 
@@ -256,10 +275,17 @@ def _make_mlp(config: DecoderConfig, weights: dict[str, torch.Tensor]) -> DenseM
     return ExpertMlp(weights["router"], gate_up, down, variant.experts, variant.activation)
 
 
+def _ple_mlp(config: DecoderConfig, weights: dict[str, torch.Tensor]) -> PleMlp:
+    norm = RmsNorm(weights["ple_norm"], config.rms_norm_eps)
+    gate, out = weights["ple_gate"].t(), weights["ple_out"].t()
+    return PleMlp(gate, out, norm, config.variant.activation)
+
+
 def _pair_rows(config: DecoderConfig, qkv: torch.Tensor) -> torch.Tensor:
     """Make the rotary pairs of query and key heads neighbours; gates' rows, if any, come last."""
     gates = config.q_size if config.variant.gated else 0
-    q, gate, k, v = qkv.split((config.q_size, gates, config.kv_size, config.kv_size))
+    kv_size = (len(qkv) - config.q_size - gates) // 2  # 0 in a layer that reads another's
+    q, gate, k, v = qkv.split((config.q_size, gates, kv_size, kv_size))
     qk = torch.cat((q, k)).unflatten(0, (-1, config.head_dim))
     return torch.cat((_pair(qk, dim=1).flatten(0, 1), v, gate))
 
@@ -268,8 +294,9 @@ def _pair(x: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.stack(x.chunk(2, dim), dim + 1).flatten(dim, dim + 1)
 
 
-def _qk_norm(config: DecoderConfig, q_norm: torch.Tensor, k_norm: torch.Tensor) -> RmsNorm:
+def _qk_norm(config: DecoderConfig, weights: dict[str, torch.Tensor], num_kv_heads: int) -> RmsNorm:
     """Build the norm of every head, one row of weights each: queries, scaled, then keys."""
-    scaled = q_norm.float() * config.variant.query_scale
-    rows = [scaled] * config.num_heads + [k_norm.float()] * config.num_kv_heads
+    rows = [weights["q_norm"].float() * config.variant.query_scale] * config.num_heads
+    if num_kv_heads:
+        rows += [weights["k_norm"].float()] * num_kv_heads
     return RmsNorm(_pair(torch.stack(rows), dim=1), config.rms_norm_eps)

@@ -13,6 +13,7 @@ from penstock.engine.models.variant import (
     Bias,
     DeltaNet,
     Experts,
+    LayerShape,
     SlidingWindow,
     Variant,
 )
@@ -122,6 +123,50 @@ def _qwen3_5(config: Any) -> Variant:
     )
 
 
+def _gemma4(config: Any) -> Variant:
+    if config.enable_moe_block:
+        raise ValueError("enable_moe_block is true; allowed: false")
+    ple_size = config.hidden_size_per_layer_input or 0
+    if ple_size and config.vocab_size_per_layer_input != config.vocab_size:
+        raise ValueError("vocab_size_per_layer_input differs from vocab_size; allowed: equal")
+    return Variant(
+        bias=_attention_bias(config),
+        qk_norm=True,
+        query_scale=math.sqrt(config.per_layer_config[0].head_dim),
+        post_norms=True,
+        activation=_activation(config.hidden_activation),
+        embedding_scale=math.sqrt(config.hidden_size),
+        window=_window(config, _windowed_layers(config), _local_rope(config)),
+        value_norm=True,
+        layer_scale=True,
+        ple_size=ple_size,
+        softcap=config.final_logit_softcapping or 0.0,
+        shapes=_gemma4_shapes(config),
+    )
+
+
+def _gemma4_shapes(config: Any) -> tuple[LayerShape, ...]:
+    kinds, shapes = config.layer_types, []
+    first = config.num_hidden_layers - config.num_kv_shared_layers
+    for index, kind in enumerate(kinds):
+        own, reads = config.per_layer_config[index], index
+        if index >= first:
+            reads = max((i for i in range(first) if kinds[i] == kind), default=-1)
+            if reads < 0:
+                raise ValueError(f"num_kv_shared_layers leaves no layer of {kind} with keys")
+        wide = 2 if config.use_double_wide_mlp and reads < index else 1
+        shapes.append(
+            LayerShape(
+                head_dim=own.head_dim,
+                num_kv_heads=own.num_key_value_heads,
+                inner_size=wide * config.intermediate_size,
+                kv_layer=reads,
+                keys_are_values=config.attention_k_eq_v and kind == "full_attention",
+            )
+        )
+    return tuple(shapes)
+
+
 FAMILIES = {
     "LlamaForCausalLM": Family("llama", _llama),
     "MistralForCausalLM": Family("mistral", _mistral),
@@ -143,12 +188,20 @@ FAMILIES = {
         counts_scaled=True,
     ),
     "Qwen3_5ForCausalLM": Family("qwen3_5_text", _qwen3_5, norm_offset=1.0, partial_rotary=True),
+    "Gemma4ForCausalLM": Family(
+        "gemma4_text",
+        _gemma4,
+        post_norm="pre_feedforward_layernorm",
+        partial_rotary=True,
+        counts_scaled=True,
+    ),
 }
 """Families by the name in config.json's architectures."""
 
 TEXT_PARTS = {
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
 }
 """Text parts of models that also read images."""
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from penstock.engine.models.norm import RmsNorm
 from penstock.engine.models.variant import Activation, Experts
 
 
@@ -62,6 +63,21 @@ class ExpertMlp:
         if self.experts.norm_topk_prob:
             shares /= shares.sum(dim=-1, keepdim=True)
         return shares.to(x.dtype), chosen
+
+
+@dataclass(frozen=True, slots=True)
+class PleMlp:
+    """norm(out(act(gate x) * inputs)), of what a token adds to a layer. Matrices are [in, out]."""
+
+    gate: torch.Tensor
+    out: torch.Tensor
+    norm: RmsNorm
+    activation: Activation
+
+    def add_to(self, hidden: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+        """Return hidden + MLP(hidden). inputs: [num_tokens, ple_size]."""
+        gated = _activated(self.activation, torch.mm(hidden, self.gate)) * inputs
+        return hidden + self.norm(torch.mm(gated, self.out))
 
 
 def _activated(activation: Activation, gate: torch.Tensor) -> torch.Tensor:

@@ -87,6 +87,21 @@ class DeltaNet:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Sizes of one layer.
+
+    inner_size:      of the MLP
+    kv_layer:        whose keys and values it reads: its own, or an earlier layer's of equal heads
+    keys_are_values: one projection gives both"""
+
+    head_dim: int
+    num_kv_heads: int
+    inner_size: int
+    kv_layer: int
+    keys_are_values: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Variant:
     """Differences from Llama; the defaults are Llama's.
 
@@ -96,7 +111,12 @@ class Variant:
     post_norms:      also an RMSNorm on the outputs of attention and MLP
     gated:           what a head attends to is multiplied by the sigmoid of a projection of its own
     activation:      of the gate
-    embedding_scale: factor on the token embeddings that enter the first layer"""
+    embedding_scale: factor on the token embeddings that enter the first layer
+    value_norm:      RMSNorm without weights over head_dim on every value head
+    layer_scale:     a layer's output is multiplied by a number of its own
+    ple_size:        of what a token adds to every layer (per-layer embeddings); 0: nothing
+    softcap:         logits are softcap * tanh(logits / softcap); 0: as they are
+    shapes:          of every layer, where they differ"""
 
     bias: Bias = "none"
     qk_norm: bool = False
@@ -108,6 +128,11 @@ class Variant:
     window: SlidingWindow | None = None
     experts: Experts | None = None
     delta: DeltaNet | None = None
+    value_norm: bool = False
+    layer_scale: bool = False
+    ple_size: int = 0
+    softcap: float = 0.0
+    shapes: tuple[LayerShape, ...] = ()
 
     def __post_init__(self) -> None:
         if self.query_scale != 1 and not self.qk_norm:

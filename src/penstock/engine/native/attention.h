@@ -309,7 +309,7 @@ static void multiply_blocks(const BlockProduct& p, int first, int last, int num_
 // at most what the scratch was made for.
 template <class C>
 struct Attention {
-  const AttentionShape& shape;
+  const AttentionShape shape;
   const char *keys, *values;
   const int32_t* block_table;
   const float* query;

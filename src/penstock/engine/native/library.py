@@ -45,6 +45,8 @@ CONFIG_SIZES = (
     "head_dim",
     "vocab_size",
 )
+LAYER_SIZES = ("head_dim", "num_kv_heads", "inner_size")
+PLE_MATRICES = ("ple_gate", "ple_out")
 
 
 class Matrix(Structure):
@@ -65,6 +67,11 @@ class LayerWeights(Structure):
         ("query_gate", Matrix),
         *((name, Matrix) for name in DELTA_MATRICES),
         *((name, c_void_p) for name in (*DELTA_VECTORS, "states", "kept")),
+        *((name, c_int32) for name in LAYER_SIZES),
+        ("scale", c_float),
+        ("v_norm", c_void_p),
+        *((name, Matrix) for name in PLE_MATRICES),
+        ("ple_norm", c_void_p),
     ]
 
 
@@ -87,6 +94,10 @@ class ModelWeights(Structure):
         ("gelu_tanh", c_int32),
         *((name, c_int32) for name in ("num_experts", "experts_per_token", "norm_topk_prob")),
         *((name, c_int32) for name in (*DELTA_SIZES, "num_slots", "most_kept")),
+        ("softcap", c_float),
+        ("ple_size", c_int32),
+        *((name, Matrix) for name in ("ple_embed", "ple_proj")),
+        ("ple_norm", c_void_p),
     ]
 
 

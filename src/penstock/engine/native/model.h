@@ -35,8 +35,16 @@ struct LayerWeights {
   const float *conv, *dt_bias, *rate, *linear_norm;  // conv: [kernel, conv_stride]
   float* states;  // [num_slots, value_heads, key_dim * round_up(value_dim, kLanes)]
   float* kept;    // [num_slots, kernel - 1 + most_kept, inputs_stride]: see delta.h
+  // Without a key matrix a layer has no value matrix either, and reads another's keys and values.
+  int32_t head_dim, num_kv_heads, inner_size;
+  float scale;          // of the output; other than 1 with down_norm or ple_norm only
+  const float* v_norm;  // of ones; null: values have no norm
+  // Per-layer embeddings: norm(ple_out(activated(ple_gate x) * inputs)) is added to the output.
+  penstock::Matrix ple_gate, ple_out;
+  const float* ple_norm;
 };
 
+// head_dim, num_kv_heads and intermediate_size: with most memory of any layer.
 struct ModelWeights {
   int32_t hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim;
   int32_t vocab_size, num_blocks, block_size, max_positions;
@@ -53,6 +61,12 @@ struct ModelWeights {
   int32_t num_experts, experts_per_token, norm_topk_prob;
   // Of recurrent layers; without them all 0.
   int32_t key_heads, value_heads, key_dim, value_dim, kernel, strided, num_slots, most_kept;
+  float softcap;     // logits are softcap * tanh(logits / softcap); 0: as they are
+  int32_t ple_size;  // of a layer's inputs; 0: none
+  // [vocab_size, num_layers * ple_size], rows as in the file, and what is added to them: the norm of
+  // a projection of the embedding, each layer's columns padded to whole panels.
+  penstock::Matrix ple_embed, ple_proj;
+  const float* ple_norm;
 };
 
 // RaggedBatch of batch.py. `values` holds its arrays one after the other, in the order below.
@@ -118,7 +132,7 @@ class Buffer {
 };
 
 struct ThreadScratch {
-  Buffer normed, head, attention_storage, delta;
+  Buffer normed, head, attention_storage, delta, ple;
   Buffer prepared[kArithmetics];
   AttentionScratch attention;
 };
@@ -197,8 +211,10 @@ struct Model {
   Buffer residual, query, attended, hidden, logits, splits, projected;
   Buffer router, mixed;  // logits of experts; what each expert gives for each of its rows
   Buffer query_gate;     // of attention
+  Buffer ple;            // inputs of all layers
   Buffer inputs, output_gate;  // of recurrent layers: before the convolution; z
   Routing routing;
+  size_t hidden_floats = 0;  // of a row, in the layer that needs the most
 
   explicit Model(const ModelWeights& given)
       : weights(given),
@@ -208,12 +224,21 @@ struct Model {
         thread_limit(given.num_threads),
         routing(given.num_experts, given.experts_per_token, given.norm_topk_prob) {
     weights.layers = layers.data();
+    hidden_floats = inner_stride(weights.ple_size);
+    for (const LayerWeights& layer : layers) {
+      const size_t each = layer.router.data ? weights.experts_per_token : 1;
+      hidden_floats = std::max(hidden_floats, each * inner_stride(layer.inner_size));
+    }
     for (ThreadScratch& s : scratch) prepare(s);
     splits.reserve(split_floats());
   }
 
   bool has_post_norms() const { return layers[0].o_norm; }
   int group() const { return weights.num_heads / weights.num_kv_heads; }
+  int group(const LayerWeights& layer) const { return weights.num_heads / layer.num_kv_heads; }
+  AttentionShape shape_of(const LayerWeights& layer) const {
+    return {layer.head_dim, layer.num_kv_heads, weights.block_size, weights.kv_kind};
+  }
   int queries_per_task() const { return std::max(kQueriesPerTask, group()); }
   int rows_per_task() const { return std::max(1, kQueriesPerTask / group()); }
   // Sums of the splits of some rows with the longest context.
@@ -224,7 +249,8 @@ struct Model {
   int head_width() const { return round_up(weights.head_dim, kPanel); }
   // One panel more than needed: rows a power of two apart would share few cache sets.
   size_t residual_stride() const { return round_up(weights.hidden_size, kPanel) + kPanel; }
-  size_t hidden_stride() const { return round_up(weights.intermediate_size, kPanel) + kPanel; }
+  size_t inner_stride(int inner_size) const { return round_up(inner_size, kPanel) + kPanel; }
+  size_t ple_stride() const { return round_up(weights.ple_size, kPanel); }
   size_t router_stride() const { return round_up(weights.num_experts, kPanel); }
   int value_size() const { return weights.value_heads * weights.value_dim; }
   int conv_size() const { return 2 * weights.key_heads * weights.key_dim + value_size(); }
@@ -249,9 +275,10 @@ struct Model {
     residual.reserve(rows * residual_stride());
     query.reserve(rows * query_stride());
     attended.reserve(rows * query_stride());
-    hidden.reserve(rows * weights.experts_per_token * hidden_stride());
+    hidden.reserve(rows * hidden_floats);
     if (has_post_norms()) projected.reserve(rows * residual_stride());
     if (is_gated()) query_gate.reserve(rows * query_stride());
+    if (weights.ple_size) ple.reserve(rows * weights.num_layers * ple_stride());
     if (weights.value_heads) {
       inputs.reserve(rows * inputs_stride());
       output_gate.reserve(rows * value_stride());
