@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,36 +13,23 @@ from penstock.engine.models.config import DecoderConfig
 from penstock.engine.runner import RaggedBatch
 
 
-def attention_of(
-    config: DecoderConfig, cache: PagedKVCache, factory: AttentionFactory
-) -> Attention:
+def attention_of(config: DecoderConfig, kv: PagedKVCache, factory: AttentionFactory) -> Attention:
     """Return the attention of a model's layers."""
     shapes = map(config.shape, range(config.num_layers))
     heads = [(shape.num_kv_heads, shape.head_dim) for shape in shapes]
-    kinds = {x: factory(cache.of_heads(*x), config.num_heads) for x in dict.fromkeys(heads)}
+    kinds = {x: factory(kv.of_heads(*x), config.num_heads) for x in dict.fromkeys(heads)}
     return MixedAttention([kinds[x] for x in heads]) if len(kinds) > 1 else kinds[heads[0]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Metadata:
-    """A batch, and what the implementations that were asked have prepared for it."""
-
-    batch: RaggedBatch
-    window: int | None
-    prepared: dict[int, Any] = field(default_factory=dict)
-
-
 class MixedAttention:
-    """See `Attention`. of_layers: each layer's implementation."""
+    """See `Attention`. A batch's metadata is a function, of one of the implementations."""
 
     def __init__(self, of_layers: list[Attention]) -> None:
         self._of_layers = of_layers
 
-    def prepare(self, batch: RaggedBatch, window: int | None = None) -> _Metadata:
-        return _Metadata(batch, window)
+    def prepare(self, batch: RaggedBatch, window: int | None = None) -> Any:
+        return cache(lambda own: own.prepare(batch, window))
 
-    def attend(self, q: torch.Tensor, layer: int, metadata: _Metadata) -> torch.Tensor:
-        own, prepared = self._of_layers[layer], metadata.prepared
-        if id(own) not in prepared:
-            prepared[id(own)] = own.prepare(metadata.batch, metadata.window)
-        return own.attend(q, layer, prepared[id(own)])
+    def attend(self, q: torch.Tensor, layer: int, metadata: Any) -> torch.Tensor:
+        own = self._of_layers[layer]
+        return own.attend(q, layer, metadata(own))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,11 +14,43 @@ from penstock.engine.kv_cache import PagedKVCache
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.delta import DeltaStates, DeltaWeights
 from penstock.engine.models.mlp import DenseMlp, ExpertMlp, PleMlp
-from penstock.engine.models.norm import RmsNorm
-from penstock.engine.models.ple import LayerInputs
 from penstock.engine.models.rope_table import RopeTable
 from penstock.engine.runner import RaggedBatch
 from penstock.engine.states import StateMoves
+
+
+class RmsNorm:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis, in float32.
+
+    Computed as x / hypot(|x|, sqrt(n eps)) * (sqrt(n) weight), which takes half as many passes.
+    `weight` includes the factor sqrt(n), `sum_eps` is n eps."""
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        size = weight.shape[-1]
+        self.weight = weight.float() * math.sqrt(size)
+        self._eps = torch.full((), math.sqrt(size * eps), device=weight.device)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        return torch.div(x, length.hypot_(self._eps)).mul_(self.weight).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class PleInputs:
+    """What a token adds to every layer: its row of a table, and a projection of its embedding.
+
+    table: [vocab_size, num_layers * ple_size]; projection: [hidden_size, num_layers * ple_size]"""
+
+    table: torch.Tensor
+    projection: torch.Tensor
+    norm: RmsNorm
+
+    def of_rows(self, token_ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        """Return [num_tokens, num_layers, ple_size]. embedded: what enters the first layer."""
+        shape = (-1, size := self.norm.weight.shape[0])
+        own = F.embedding(token_ids, self.table).unflatten(1, shape)
+        projected = self.norm((embedded @ self.projection).unflatten(1, shape))
+        return (projected + own * math.sqrt(size)) * math.sqrt(0.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +76,7 @@ class Layer:
     delta: DeltaWeights | None = None
     value_norm: RmsNorm | None = None
     ple: PleMlp | None = None
-    scale: torch.Tensor | None = None
+    scale: float = 1.0
 
 
 ComputeLayer = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -74,7 +107,14 @@ class Decoder:
             self.lm_head = weights.pop("lm_head").to(device).t().contiguous()
         else:
             self.lm_head = self.embed_tokens.t()
-        self._inputs = LayerInputs.from_weights(config, weights, device)
+        self._ple: PleInputs | None = None
+        if config.variant.ple_size:
+            table, projection, norm = (
+                weights.pop(f"ple_{x}").to(device) for x in ("embed", "proj", "norm")
+            )
+            # The projection's factor is hidden_size ** -0.5, which a norm undoes but for its eps.
+            scaled = RmsNorm(norm, config.rms_norm_eps * config.hidden_size)
+            self._ple = PleInputs(table, projection.t(), scaled)
         shapes = [(config.layer_rope(i), layer.head_dim) for i, layer in enumerate(self.layers)]
         kinds = {shape: shapes.index(shape) for shape in shapes}
         self._rotations = [
@@ -146,7 +186,7 @@ class Decoder:
         hidden = F.embedding(token_ids, self.embed_tokens)
         if variant.embedding_scale != 1:
             hidden = hidden * torch.tensor(variant.embedding_scale, dtype=hidden.dtype)
-        inputs = None if self._inputs is None else self._inputs.of_rows(token_ids, hidden)
+        inputs = None if self._ple is None else self._ple.of_rows(token_ids, hidden)
         for index, layer in enumerate(self.layers):
             hidden = compute(index, hidden, rotations[self._rotation_of[index]])
             if layer.ple is not None and inputs is not None:
@@ -154,7 +194,7 @@ class Decoder:
                 if index == last and logits_rows is not None:
                     own = own.index_select(0, logits_rows)
                 hidden = layer.ple.add_to(hidden, own)
-            if layer.scale is not None:
+            if layer.scale != 1:
                 hidden = hidden * layer.scale
         logits = (self.norm(hidden) @ self.lm_head).float()
         if variant.softcap:
@@ -247,6 +287,11 @@ def _layer(
     value_norm = None
     if variant.value_norm:
         value_norm = RmsNorm(torch.ones(config.head_dim, device=device), config.rms_norm_eps)
+    ple = None
+    if variant.ple_size:
+        gate, out = mine["ple_gate"].t(), mine["ple_out"].t()
+        ple_norm = RmsNorm(mine["ple_norm"], config.rms_norm_eps)
+        ple = PleMlp(gate, out, ple_norm, variant.activation)
     return Layer(
         head_dim=config.head_dim,
         num_kv_heads=num_kv_heads,
@@ -262,8 +307,8 @@ def _layer(
         down_norm=norm("down_norm"),
         delta=DeltaWeights.from_weights(mine) if is_recurrent else None,
         value_norm=value_norm,
-        ple=_ple_mlp(config, mine) if variant.ple_size else None,
-        scale=mine.get("scale"),
+        ple=ple,
+        scale=float(mine.get("scale", 1.0)),
     )
 
 
@@ -273,12 +318,6 @@ def _make_mlp(config: DecoderConfig, weights: dict[str, torch.Tensor]) -> DenseM
     if variant.experts is None:
         return DenseMlp(gate_up.t().contiguous(), down.t(), variant.activation)
     return ExpertMlp(weights["router"], gate_up, down, variant.experts, variant.activation)
-
-
-def _ple_mlp(config: DecoderConfig, weights: dict[str, torch.Tensor]) -> PleMlp:
-    norm = RmsNorm(weights["ple_norm"], config.rms_norm_eps)
-    gate, out = weights["ple_gate"].t(), weights["ple_out"].t()
-    return PleMlp(gate, out, norm, config.variant.activation)
 
 
 def _pair_rows(config: DecoderConfig, qkv: torch.Tensor) -> torch.Tensor:

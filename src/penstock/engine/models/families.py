@@ -149,21 +149,15 @@ def _gemma4_shapes(config: Any) -> tuple[LayerShape, ...]:
     kinds, shapes = config.layer_types, []
     first = config.num_hidden_layers - config.num_kv_shared_layers
     for index, kind in enumerate(kinds):
-        own, reads = config.per_layer_config[index], index
+        own, inner, reads = config.per_layer_config[index], config.intermediate_size, index
         if index >= first:
-            reads = max((i for i in range(first) if kinds[i] == kind), default=-1)
-            if reads < 0:
+            if kind not in kinds[:first]:
                 raise ValueError(f"num_kv_shared_layers leaves no layer of {kind} with keys")
-        wide = 2 if config.use_double_wide_mlp and reads < index else 1
-        shapes.append(
-            LayerShape(
-                head_dim=own.head_dim,
-                num_kv_heads=own.num_key_value_heads,
-                inner_size=wide * config.intermediate_size,
-                kv_layer=reads,
-                keys_are_values=config.attention_k_eq_v and kind == "full_attention",
-            )
-        )
+            reads = first - 1 - kinds[:first][::-1].index(kind)
+            inner *= 1 + config.use_double_wide_mlp
+        is_both = config.attention_k_eq_v and kind == "full_attention"
+        heads = (own.head_dim, own.num_key_value_heads)
+        shapes.append(LayerShape(*heads, inner, reads, keys_are_values=is_both))
     return tuple(shapes)
 
 

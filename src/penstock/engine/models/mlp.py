@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from penstock.engine.models.norm import RmsNorm
 from penstock.engine.models.variant import Activation, Experts
 
 
@@ -71,7 +71,7 @@ class PleMlp:
 
     gate: torch.Tensor
     out: torch.Tensor
-    norm: RmsNorm
+    norm: Callable[[torch.Tensor], torch.Tensor]
     activation: Activation
 
     def add_to(self, hidden: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:

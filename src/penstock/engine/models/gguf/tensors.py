@@ -45,6 +45,11 @@ class GgufTensors:
         behind = range(self._metadata.num_layers, self._metadata.whole("block_count"))
         prefixes = tuple(f"blk.{i}." for i in behind)
         self._known |= {name for name in file.tensors if name.startswith(prefixes)}
+        # Of layers that read another's keys and values.
+        shared = self._metadata.get("attention.shared_kv_layers", 0)
+        reading = range(self._metadata.num_layers - shared, self._metadata.num_layers)
+        unused = ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
+        self._known |= {f"blk.{i}.{name}" for i in reading for name in unused}
 
     def has(self, name: str) -> bool:
         return self._name(name) in self._file.tensors
@@ -92,7 +97,8 @@ class GgufTensors:
     def _name(self, name: str) -> str:
         if name.endswith(_DECAY):
             return str(self._names.get_name(name))
-        base, _, suffix = name.replace(".dt_bias", ".dt_proj.bias").rpartition(".")
+        name = name.replace(".dt_bias", ".dt_proj.bias").replace("_scalar", "_scalar.weight")
+        base, _, suffix = name.rpartition(".")
         return f"{self._names.get_name(base)}.{suffix}"
 
     def _entry(self, name: str, shape: tuple[int, ...]) -> TensorEntry:
