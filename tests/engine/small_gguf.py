@@ -61,6 +61,7 @@ ARCHITECTURES = {
     "granite": gguf.MODEL_ARCH.GRANITE,
     "granitemoehybrid": gguf.MODEL_ARCH.GRANITE,  # as llama.cpp has it without other layers
     "lfm2": gguf.MODEL_ARCH.LFM2,
+    "gemma4_text": gguf.MODEL_ARCH.GEMMA4,
 }
 _RECURRENT = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 
@@ -100,6 +101,8 @@ def write_gguf(
     """A random model; the one that comes back has what was stored."""
     torch.manual_seed(0)
     rows = {} if tokenizer is None else {"vocab_size": 512}
+    if rows and "vocab_size_per_layer_input" in case.changes:
+        rows["vocab_size_per_layer_input"] = 512
     config = case.config(**SHAPE | case.changes | rows)
     config.pad_token_id = None
     model = case.model(config).eval()
@@ -192,6 +195,8 @@ def _metadata(config: Any) -> dict[str, Any]:
         "rope.scaling.factor": rope.get("factor"),
         "rope.scaling.original_context_length": rope.get("original_max_position_embeddings"),
     }
+    if config.model_type == "gemma4_text":
+        return _gemma4_metadata(config, rope)
     head_dim = getattr(config, "head_dim", None)
     return {
         "block_count": config.num_hidden_layers,
@@ -206,6 +211,39 @@ def _metadata(config: Any) -> dict[str, Any]:
         "rope.freq_base": float(rope["rope_theta"]),
         **(scaling if rope["rope_type"] in ("linear", "yarn") else {}),
         **_own_metadata(config, rope),
+    }
+
+
+def _gemma4_metadata(config: Any, rope: dict[str, Any]) -> dict[str, Any]:
+    layers = [config.per_layer_config[i] for i in range(config.num_hidden_layers)]
+    windowed = [kind == "sliding_attention" for kind in config.layer_types]
+    full, other = layers[windowed.index(False)].head_dim, layers[windowed.index(True)].head_dim
+    shared, inner = config.num_kv_shared_layers, config.intermediate_size
+    wide = [
+        1 + (config.use_double_wide_mlp and i >= len(layers) - shared) for i in range(len(layers))
+    ]
+    local = config.rope_parameters["sliding_attention"]
+    return {
+        "block_count": len(layers),
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": [inner * n for n in wide] if max(wide) > 1 else inner,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": [layer.num_key_value_heads for layer in layers],
+        "attention.key_length": full,
+        "attention.value_length": full,
+        "attention.key_length_swa": other,
+        "attention.value_length_swa": other,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "attention.sliding_window": config.sliding_window,
+        "attention.sliding_window_pattern": windowed,
+        "attention.shared_kv_layers": shared,
+        "embedding_length_per_layer_input": config.hidden_size_per_layer_input,
+        "final_logit_softcapping": config.final_logit_softcapping,
+        "rope.freq_base": float(rope["rope_theta"]),
+        "rope.freq_base_swa": float(local["rope_theta"]),
+        "rope.dimension_count": full,
+        "rope.dimension_count_swa": other,
     }
 
 
@@ -306,6 +344,12 @@ def _rope_tensors(model: PreTrainedModel) -> dict[str, np.ndarray]:
     config: Any = model.config
     rope, names = config.rope_parameters, gguf.MODEL_TENSOR
     factors = {}
+    if config.model_type == "gemma4_text":
+        full = config.layer_types.index("full_attention")
+        pairs = config.per_layer_config[full].head_dim // 2
+        rotated = int(pairs * rope["full_attention"]["partial_rotary_factor"])
+        values = [1.0] * rotated + [1e30] * (pairs - rotated)
+        factors[names.ROPE_FREQS] = np.array(values, np.float32)
     if rope.get("rope_type") == "llama3":
         inverse = 1 / rope["rope_theta"] ** (torch.arange(0, config.head_dim, 2) / config.head_dim)
         factors[names.ROPE_FREQS] = (inverse / model.model.rotary_emb.inv_freq).numpy()
@@ -402,7 +446,7 @@ def _unmixed(config: Any) -> Iterator[tuple[str, np.ndarray]]:
 def _randomise(model: PreTrainedModel) -> None:
     for name, parameter in _parameters(model):
         if parameter.dim() == 1 or name.endswith(".bias"):
-            low, high = (0.5, 1.5) if name.endswith("norm.weight") else (-1.0, 1.0)
+            low, high = (0.5, 1.5) if "norm" in name or "_scalar" in name else (-1.0, 1.0)
             parameter.uniform_(low, high)
         else:
             parameter.normal_(std=parameter.shape[-1] ** -0.5)
@@ -425,6 +469,9 @@ def _parameters(model: PreTrainedModel, fused: bool = False) -> Iterator[tuple[s
                 yield name.replace("shared_mlp.input_linear", f"mlp.{half}_proj"), part
         else:
             yield name if name.endswith((".weight", ".bias")) else f"{name}.weight", parameter
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            yield f"{name}.weight", buffer
 
 
 def _alternating(name: str, parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -11,6 +11,8 @@ import torch
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     GptOssConfig,
@@ -145,6 +147,23 @@ _HYBRID = _GRANITE | {
 }
 _CONV = {"num_hidden_layers": 3, "layer_types": ["conv", "conv", "full_attention"]}
 
+_GEMMA4 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 21,
+    "global_head_dim": 24,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 2.0,
+}
+_SHARED_KV = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"] * 2,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 20,
+    "vocab_size_per_layer_input": 89,
+}
+
 CASES = {
     "llama": Case(LlamaForCausalLM, LlamaConfig, {}),
     "llama-tied": Case(LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True}),
@@ -273,6 +292,12 @@ CASES = {
         | {"block_auto_adjust_ff_dim": False, "conv_L_cache": 2, "tie_word_embeddings": False}
         | {"hidden_size": 32, "head_dim": 8, "num_attention_heads": 4},
     ),
+    "gemma4": Case(
+        Gemma4ForCausalLM,
+        Gemma4TextConfig,
+        _GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ),
+    "gemma4-shared": Case(Gemma4ForCausalLM, Gemma4TextConfig, _GEMMA4 | _SHARED_KV),
 }
 
 
@@ -324,6 +349,10 @@ def write_checkpoint(path: Path, case: Case, **save_options: Any) -> Checkpoint:
                 parameter.normal_()
             else:
                 parameter.normal_(std=parameter.shape[-1] ** -0.5)
+                parameter.normal_(std=1.0 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
     model.save_pretrained(path, **save_options)
     return Checkpoint(path, model)
 

@@ -25,7 +25,7 @@ from penstock.engine.build import Engine
 
 ARCHITECTURES = (
     *("mistral-window", "phi3-longrope", "gemma3-scaled", "qwen3-moe-norm"),
-    *("ministral3", "granite", "glm4-moe", "gpt-oss"),
+    *("ministral3", "granite", "glm4-moe", "gpt-oss", "gemma4", "gemma4-shared"),
 )
 
 needs_native = pytest.mark.skipif(why_not_native() is not None, reason="no native kernels")
@@ -34,6 +34,8 @@ needs_native = pytest.mark.skipif(why_not_native() is not None, reason="no nativ
 def write_family(root: Path, name: str) -> dict[str, Path]:
     """target, and drafters `same` (its copy), `near` (with noise) and `far` (with more of it)."""
     changes = CASES[name].changes | {"vocab_size": VOCAB, "max_position_embeddings": 512}
+    if "vocab_size_per_layer_input" in changes:
+        changes["vocab_size_per_layer_input"] = VOCAB
     case = dataclasses.replace(CASES[name], changes=changes)
     paths = {}
     for drafter, noise in {"target": 0.0, "same": 0.0, "near": 0.02, "far": 1.0}.items():

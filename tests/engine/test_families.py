@@ -193,6 +193,10 @@ def test_a_window_as_long_as_the_model_reads_is_none(broken: Broken) -> None:
         ("granite-hybrid", {"num_local_experts": 4}, ["num_local_experts is not 0; its experts"]),
         ("lfm2", {"conv_bias": True}, ["conv_bias is true; allowed: false"]),
         ("lfm2", {"conv_L_cache": 0}, ["conv_L_cache is 0; must be a whole number above 0"]),
+        ("gemma4", {"use_bidirectional_attention": "all"}, ["is_causal is false; allowed: true"]),
+        ("gemma4", {"enable_moe_block": True}, ["enable_moe_block is true; allowed: false"]),
+        ("gemma4-shared", {"num_kv_shared_layers": 5}, ["leaves no layer of full_attention"]),
+        ("gemma4-shared", {"vocab_size_per_layer_input": 90}, ["differs from vocab_size"]),
     ],
 )
 def test_what_an_architecture_may_not_ask_for(broken, case, changes, parts) -> None:
@@ -228,7 +232,7 @@ def test_qwen_3_5_as_it_is_published(tmp_path: Path) -> None:
     assert (delta.key_heads, delta.value_heads, delta.conv_size) == (16, 16, 3 * 16 * 128)
     assert config.variant.gated
     assert config.rope == Rope(1e7, partial_rotary_factor=0.25)
-    assert (config.num_kv_layers, config.dtype) == (6, torch.bfloat16)
+    assert (len(config.kv_layers), config.dtype) == (6, torch.bfloat16)
     assert config.tie_word_embeddings
 
 

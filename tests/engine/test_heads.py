@@ -59,3 +59,15 @@ def test_scores_stay_as_they_are(uneven) -> None:
         both = queries * keys.repeat_interleave(HEADS // KV_HEADS, 0)
         torch.testing.assert_close(both, torch.ones_like(both))
         assert keys[0, 0, 3] < keys[0, 0, 4]
+
+
+def test_layers_that_read_anothers_keys_have_its_factors(tmp_path: Path) -> None:
+    """Without rounding the factors change nothing."""
+    path = write_checkpoint(tmp_path, CASES["gemma4-shared"]).path
+    config = DecoderConfig.from_pretrained(path)
+    with stored_weights(path, config, torch.float32, ()) as stored:
+        scales = dict(channel_scales(config, stored))
+        assert len(scales) == config.num_layers > len(config.kv_layers)
+        plain = logits(config, stored, torch.float32)
+        scaled = logits(config, {**stored, **scales}, torch.float32)
+    torch.testing.assert_close(scaled, plain, rtol=0, atol=1e-4)

@@ -93,17 +93,14 @@ def test_rope_tables_are_transformers_own(checkpoint: Checkpoints, case: str) ->
     if theirs is None:
         assert config.layer_rope(0) is None
         return
-    ropes = {(): config.rope}
-    if case.startswith("gemma3"):
-        assert config.variant.window is not None
-        assert config.variant.window.rope is not None
-        ropes = {
-            ("full_attention",): config.rope,
-            ("sliding_attention",): config.variant.window.rope,
-        }
-    for layer_type, rope in ropes.items():
-        table = RopeTable.build(config, count, rope)
-        pairs = rope.rotary_dim(config.head_dim) // 2
+    kinds = {(): config}
+    if case.startswith("gemma"):
+        types = saved.model.config.layer_types
+        kinds = {(kind,): config.at(types.index(kind)) for kind in types}
+        assert len(kinds) == 2
+    for layer_type, config in kinds.items():
+        table = RopeTable.build(config, count)
+        pairs = config.rope.rotary_dim(config.head_dim) // 2
         for ours, expected in zip(
             (table.cos, table.sin),
             theirs(torch.zeros(1), torch.arange(count)[None], *layer_type),

@@ -136,6 +136,10 @@ def test_fewer_bits_stay_near_float32(checkpoint, case, dtype) -> None:
         ("granite-unrotated", torch.int8, 16),
         ("lfm2", torch.float32, 8),
         ("lfm2-even", torch.bfloat16, 16),
+        ("gemma4", torch.float32, 8),
+        ("gemma4", torch.int8, 16),
+        ("gemma4-shared", torch.bfloat16, 16),
+        ("gemma4-shared", torch.int8, 5),
     ],
 )
 def test_logits_do_not_depend_on_the_batch(checkpoint, case, dtype, block_size) -> None:

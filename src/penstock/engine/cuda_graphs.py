@@ -85,7 +85,8 @@ def compute_layer(
 ) -> torch.Tensor:
     """Return a layer's output; the rows' keys and values are written to `slots` [num_rows]."""
     q, kv, _gate = decoder.before_attention(layer, hidden, rotations)
-    by_slot.index_copy_(1, slots, kv.transpose(0, 1))
+    if layer.num_kv_heads:
+        by_slot.index_copy_(1, slots, kv.transpose(0, 1))
     return after_attention(layer, hidden, attend(q, by_slot, visible).flatten(1))
 
 

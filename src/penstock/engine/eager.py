@@ -8,6 +8,7 @@ from typing import Self
 import torch
 
 from penstock.engine.attention import AttentionFactory
+from penstock.engine.attention.mixed import attention_of
 from penstock.engine.attention.packed import PackedAttention
 from penstock.engine.kv_cache import PagedKVCache
 from penstock.engine.models.config import DecoderConfig
@@ -45,7 +46,7 @@ class EagerRunner(ModelRunner):
         self.sample = sample_coupled
         num_held = num_blocks + self.num_spare_blocks
         self.cache = PagedKVCache(config, num_held, block_size, dtype, device)
-        self.attention = attention(self.cache, config.num_heads)
+        self.attention = attention_of(config, self.cache, attention)
         max_positions = min(config.max_position_embeddings, num_blocks * block_size)
         self._decoder = Decoder(config, weights, max_positions, device)
         self._states: tuple[StateSlots, ConvStates] | None = None

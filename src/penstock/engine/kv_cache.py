@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 
 from penstock.engine.models.config import DecoderConfig
@@ -13,8 +15,9 @@ BLOCK_SIZE = 16
 
 def kv_bytes_per_token(config: DecoderConfig, dtype: torch.dtype) -> int:
     """Return bytes of keys and values of one token over all layers, with the scales of int8."""
-    scales = config.num_kv_heads * torch.float32.itemsize if dtype == torch.int8 else 0
-    return 2 * config.num_kv_layers * (config.kv_size * dtype.itemsize + scales)
+    scale = torch.float32.itemsize if dtype == torch.int8 else 0
+    shapes = [config.shape(i) for i in config.kv_layers]
+    return 2 * sum(x.num_kv_heads * (x.head_dim * dtype.itemsize + scale) for x in shapes)
 
 
 def state_bytes(config: DecoderConfig) -> int:
@@ -36,7 +39,8 @@ class PagedKVCache:
     Heads come first, so that gathering blocks yields for every head the contiguous matrix that
     matrix products want.
     Slots that were never written hold zeros. `by_slot` has the same memory as one tensor
-    [2 * num_kv_heads, num_blocks * block_size, head_dim] a layer.
+    [2 * num_kv_heads, num_blocks * block_size, head_dim] a layer. Layers that read another's have
+    its tensor, recurrent ones an empty one. num_kv_heads and head_dim are those of most layers.
     """
 
     def __init__(
@@ -57,17 +61,21 @@ class PagedKVCache:
         self.head_dim = config.head_dim
         self.dtype = dtype
         self.device = device
-        blocks = [
-            0 if config.variant.is_recurrent(i) else num_blocks
-            for i in range(config.num_all_layers)
-        ]
-        self.layers = [
-            torch.zeros(
-                (2, config.num_kv_heads, n, block_size, config.head_dim), dtype=dtype, device=device
-            )
-            for n in blocks
-        ]
+        self.layers: list[torch.Tensor] = []
+        own = set(config.kv_layers)
+        for index in range(config.num_all_layers):
+            shape, blocks = config.shape(index), num_blocks if index in own else 0
+            size = (2, shape.num_kv_heads, blocks, block_size, shape.head_dim)
+            reads = self.layers[shape.kv_layer] if shape.kv_layer < index else None
+            made = torch.zeros(size, dtype=dtype, device=device) if reads is None else reads
+            self.layers.append(made)
         self.by_slot = [layer.flatten(0, 1).flatten(1, 2) for layer in self.layers]
+
+    def of_heads(self, num_kv_heads: int, head_dim: int) -> PagedKVCache:
+        """Return a view for the layers whose heads are these."""
+        view = copy(self)
+        view.num_kv_heads, view.head_dim = num_kv_heads, head_dim
+        return view
 
     def write(self, layer: int, slots: torch.Tensor, keys_values: torch.Tensor) -> None:
         """Store rows' keys and values.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from penstock.engine.models.fields import are_ids, check_fields, in_words, token
 from penstock.engine.models.formats import open_checkpoint
 from penstock.engine.models.ordinary import ordinary_config
 from penstock.engine.models.rope import WHOLE_HEADS, Rope
-from penstock.engine.models.variant import LLAMA, Variant
+from penstock.engine.models.variant import LLAMA, LayerShape, Variant
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +80,34 @@ class DecoderConfig:
         return self.num_layers + self.has_head
 
     @property
-    def num_kv_layers(self) -> int:
-        """Layers with attention, and so with keys and values."""
-        delta = self.variant.delta
-        return self.num_all_layers - (0 if delta is None else len(delta.layers))
+    def kv_layers(self) -> list[int]:
+        """Numbers of the layers with keys and values of their own."""
+        layers, is_recurrent = range(self.num_all_layers), self.variant.is_recurrent
+        return [i for i in layers if self.shape(i).kv_layer == i and not is_recurrent(i)]
 
-    def inner_size(self, index: int) -> int:
-        """Return the inner size of a layer's MLP, or of each of its experts."""
-        experts = self.variant.experts
-        is_dense = experts is not None and index in experts.dense
-        return experts.dense_size if experts is not None and is_dense else self.intermediate_size
+    def shape(self, index: int) -> LayerShape:
+        """Return the sizes of a layer."""
+        if self.variant.shapes:
+            return self.variant.shapes[index]
+        experts, inner = self.variant.experts, self.intermediate_size
+        if experts is not None and index in experts.dense:
+            inner = experts.dense_size
+        return LayerShape(self.head_dim, self.num_kv_heads, inner, index)
+
+    def at(self, index: int) -> DecoderConfig:
+        """Return the configuration of a layer alone; scores have one scale in all."""
+        if not self.variant.shapes:
+            return replace(self, rope=self.layer_rope(index) or self.rope)
+        shape = self.shape(index)
+        scale = self.variant.query_scale * math.sqrt(shape.head_dim / self.head_dim)
+        return replace(
+            self,
+            head_dim=shape.head_dim,
+            num_kv_heads=shape.num_kv_heads,
+            intermediate_size=shape.inner_size,
+            rope=self.layer_rope(index) or self.rope,
+            variant=replace(self.variant, query_scale=scale, shapes=()),
+        )
 
     def layer_rope(self, index: int) -> Rope | None:
         """Return the rotary embedding of a layer, if any."""
@@ -176,14 +195,15 @@ def _from_transformers(
     if not FAMILIES[architecture].counts_scaled:
         positions = rope.scaled_positions(positions)
     eos_token_ids = token_ids(hf_config.eos_token_id) + generation_eos
-    head_dim = getattr(hf_config, "head_dim", None)
+    first = hf_config.per_layer_config[0] if variant.shapes else hf_config
+    head_dim = getattr(first, "head_dim", None)
     return DecoderConfig(
         vocab_size=hf_config.vocab_size,
         hidden_size=hf_config.hidden_size,
         intermediate_size=inner or hf_config.intermediate_size,
         num_layers=hf_config.num_hidden_layers,
         num_heads=hf_config.num_attention_heads,
-        num_kv_heads=hf_config.num_key_value_heads,
+        num_kv_heads=first.num_key_value_heads,
         head_dim=head_dim or hf_config.hidden_size // hf_config.num_attention_heads,
         # The residual lies here without residual_scale, which its norms would divide out again.
         rms_norm_eps=float(hf_config.rms_norm_eps) / variant.residual_scale**2,

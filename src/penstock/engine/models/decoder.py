@@ -15,8 +15,7 @@ from penstock.engine.kv_cache import PagedKVCache
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.delta import ConvStates, ConvWeights, DeltaWeights
 from penstock.engine.models.head import Head
-from penstock.engine.models.mlp import DenseMlp, ExpertMlp
-from penstock.engine.models.rope import Rope
+from penstock.engine.models.mlp import DenseMlp, ExpertMlp, PleMlp
 from penstock.engine.models.rope_table import RopeTable
 from penstock.engine.runner import RaggedBatch
 from penstock.engine.states import StateMoves
@@ -39,12 +38,34 @@ class RmsNorm:
 
 
 @dataclass(frozen=True, slots=True)
+class PleInputs:
+    """What a token adds to every layer: its row of a table, and a projection of its embedding.
+
+    table: [vocab_size, num_layers * ple_size]; projection: [hidden_size, num_layers * ple_size]"""
+
+    table: torch.Tensor
+    projection: torch.Tensor
+    norm: RmsNorm
+
+    def of_rows(self, token_ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        """Return [num_tokens, num_layers, ple_size]. embedded: what enters the first layer."""
+        shape = (-1, size := self.norm.weight.shape[0])
+        own = F.embedding(token_ids, self.table).unflatten(1, shape)
+        projected = self.norm((embedded @ self.projection).unflatten(1, shape))
+        return (projected + own * math.sqrt(size)) * math.sqrt(0.5)
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """Weights of one layer. Matrices are [in, out]; widening ones are contiguous so.
 
     o_norm, down_norm: norms of attention's and the MLP's output before the residual is added.
-    delta: of a recurrent layer. sinks: [num_heads] float32."""
+    num_kv_heads: 0 in a layer that reads another's keys and values.
+    delta: of a recurrent layer. sinks: [num_heads] float32. ple: per-layer embeddings.
+    scale: of the output."""
 
+    head_dim: int
+    num_kv_heads: int
     input_norm: RmsNorm
     qkv: torch.Tensor
     qkv_bias: torch.Tensor | None
@@ -57,6 +78,9 @@ class Layer:
     down_norm: RmsNorm | None
     delta: ConvWeights | None = None
     sinks: torch.Tensor | None = None
+    value_norm: RmsNorm | None = None
+    ple: PleMlp | None = None
+    scale: float = 1.0
 
 
 ComputeLayer = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -89,12 +113,18 @@ class Decoder:
             self.lm_head = weights.pop("lm_head").to(device).t().contiguous()
         else:
             self.lm_head = self.embed_tokens.t()
-        self.rotations = _rotations(config, max_positions, config.rope).to(device)
-        self._none = torch.tensor((1.0, 0.0), device=device)  # cosine and sine
-        self._local_rotations = self.rotations
-        window = config.variant.window
-        if window is not None and window.rope is not None:
-            self._local_rotations = _rotations(config, max_positions, window.rope).to(device)
+        self._ple: PleInputs | None = None
+        if config.variant.ple_size:
+            table, projection, weight = (
+                weights.pop(f"ple_{x}").to(device) for x in ("embed", "proj", "norm")
+            )
+            # The projection's factor is hidden_size ** -0.5, which a norm undoes but for its eps.
+            scaled = RmsNorm(weight, config.rms_norm_eps * config.hidden_size)
+            self._ple = PleInputs(table, projection.t(), scaled)
+        shapes = [(config.layer_rope(i), layer.head_dim) for i, layer in enumerate(self.layers)]
+        kinds = {shape: shapes.index(shape) for shape in shapes}
+        self._rotations = [_rotations(config, i, max_positions).to(device) for i in kinds.values()]
+        self._rotation_of = [list(kinds).index(shape) for shape in shapes]
 
     def forward(
         self,
@@ -125,7 +155,8 @@ class Decoder:
                 attended = states.mix(index, layer.delta, qkv, normed, batch, moves)
             else:
                 q, kv, gate = self.before_attention(layer, hidden, rotations)
-                cache.write(index, slots, kv)
+                if layer.num_kv_heads:
+                    cache.write(index, slots, kv)
                 metadata = windowed if variant.is_windowed(index) else everywhere
                 attended = attention.attend(q, index, metadata, layer.sinks).flatten(1)
                 if gate is not None:
@@ -136,10 +167,10 @@ class Decoder:
             return after_attention(layer, hidden, attended)
 
         if self.head is None:
-            return self.run(token_ids, positions, compute)
+            return self.run(token_ids, positions, compute, logits_rows)
         normed = self.norm(self.hidden(token_ids, positions, compute))
         self._write_head(batch, cache, token_ids, positions, slots, normed)
-        return (normed.index_select(0, logits_rows) @ self.lm_head).float()
+        return self._logits(normed.index_select(0, logits_rows))
 
     def _write_head(
         self,
@@ -158,8 +189,7 @@ class Decoder:
         if carry is not None:
             rows = torch.from_numpy(carry.rows).to(cache.device)
             carry.after = states.index_select(0, rows).float()
-        index = self.config.num_layers
-        rotations = self._scaled(self.rotations.index_select(0, positions), positions)
+        index, rotations = self.config.num_layers, self._rotated(positions)[-1]
         hidden = self.head.join(self.embed(token_ids), before)
         _, kv, _ = self.before_attention(self.layers[index], hidden, rotations)
         cache.write(index, slots, kv)
@@ -174,17 +204,20 @@ class Decoder:
         embedded = self.embed(token_ids)
         before = torch.zeros_like(embedded) if carry is None else carry.before
         layer, hidden = self.layers[index], self.head.join(embedded, before)
-        rotations = self._scaled(self.rotations.index_select(0, positions), positions)
-        q, kv, gate = self.before_attention(layer, hidden, rotations)
+        q, kv, gate = self.before_attention(layer, hidden, self._rotated(positions)[-1])
         cache.write(index, slots, kv)
         attended = attention.attend(q, index, attention.prepare(batch)).flatten(1)
         if gate is not None:
             attended = attended * gate.sigmoid()
-        states, lm_head = self.head.norm(after_attention(layer, hidden, attended)), self.lm_head
+        states, vocab = self.head.norm(after_attention(layer, hidden, attended)), None
         if carry is not None:
-            carry.after = states.float()
-            lm_head = lm_head[:, : carry.vocab or lm_head.shape[1]]
-        return (states.index_select(0, logits_rows) @ lm_head).float()
+            carry.after, vocab = states.float(), carry.vocab or None
+        return self._logits(states.index_select(0, logits_rows), vocab)
+
+    def _logits(self, normed: torch.Tensor, vocab: int | None = None) -> torch.Tensor:
+        """Return float32 logits of the first `vocab` tokens, of all by default."""
+        logits, cap = (normed @ self.lm_head[:, :vocab]).float(), self.config.variant.softcap
+        return torch.tanh(logits / cap) * cap if cap else logits
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the embeddings of tokens, as they enter a layer."""
@@ -195,39 +228,54 @@ class Decoder:
         return hidden * (scale / variant.residual_scale)
 
     def run(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, compute: ComputeLayer
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        compute: ComputeLayer,
+        logits_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute all layers, each by `compute`, and float32 logits of the rows it leaves."""
-        return (self.norm(self.hidden(token_ids, positions, compute)) @ self.lm_head).float()
+        """Compute all layers, each by `compute`, and float32 logits of the rows it leaves.
+
+        logits_rows: those that it leaves in the last layer, if not all"""
+        return self._logits(self.norm(self.hidden(token_ids, positions, compute, logits_rows)))
 
     def hidden(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, compute: ComputeLayer
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        compute: ComputeLayer,
+        logits_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute all layers, each by `compute`."""
-        variant = self.config.variant
-        everywhere = windowed = self._scaled(self.rotations.index_select(0, positions), positions)
-        if variant.window is not None:
-            local = self._local_rotations.index_select(0, positions)
-            windowed = self._scaled(local, positions)
+        """Compute all layers, each by `compute`. logits_rows: as in `run`."""
+        last, rotations = self.config.num_layers - 1, self._rotated(positions)
         hidden = self.embed(token_ids)
-        for index in range(self.config.num_layers):
-            rotations = windowed if variant.is_windowed(index) else everywhere
-            if index in variant.unrotated:
-                rotations = self._scaled(self._none.expand(len(positions), 1, 1, 2), positions)
-            hidden = compute(index, hidden, rotations)
+        inputs = None if self._ple is None else self._ple.of_rows(token_ids, hidden)
+        for index, layer in enumerate(self.layers[: last + 1]):
+            hidden = compute(index, hidden, rotations[index])
+            if layer.ple is not None and inputs is not None:
+                own = inputs[:, index]
+                if index == last and logits_rows is not None:
+                    own = own.index_select(0, logits_rows)
+                hidden = layer.ple.add_to(hidden, own)
+            if layer.scale != 1:
+                hidden = hidden * layer.scale
         return hidden
 
-    def _scaled(self, rotations: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return rotations of each head that scale the queries, too, where the variant does so."""
-        variant = self.config.variant
+    def _rotated(self, positions: torch.Tensor) -> list[torch.Tensor]:
+        """Return every layer's rotations; by head where they scale the queries, too."""
+        variant, found = self.config.variant, []
         scale = 1.0 if variant.qk_norm else variant.query_scale
-        if scale == 1 and variant.query_growth == 0:
-            return rotations
-        periods = positions // variant.query_period
-        scales = scale * (1 + variant.query_growth * periods.float().log1p())
-        queries = scales[:, None, None, None].expand(-1, self.config.num_heads, 1, 1)
-        keys = queries.new_ones(len(positions), self.config.num_kv_heads, 1, 1)
-        return rotations * torch.cat((queries, keys), dim=1)
+        scales = None
+        if scale != 1 or variant.query_growth:
+            periods = positions // variant.query_period
+            growth = scale * (1 + variant.query_growth * periods.float().log1p())
+            queries = growth[:, None, None, None].expand(-1, self.config.num_heads, 1, 1)
+            keys = queries.new_ones(len(positions), self.config.num_kv_heads, 1, 1)
+            scales = torch.cat((queries, keys), dim=1)
+        for table in self._rotations:
+            rows = table.index_select(0, positions)
+            found.append(rows if scales is None else rows * scales)
+        return [found[kind] for kind in self._rotation_of]
 
     def before_attention(
         self, layer: Layer, hidden: torch.Tensor, rotations: torch.Tensor
@@ -240,14 +288,16 @@ class Decoder:
             flat = torch.mm(normed, layer.qkv)
         else:
             flat = torch.addmm(layer.qkv_bias, normed, layer.qkv)
-        num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
+        num_heads, num_kv_heads = self.config.num_heads, layer.num_kv_heads
         gate = None
         if self.config.variant.gated:
             gate, flat = flat[:, -self.config.q_size :], flat[:, : -self.config.q_size]
-        qkv = flat.unflatten(1, (num_heads + 2 * num_kv_heads, self.config.head_dim))
-        qk = qkv[:, :-num_kv_heads]
+        qkv = flat.unflatten(1, (num_heads + 2 * num_kv_heads, layer.head_dim))
+        qk, v = qkv.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
         if layer.qk_norm is not None:
             qk.copy_(layer.qk_norm(qk))
+        if layer.value_norm is not None:
+            v.copy_(layer.value_norm(v))
         _rotate(qk, rotations)
         return qkv[:, :num_heads], qkv[:, num_heads:], gate
 
@@ -259,9 +309,12 @@ def _on_device(batch: RaggedBatch, cache: PagedKVCache) -> Iterator[torch.Tensor
         yield torch.from_numpy(rows).to(cache.device)
 
 
-def _rotations(config: DecoderConfig, max_positions: int, rope: Rope) -> torch.Tensor:
-    """Return cosines and sines, [max_positions, 1, head_dim / 2, 2]."""
-    table = RopeTable.build(config, max_positions, rope)
+def _rotations(config: DecoderConfig, index: int, max_positions: int) -> torch.Tensor:
+    """Return cosines and sines of a layer, [max_positions, 1, head_dim / 2, 2]."""
+    is_rotated, config = config.layer_rope(index) is not None, config.at(index)
+    if not is_rotated:
+        return torch.tensor((1.0, 0.0)).expand(max_positions, 1, config.head_dim // 2, 2)
+    table = RopeTable.build(config, max_positions)
     half = config.head_dim // 2
     return torch.stack((table.cos[:, :half], table.sin[:, :half]), dim=-1).unsqueeze(1)
 
@@ -307,6 +360,8 @@ def _layer(
     prefix = f"layers.{index}."
     names = [name for name in weights if name.startswith(prefix)]
     mine = {name.removeprefix(prefix): weights.pop(name).to(device) for name in names}
+    variant, owns_kv = config.variant, config.shape(index).kv_layer == index
+    config = config.at(index)
 
     def norm(name: str) -> RmsNorm | None:
         return RmsNorm(mine[name], config.rms_norm_eps) if name in mine else None
@@ -319,11 +374,22 @@ def _layer(
     else:
         qkv = _pair_rows(config, mine["qkv"])
     has_norms, bias = "q_norm" in mine, mine.get("qkv_bias")
+    num_kv_heads = config.num_kv_heads if owns_kv else 0
+    value_norm = None
+    if variant.value_norm:
+        value_norm = RmsNorm(torch.ones(config.head_dim, device=device), config.rms_norm_eps)
+    ple = None
+    if variant.ple_size:
+        gate, out = mine["ple_gate"].t(), mine["ple_out"].t()
+        ple_norm = RmsNorm(mine["ple_norm"], config.rms_norm_eps)
+        ple = PleMlp(gate, out, ple_norm, variant.activation)
     return Layer(
+        head_dim=config.head_dim,
+        num_kv_heads=num_kv_heads,
         input_norm=RmsNorm(mine["input_norm"], config.rms_norm_eps),
         qkv=qkv.t().contiguous(),
         qkv_bias=None if bias is None else _pair_rows(config, bias),
-        qk_norm=_qk_norm(config, mine["q_norm"], mine["k_norm"]) if has_norms else None,
+        qk_norm=_qk_norm(config, mine, num_kv_heads) if has_norms else None,
         o=mine["o"].t(),
         o_bias=mine.get("o_bias"),
         o_norm=norm("o_norm"),
@@ -332,6 +398,9 @@ def _layer(
         down_norm=norm("down_norm"),
         delta=delta,
         sinks=mine.get("sinks"),
+        value_norm=value_norm,
+        ple=ple,
+        scale=float(mine.get("scale", 1.0)),
     )
 
 
@@ -368,7 +437,8 @@ def _make_mlp(
 def _pair_rows(config: DecoderConfig, qkv: torch.Tensor) -> torch.Tensor:
     """Make the rotary pairs of query and key heads neighbours; gates' rows, if any, come last."""
     gates = config.q_size if config.variant.gated else 0
-    q, gate, k, v = qkv.split((config.q_size, gates, config.kv_size, config.kv_size))
+    kv_size = (len(qkv) - config.q_size - gates) // 2  # 0 in a layer that reads another's
+    q, gate, k, v = qkv.split((config.q_size, gates, kv_size, kv_size))
     qk = torch.cat((q, k)).unflatten(0, (-1, config.head_dim))
     return torch.cat((_pair(qk, dim=1).flatten(0, 1), v, gate))
 
@@ -377,8 +447,9 @@ def _pair(x: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.stack(x.chunk(2, dim), dim + 1).flatten(dim, dim + 1)
 
 
-def _qk_norm(config: DecoderConfig, q_norm: torch.Tensor, k_norm: torch.Tensor) -> RmsNorm:
+def _qk_norm(config: DecoderConfig, weights: dict[str, torch.Tensor], num_kv_heads: int) -> RmsNorm:
     """Build the norm of every head, one row of weights each: queries, scaled, then keys."""
-    scaled = q_norm.float() * config.variant.query_scale
-    rows = [scaled] * config.num_heads + [k_norm.float()] * config.num_kv_heads
+    rows = [weights["q_norm"].float() * config.variant.query_scale] * config.num_heads
+    if num_kv_heads:
+        rows += [weights["k_norm"].float()] * num_kv_heads
     return RmsNorm(_pair(torch.stack(rows), dim=1), config.rms_norm_eps)

@@ -17,6 +17,7 @@ from penstock.engine.models.variant import (
     Bias,
     DeltaNet,
     Experts,
+    LayerShape,
     SlidingWindow,
     Variant,
 )
@@ -253,6 +254,44 @@ def _lfm2_fields(config: Any) -> dict[str, Any]:
     return {"rms_norm_eps": config.norm_eps, "intermediate_size": inner}
 
 
+def _gemma4(config: Any) -> Variant:
+    if config.enable_moe_block:
+        raise ValueError("enable_moe_block is true; allowed: false")
+    ple_size = config.hidden_size_per_layer_input or 0
+    if ple_size and config.vocab_size_per_layer_input != config.vocab_size:
+        raise ValueError("vocab_size_per_layer_input differs from vocab_size; allowed: equal")
+    return Variant(
+        bias=_attention_bias(config),
+        qk_norm=True,
+        query_scale=math.sqrt(config.per_layer_config[0].head_dim),
+        post_norms=True,
+        activation=_activation(config.hidden_activation),
+        embedding_scale=math.sqrt(config.hidden_size),
+        window=_window(config, _windowed_layers(config), _local_rope(config)),
+        value_norm=True,
+        layer_scale=True,
+        ple_size=ple_size,
+        softcap=config.final_logit_softcapping or 0.0,
+        shapes=_gemma4_shapes(config),
+    )
+
+
+def _gemma4_shapes(config: Any) -> tuple[LayerShape, ...]:
+    kinds, shapes = config.layer_types, []
+    first = config.num_hidden_layers - config.num_kv_shared_layers
+    for index, kind in enumerate(kinds):
+        own, inner, reads = config.per_layer_config[index], config.intermediate_size, index
+        if index >= first:
+            if kind not in kinds[:first]:
+                raise ValueError(f"num_kv_shared_layers leaves no layer of {kind} with keys")
+            reads = first - 1 - kinds[:first][::-1].index(kind)
+            inner *= 1 + config.use_double_wide_mlp
+        is_both = config.attention_k_eq_v and kind == "full_attention"
+        heads = (own.head_dim, own.num_key_value_heads)
+        shapes.append(LayerShape(*heads, inner, reads, keys_are_values=is_both))
+    return tuple(shapes)
+
+
 FAMILIES = {
     "LlamaForCausalLM": Family("llama", _llama),
     "MistralForCausalLM": Family("mistral", _mistral),
@@ -306,6 +345,13 @@ FAMILIES = {
             ("model.norm.", "model.embedding_norm."),
         ),
     ),
+    "Gemma4ForCausalLM": Family(
+        "gemma4_text",
+        _gemma4,
+        post_norm="pre_feedforward_layernorm",
+        partial_rotary=True,
+        counts_scaled=True,
+    ),
 }
 """Families by the name in config.json's architectures."""
 
@@ -314,6 +360,7 @@ TEXT_PARTS = {
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
     "Mistral3ForConditionalGeneration": "Ministral3ForCausalLM",
+    "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
 }
 """Text parts of models that also read images, unless their model_type is another's."""
 

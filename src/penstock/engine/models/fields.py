@@ -10,10 +10,8 @@ _WHOLE = (
     "vocab_size",
     "hidden_size",
     "intermediate_size",
-    "moe_intermediate_size",
     "num_hidden_layers",
     "num_attention_heads",
-    "num_experts",
     "num_experts_per_tok",
     "n_routed_experts",
     "n_shared_experts",
@@ -33,6 +31,11 @@ _WHOLE_OR_NULL = (
     "head_dim",
     "sliding_window",
     "original_max_position_embeddings",
+    "moe_intermediate_size",
+    "num_experts",
+    "global_head_dim",
+    "num_global_key_value_heads",
+    "top_k_experts",
 )
 _NUMBERS = (
     *("rms_norm_eps", "query_pre_attn_scalar", "rope_local_base_freq", "norm_eps"),
@@ -52,6 +55,9 @@ _BOOLEANS = (
     "use_sliding_window",
     "norm_topk_prob",
     "use_qk_norm",
+    "attention_k_eq_v",
+    "use_double_wide_mlp",
+    "enable_moe_block",
 )
 _DTYPES = ("float32", "bfloat16", "float16")
 _TEXTS = ("hidden_act", "hidden_activation")

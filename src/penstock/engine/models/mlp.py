@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -86,3 +87,22 @@ def _gated(activation: Activation, gate: torch.Tensor, up: torch.Tensor) -> torc
         return gate * torch.sigmoid(gate * CLAMPED_SLOPE) * (up + 1)
     activated = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
     return activated.mul_(up)
+
+
+@dataclass(frozen=True, slots=True)
+class PleMlp:
+    """norm(out(act(gate x) * inputs)), of what a token adds to a layer. Matrices are [in, out]."""
+
+    gate: torch.Tensor
+    out: torch.Tensor
+    norm: Callable[[torch.Tensor], torch.Tensor]
+    activation: Activation
+
+    def add_to(self, hidden: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+        """Return hidden + MLP(hidden). inputs: [num_tokens, ple_size]."""
+        gated = _activated(self.activation, torch.mm(hidden, self.gate)) * inputs
+        return hidden + self.norm(torch.mm(gated, self.out))
+
+
+def _activated(activation: Activation, gate: torch.Tensor) -> torch.Tensor:
+    return F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")

@@ -35,12 +35,13 @@ _ROPE_FIELDS = {
         "short_factor",
         "long_factor",
     },
+    "proportional": {"factor"},
 }
 _ROPE_OPTIONAL = {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
 _LISTS = ("short_factor", "long_factor")
 """longrope's divisors of the frequencies."""
 _NOT_NUMBERS = {"truncate", *_LISTS}
-PARTIAL_TYPES = ("default", "longrope")
+PARTIAL_TYPES = ("default", "longrope", "proportional")
 """With which part of a head may be rotated."""
 
 
@@ -108,7 +109,7 @@ class Rope:
             raise ValueError("rope_theta is missing")
         used = {key: given[key] for key in _ROPE_FIELDS[rope_type] & given.keys()}
         if "factor" in _ROPE_FIELDS[rope_type]:
-            used.setdefault("factor", 0.0)
+            used.setdefault("factor", float(rope_type == "proportional"))
         used |= {name: tuple(used[name]) for name in _LISTS if name in used}
         partial = given.get("partial_rotary_factor", 1.0)
         return cls(float(given["rope_theta"]), rope_type, partial_rotary_factor=partial, **used)
@@ -122,6 +123,11 @@ class Rope:
     def rotary_dim(self, head_dim: int) -> int:
         """Return the number of rotated dimensions of a head."""
         return int(head_dim * self.partial_rotary_factor)
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether pairs of a whole head lie half of its size apart in checkpoints."""
+        return self.partial_rotary_factor == 1 or self.rope_type == "proportional"
 
     def scaled_positions(self, max_positions: int) -> int:
         """Return the positions of a model that was trained on `max_positions` without scaling.
@@ -146,7 +152,7 @@ class Rope:
 
         The rotated pairs come first, as if the whole head was rotated, the rest by zero.
         Checkpoints that rotate a part of a head store its two halves side by side instead."""
-        if self.partial_rotary_factor == 1:
+        if self.is_spread:
             return rows
         rotated, kept = torch.arange(head_dim).split(
             (self.rotary_dim(head_dim), head_dim - self.rotary_dim(head_dim))

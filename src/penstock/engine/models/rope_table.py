@@ -24,19 +24,17 @@ class RopeTable:
     sin: torch.Tensor
 
     @classmethod
-    def build(
-        cls, config: DecoderConfig, max_positions: int, rope: Rope | None = None
-    ) -> RopeTable:
+    def build(cls, config: DecoderConfig, max_positions: int) -> RopeTable:
         """Build tables for positions 0..max_positions - 1.
 
-        rope: instead of config.rope. Raises ValueError beyond config.max_position_embeddings:
+        Raises ValueError beyond config.max_position_embeddings:
         dynamic scaling, without effect up to there, would change keys already cached."""
         if not 0 < max_positions <= config.max_position_embeddings:
             raise ValueError(
                 f"max_positions is {max_positions}; "
                 f"allowed: 1..{config.max_position_embeddings} (max_position_embeddings)"
             )
-        frequencies, attention_scaling = _inverse_frequencies(config, rope or config.rope)
+        frequencies, attention_scaling = _inverse_frequencies(config, config.rope)
         angles = torch.arange(max_positions).float()[:, None] * frequencies
         unmoved = (max_positions, config.head_dim // 2 - len(frequencies))
         cos, sin = angles.cos() * attention_scaling, angles.sin() * attention_scaling
@@ -49,9 +47,12 @@ def _inverse_frequencies(config: DecoderConfig, rope: Rope) -> tuple[torch.Tenso
     """Return [rotary_dim / 2] float32, and the factor on cos and sin."""
     if rope.rope_type in PARTIAL_TYPES:
         dim = rope.rotary_dim(config.head_dim)
-        powers = rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float) / dim)
+        whole = config.head_dim if rope.rope_type == "proportional" else dim
+        powers = rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float) / whole)
         if rope.rope_type == "default":
             return 1.0 / powers, 1.0
+        if rope.rope_type == "proportional":
+            return 1.0 / (rope.factor * powers), 1.0
         divisors = torch.tensor(rope.divisors(config.max_position_embeddings))
         return 1.0 / (divisors * powers), _longrope_scaling(rope)
     # Imported here: it takes seconds, and few models need it.

@@ -44,10 +44,11 @@ def is_large(weights: Mapping[str, Weight]) -> bool:
 def round_weights(weights: Mapping[str, Weight], num_threads: int) -> dict[str, Weight]:
     """Round all matrices of more than 6 bits per weight, the head included, to blocks of 4 bits.
 
-    A tied head is rounded apart from the embedding. Kept are the embedding, of which only rows are
+    A tied head is rounded apart from the embedding. Kept are embeddings, of which only rows are
     read, routers, vectors, and matrices whose columns do not fill blocks. weights: as
     `load_weights` names them."""
-    stays = {n: w for n, w in weights.items() if n == "embed_tokens" or n.endswith("router")}
+    rows = ("embed_tokens", "ple_embed")
+    stays = {n: w for n, w in weights.items() if n in rows or n.endswith("router")}
     others = {"lm_head": weights["embed_tokens"], **weights}
     names = [name for name in others if name not in stays]
     with ThreadPoolExecutor(num_threads) as pool:

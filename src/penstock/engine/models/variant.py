@@ -119,6 +119,21 @@ class DeltaNet:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Sizes of one layer.
+
+    inner_size:      of the MLP
+    kv_layer:        whose keys and values it reads: its own, or an earlier layer's of equal heads
+    keys_are_values: one projection gives both"""
+
+    head_dim: int
+    num_kv_heads: int
+    inner_size: int
+    kv_layer: int
+    keys_are_values: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Variant:
     """Differences from Llama; the defaults are Llama's.
 
@@ -133,7 +148,12 @@ class Variant:
     residual_scale:  factor on what attention and MLP add
     logit_scale:     factor on the logits
     unrotated:       layers whose queries and keys are not rotated
-    query_growth:    scores at position p are times 1 + this * log(1 + p // query_period)"""
+    query_growth:    scores at position p are times 1 + this * log(1 + p // query_period)
+    value_norm:      RMSNorm without weights over head_dim on every value head
+    layer_scale:     a layer's output is multiplied by a number of its own
+    ple_size:        of what a token adds to every layer (per-layer embeddings); 0: nothing
+    softcap:         logits are softcap * tanh(logits / softcap); 0: as they are
+    shapes:          of every layer, where they differ"""
 
     bias: Bias = "none"
     qk_norm: bool = False
@@ -151,6 +171,11 @@ class Variant:
     unrotated: frozenset[int] = frozenset()
     query_growth: float = 0.0
     query_period: int = 1
+    value_norm: bool = False
+    layer_scale: bool = False
+    ple_size: int = 0
+    softcap: float = 0.0
+    shapes: tuple[LayerShape, ...] = ()
 
     @property
     def qkv_bias(self) -> bool:

@@ -13,10 +13,10 @@ import torch
 
 from penstock.engine.models.checkpoint import HEAD_PROJECTION, Tensors
 from penstock.engine.models.config import DecoderConfig
-from penstock.engine.models.families import FAMILIES
+from penstock.engine.models.families import FAMILIES, Family
 from penstock.engine.models.formats import open_checkpoint
 from penstock.engine.models.quantized import QuantizedMatrix, Stored, Weight
-from penstock.engine.models.variant import DeltaNet
+from penstock.engine.models.variant import DeltaNet, LayerShape
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +55,7 @@ class WeightSpec:
             ".dt_bias",
             ".a_log",
             "sinks",
+            ".scale",
         )
         return self.name.endswith(names)
 
@@ -111,7 +112,18 @@ def weight_specs(config: DecoderConfig) -> Iterator[WeightSpec]:
     layers.I.linear_in        [3 * value_size, hidden_size]: gates of the convolution's input and
                               output, input
     layers.I.conv             [value_size, 1, kernel]
-    layers.I.o                [hidden_size, value_size]"""
+    layers.I.o                [hidden_size, value_size]
+
+    Sizes are those of the layer (`DecoderConfig.at`); a layer that reads another's keys and values
+    has neither their rows nor k_norm. Further, in some variants,
+
+    ple_embed                 [vocab_size, num_layers * ple_size]: what a token adds to every layer
+    ple_proj                  [num_layers * ple_size, hidden_size]
+    ple_norm                  [ple_size]
+    layers.I.ple_gate         [ple_size, hidden_size]
+    layers.I.ple_out          [hidden_size, ple_size]
+    layers.I.ple_norm         [hidden_size]
+    layers.I.scale            [1]: of the layer's output"""
     for spec in _usual_specs(config):
         sources = spec.sources
         for usual, theirs in FAMILIES[config.architecture].renamed:
@@ -122,6 +134,11 @@ def weight_specs(config: DecoderConfig) -> Iterator[WeightSpec]:
 def _usual_specs(config: DecoderConfig) -> Iterator[WeightSpec]:
     hidden, vocab = config.hidden_size, config.vocab_size
     yield _spec("embed_tokens", (_EMBEDDINGS, (vocab, hidden)))
+    if size := config.variant.ple_size:
+        rows = config.num_layers * size
+        yield _spec("ple_embed", ("model.embed_tokens_per_layer.weight", (vocab, rows)))
+        yield _spec("ple_proj", ("model.per_layer_model_projection.weight", (rows, hidden)))
+        yield _norm_spec(config, "ple_norm", "model.per_layer_projection_norm.weight", size)
     for index in range(config.num_layers):
         yield from _layer_specs(config, index)
     norm = _norm_spec(config, "norm", "model.norm.weight", hidden)
@@ -258,9 +275,9 @@ def _layer_specs(
     config: DecoderConfig, index: int, theirs: str | None = None
 ) -> Iterator[WeightSpec]:
     """theirs: the checkpoint's name of the layer, where it is not one of the model's."""
-    family, variant = FAMILIES[config.architecture], config.variant
+    family, variant, shape = FAMILIES[config.architecture], config.variant, config.shape(index)
     ours, theirs = f"layers.{index}", theirs or f"model.layers.{index}"
-    hidden = config.hidden_size
+    hidden, config = config.hidden_size, config.at(index)
 
     def norm(name: str, source: str, size: int = hidden) -> WeightSpec:
         return _norm_spec(config, f"{ours}.{name}", f"{theirs}.{source}.weight", size)
@@ -272,33 +289,49 @@ def _layer_specs(
         else:
             yield from _conv_specs(config, variant.delta, ours, f"{theirs}.conv")
     else:
-        yield from _attention_specs(config, ours, theirs)
+        yield from _attention_specs(config, ours, theirs, _heads_of(family, shape, index))
     if variant.post_norms:
         yield norm("o_norm", "post_attention_layernorm")
     yield norm("post_norm", family.post_norm)
     yield from _mlp_specs(config, index, ours, theirs)
     if variant.post_norms:
         yield norm("down_norm", "post_feedforward_layernorm")
+    if size := variant.ple_size:
+        yield _spec(f"{ours}.ple_gate", (f"{theirs}.per_layer_input_gate.weight", (size, hidden)))
+        yield _spec(f"{ours}.ple_out", (f"{theirs}.per_layer_projection.weight", (hidden, size)))
+        yield norm("ple_norm", "post_per_layer_input_norm")
+    if variant.layer_scale:
+        yield _spec(f"{ours}.scale", (f"{theirs}.layer_scalar", (1,)))
 
 
-def _attention_specs(config: DecoderConfig, ours: str, theirs: str) -> Iterator[WeightSpec]:
-    family, variant = FAMILIES[config.architecture], config.variant
+def _heads_of(family: Family, shape: LayerShape, index: int) -> tuple[str, ...]:
+    """Return the tensors with the rows of queries, keys and values."""
+    if shape.kv_layer != index:
+        return family.qkv[:1]
+    return (*family.qkv[:2], family.qkv[1]) if shape.keys_are_values else family.qkv
+
+
+def _attention_specs(
+    config: DecoderConfig, ours: str, theirs: str, projections: tuple[str, ...]
+) -> Iterator[WeightSpec]:
+    variant, is_fused = config.variant, FAMILIES[config.architecture].qkv == projections[:1]
     hidden, q_size = config.hidden_size, config.q_size
-    orders = _head_orders(config)
-    sizes = map(len, orders) if len(family.qkv) == 3 else [sum(map(len, orders))]
-    rows = {f"{theirs}.{x}": n for x, n in zip(family.qkv, sizes, strict=True)}
-    if config.rope.partial_rotary_factor == 1 and not variant.gated:
+    orders = _head_orders(config)[: None if is_fused else len(projections)]
+    sizes = [sum(map(len, orders))] if is_fused else map(len, orders)
+    rows = [(f"{theirs}.{x}", n) for x, n in zip(projections, sizes, strict=True)]
+    if config.rope.is_spread and not variant.gated:
         orders = ()
-    elif len(family.qkv) == 1:
+    elif is_fused:
         starts = (0, q_size, q_size + config.kv_size)
         orders = (torch.cat([start + o for start, o in zip(starts, orders, strict=True)]),)
-    qkv = _spec(f"{ours}.qkv", *((f"{x}.weight", (n, hidden)) for x, n in rows.items()))
+    qkv = _spec(f"{ours}.qkv", *((f"{x}.weight", (n, hidden)) for x, n in rows))
     yield replace(qkv, orders=orders)
     if variant.qkv_bias:
-        bias = _spec(f"{ours}.qkv_bias", *((f"{x}.bias", (n,)) for x, n in rows.items()))
+        bias = _spec(f"{ours}.qkv_bias", *((f"{x}.bias", (n,)) for x, n in rows))
         yield replace(bias, orders=orders)
     if variant.qk_norm:
-        for x in ("q_norm", "k_norm"):
+        has_keys = is_fused or len(projections) > 1
+        for x in ("q_norm", "k_norm") if has_keys else ("q_norm",):
             source = f"{theirs}.self_attn.{x}.weight"
             yield _norm_spec(config, f"{ours}.{x}", source, config.head_dim)
     yield _spec(f"{ours}.o", (f"{theirs}.self_attn.o_proj.weight", (hidden, q_size)))
@@ -370,7 +403,7 @@ def _conv_specs(
 
 def _mlp_specs(config: DecoderConfig, index: int, ours: str, theirs: str) -> Iterator[WeightSpec]:
     family, experts = FAMILIES[config.architecture], config.variant.experts
-    hidden, inner, folder = config.hidden_size, config.inner_size(index), f"{theirs}.mlp"
+    hidden, inner, folder = config.hidden_size, config.shape(index).inner_size, f"{theirs}.mlp"
     if experts is None or index in experts.dense:
         yield from _gate_up_down(config, f"{ours}.", [folder], inner)
         return

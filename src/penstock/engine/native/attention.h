@@ -310,7 +310,7 @@ static void multiply_blocks(const BlockProduct& p, int first, int last, int num_
 // position, which takes part in the total alone, once and last.
 template <class C>
 struct Attention {
-  const AttentionShape& shape;
+  const AttentionShape shape;
   const char *keys, *values;
   const int32_t* block_table;
   const float* query;

@@ -20,8 +20,15 @@ def channel_scales(
     keys divided by it, which leaves the scores, and both sides as even as they can be at once. How
     large channels are is told by the norms of heads, or the biases; both of a rotary pair get one
     factor, so that it may be applied before the rotation."""
-    heads, groups, half = config.num_heads, config.num_kv_heads, config.head_dim // 2
-    for layer in (f"layers.{i}" for i in range(config.num_all_layers)):
+    heads, found = config.num_heads, dict[int, torch.Tensor]()
+    for index in range(config.num_all_layers):
+        shape, layer = config.shape(index), f"layers.{index}"
+        groups, half = shape.num_kv_heads, shape.head_dim // 2
+        if shape.kv_layer != index:
+            # Its keys are divided already.
+            if (read := found.get(shape.kv_layer)) is not None:
+                yield f"{layer}.qk_scale", read
+            continue
         if (norm := weights.get(f"{layer}.k_norm")) is not None:
             own = weights[f"{layer}.q_norm"]
             assert isinstance(norm, torch.Tensor)
@@ -40,4 +47,5 @@ def channel_scales(
         powers = (pairs[heads:] / queries).log2() / 4
         powers = (powers - powers.median(-1, keepdim=True).values).repeat(1, 2)
         shared = powers.repeat_interleave(heads // groups, 0)
-        yield f"{layer}.qk_scale", torch.cat([shared, -powers]).exp2().flatten()
+        found[index] = torch.cat([shared, -powers]).exp2().flatten()
+        yield f"{layer}.qk_scale", found[index]

@@ -40,8 +40,12 @@ LAYER_VECTORS = (
     "o_norm",
     "down_norm",
 )
-MATRICES = (*LAYER_MATRICES, "router", "query_gate", *DELTA_MATRICES, *SHARED_MATRICES)
-VECTORS = (*LAYER_VECTORS, *DELTA_VECTORS, *OWN_VECTORS)
+PLE_MATRICES = ("ple_gate", "ple_out")
+MATRICES = (
+    *(*LAYER_MATRICES, "router", "query_gate"),
+    *(*DELTA_MATRICES, *SHARED_MATRICES, *PLE_MATRICES),
+)
+VECTORS = (*LAYER_VECTORS, *DELTA_VECTORS, *OWN_VECTORS, "v_norm", "ple_norm")
 CONFIG_SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -51,6 +55,7 @@ CONFIG_SIZES = (
     "head_dim",
     "vocab_size",
 )
+LAYER_SIZES = ("head_dim", "num_kv_heads", "inner_size")
 
 
 class Matrix(Structure):
@@ -72,8 +77,13 @@ class LayerWeights(Structure):
         *((name, Matrix) for name in DELTA_MATRICES),
         *((name, c_void_p) for name in (*DELTA_VECTORS, "states", "kept")),
         *((name, Matrix) for name in SHARED_MATRICES),
-        *((name, c_int32) for name in ("inner_size", "shared_size")),
+        ("shared_size", c_int32),
         *((name, c_void_p) for name in OWN_VECTORS),
+        *((name, c_int32) for name in LAYER_SIZES),
+        ("scale", c_float),
+        ("v_norm", c_void_p),
+        *((name, Matrix) for name in PLE_MATRICES),
+        ("ple_norm", c_void_p),
     ]
 
 
@@ -104,6 +114,10 @@ class ModelWeights(Structure):
         ("query_scale", c_float),
         ("query_growth", c_float),
         ("query_period", c_int32),
+        ("softcap", c_float),
+        ("ple_size", c_int32),
+        *((name, Matrix) for name in ("ple_embed", "ple_proj")),
+        ("ple_norm", c_void_p),
     ]
 
 

@@ -40,13 +40,21 @@ struct LayerWeights {
   float* kept;    // [num_slots, kernel - 1 + most_kept, inputs_stride]: see delta.h
   // An MLP beside the chosen experts: those that every row has. Null: none.
   penstock::Matrix shared_gate, shared_up, shared_down;
-  int32_t inner_size, shared_size;  // of the MLP or each expert; of the shared ones together
+  int32_t shared_size;  // inner size of these together
   const float* sinks;  // [num_heads], base 2: see attention.h
   // Of experts; the last three of one after the other, each in whole panels.
   const float *router_bias, *gate_bias, *up_bias, *down_bias;
   const float* choice_bias;  // [num_experts], for the choice alone; null: none
+  // Without a key matrix a layer has no value matrix either, and reads another's keys and values.
+  int32_t head_dim, num_kv_heads, inner_size;  // the last of the MLP or each expert
+  float scale;          // of the output; other than 1 with down_norm or ple_norm only
+  const float* v_norm;  // of ones; null: values have no norm
+  // Per-layer embeddings: norm(ple_out(activated(ple_gate x) * inputs)) is added to the output.
+  penstock::Matrix ple_gate, ple_out;
+  const float* ple_norm;
 };
 
+// head_dim, num_kv_heads and intermediate_size: with most memory of any layer.
 struct ModelWeights {
   int32_t hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim;
   int32_t vocab_size, num_blocks, block_size, max_positions;
@@ -73,6 +81,12 @@ struct ModelWeights {
   // Scores are query_scale (1 + query_growth log(1 + position / query_period)) q k / sqrt(head_dim).
   float query_scale, query_growth;
   int32_t query_period;
+  float softcap;     // logits are softcap * tanh(logits / softcap); 0: as they are
+  int32_t ple_size;  // of a layer's inputs; 0: none
+  // [vocab_size, num_layers * ple_size], rows as in the file, and what is added to them: the norm of
+  // a projection of the embedding, each layer's columns padded to whole panels.
+  penstock::Matrix ple_embed, ple_proj;
+  const float* ple_norm;
 };
 
 // RaggedBatch of batch.py. `values` holds its arrays one after the other, in the order below.
@@ -157,7 +171,7 @@ class Buffer {
 };
 
 struct ThreadScratch {
-  Buffer normed, head, attention_storage, delta;
+  Buffer normed, head, attention_storage, delta, ple;
   Buffer prepared[kArithmetics];
   AttentionScratch attention;
 };
@@ -244,6 +258,7 @@ struct Model {
   Buffer residual, query, attended, hidden, logits, splits, projected;
   Buffer router, mixed;  // logits of experts; what each expert gives for each of its rows
   Buffer query_gate;     // of attention
+  Buffer ple;            // inputs of all layers
   Buffer inputs, output_gate;  // of recurrent layers: before the convolution; z
   Buffer states, joined;       // of a head: of the model's rows; its layer's input before head_fc
   Buffer chain;                // its own states in a draft, of this step and the one before
@@ -260,6 +275,7 @@ struct Model {
         routing(given.num_experts, given.experts_per_token, given.norm_topk_prob,
                 given.sigmoid_scores, given.gates_shared, given.expert_scale) {
     weights.layers = layers.data();
+    hidden_floats = inner_stride(weights.ple_size);
     for (const LayerWeights& layer : layers) {
       const size_t each = layer.router.data ? weights.experts_per_token : 1;
       hidden_floats = std::max({hidden_floats, each * inner_stride(layer.inner_size),
@@ -275,6 +291,10 @@ struct Model {
 
   bool has_post_norms() const { return layers[0].o_norm; }
   int group() const { return weights.num_heads / weights.num_kv_heads; }
+  int group(const LayerWeights& layer) const { return weights.num_heads / layer.num_kv_heads; }
+  AttentionShape shape_of(const LayerWeights& layer) const {
+    return {layer.head_dim, layer.num_kv_heads, weights.block_size, weights.kv_kind};
+  }
   int queries_per_task() const { return std::max(kQueriesPerTask, group()); }
   int rows_per_task() const { return std::max(1, kQueriesPerTask / group()); }
   // Sums of the splits of some rows with the longest context.
@@ -286,6 +306,7 @@ struct Model {
   // One panel more than needed: rows a power of two apart would share few cache sets.
   size_t residual_stride() const { return round_up(weights.hidden_size, kPanel) + kPanel; }
   size_t inner_stride(int inner_size) const { return round_up(inner_size, kPanel) + kPanel; }
+  size_t ple_stride() const { return round_up(weights.ple_size, kPanel); }
   size_t router_stride() const { return round_up(routing.router_rows(), kPanel); }
   int value_size() const { return weights.value_heads * weights.value_dim; }
   int conv_size() const { return 2 * weights.key_heads * weights.key_dim + value_size(); }
@@ -313,6 +334,7 @@ struct Model {
     hidden.reserve(rows * hidden_floats);
     if (has_post_norms()) projected.reserve(rows * residual_stride());
     if (is_gated()) query_gate.reserve(rows * query_stride());
+    if (weights.ple_size) ple.reserve(rows * weights.num_layers * ple_stride());
     if (weights.value_heads) {
       inputs.reserve(rows * inputs_stride());
       output_gate.reserve(rows * value_stride());

@@ -15,7 +15,6 @@ import torch
 
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.quantized import QuantizedMatrix, Stored, Weight
-from penstock.engine.models.rope import Rope
 from penstock.engine.models.rope_table import RopeTable
 from penstock.engine.native.library import DELTA_MATRICES, address, native_library
 
@@ -73,6 +72,13 @@ class Layout:
     def head_width(self) -> int:
         return round_up(self.config.head_dim, self.panel)
 
+    def of_tensor(self, name: str) -> Layout:
+        """Return the layout with the sizes of the layer that a tensor belongs to."""
+        first, _, rest = name.partition(".")
+        if first != "layers":
+            return self
+        return replace(self, config=self.config.at(int(rest.partition(".")[0])))
+
     def columns(self, rows: npt.NDArray[np.int64], size: int) -> npt.NDArray[np.int64]:
         """Pad row addresses so that every `size` rows (a head, an expert) begin a panel.
 
@@ -105,9 +111,9 @@ class Layout:
         gates = 2 * round_up(delta.value_heads, self.panel)
         return round_up(delta.conv_size, self.panel) + self.panel + gates
 
-    def rope(self, num_positions: int, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
+    def rope(self, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin: [num_positions, head_dim / 2 rounded up to whole vectors]."""
-        table = RopeTable.build(self.config, num_positions, rope)
+        table = RopeTable.build(self.config, num_positions)
         half = self.config.head_dim // 2
         cos, sin = (_pad(x[:, :half], 1, self.lanes).contiguous() for x in (table.cos, table.sin))
         return cos, sin
@@ -153,6 +159,9 @@ class Kind(IntEnum):
     IQ4_XS = 19
     MXFP4 = 20
 
+
+EMBEDDINGS = ("embed_tokens", "ple_embed")
+"""Matrices of which single rows are read, as stored."""
 
 BLOCK_FORMATS = frozenset(kind.name for kind in Kind if kind > Kind.BF16_PAIRS)
 """Values of `QuantizedMatrix.kind` that the kernels support."""
@@ -216,6 +225,10 @@ class Packer:
     def __init__(self, weights: Mapping[str, Weight], layout: Layout, *, bf16_pairs: bool) -> None:
         """Set `bf16_pairs` to multiply bfloat16 matrices by activations rounded to bfloat16."""
         self._weights = {"lm_head": weights["embed_tokens"], **weights}
+        if layout.config.variant.value_norm:
+            for i in layout.config.kv_layers:
+                ones = torch.ones(layout.config.shape(i).head_dim)
+                self._weights[f"layers.{i}.v_norm"] = ones
         self._layout = layout
         self._bf16_pairs = bf16_pairs
         self._library = native_library()
@@ -223,11 +236,11 @@ class Packer:
     def pack(self, num_threads: int) -> tuple[dict[str, PackedMatrix], dict[str, torch.Tensor]]:
         """Return matrices by the kernels' field names, and padded vectors by their own.
 
-        The embedding is not copied."""
+        Embeddings are not copied."""
         matrices: dict[str, tuple[Kind, Rows]] = {}
         vectors = {}
         for name, weight in self._weights.items():
-            if name == "embed_tokens":
+            if name in EMBEDDINGS:
                 continue
             if isinstance(weight, torch.Tensor) and (weight.dim() == 1 or name.endswith(".conv")):
                 vectors[name.replace("a_log", "rate")] = self._vector(name, weight)
@@ -246,14 +259,16 @@ class Packer:
             list(pool.map(self._fill, [rows for _, rows in matrices.values()], packed.values()))
         for name, vector in vectors.items():
             vectors[name] = arena.next_tensor(vector.shape, vector.dtype).copy_(vector)
-        (embedding,) = stacked_rows(self._weights["embed_tokens"], [self._layout.config.vocab_size])
-        (owner,) = embedding.owners
-        data = owner.data if isinstance(owner, QuantizedMatrix) else owner
-        packed["embed_tokens"] = PackedMatrix(embedding.kind, data)
+        for name in self._weights.keys() & set(EMBEDDINGS):
+            (embedding,) = stacked_rows(self._weights[name], [self._layout.config.vocab_size])
+            (owner,) = embedding.owners
+            data = owner.data if isinstance(owner, QuantizedMatrix) else owner
+            packed[name] = PackedMatrix(embedding.kind, data)
         return packed, vectors
 
     def _pieces(self, name: str, weight: Weight) -> dict[str, Rows]:
-        layout, config = self._layout, self._layout.config
+        layout = self._layout.of_tensor(name)
+        config = layout.config
         prefix, _, last = name.rpartition(".")
         fields: tuple[str, ...]
         delta, experts = config.variant.delta, config.variant.experts
@@ -262,8 +277,10 @@ class Packer:
             fields, width = ("query", "key", "value"), config.head_dim
             if config.variant.gated:
                 fields, sizes = ("query", "query_gate", "key", "value"), [config.q_size, *sizes]
+            if f"{prefix}.k_norm" not in self._weights and config.variant.qk_norm:
+                fields, sizes = fields[:1], sizes[:1]  # the others are of another layer
         elif last in ("gate_up", "shared_gate_up"):
-            width, own = config.inner_size(int(prefix.rpartition(".")[2])), ""
+            width, own = config.shape(int(prefix.rpartition(".")[2])).inner_size, ""
             if last != "gate_up" and experts is not None:
                 width, own = experts.shared_size, "shared_"
             fields, sizes = (f"{own}gate", f"{own}up"), [width] * 2
@@ -274,10 +291,12 @@ class Packer:
             width = config.vocab_size if last == "lm_head" else config.hidden_size
             if last == "router" and experts is not None:
                 width = experts.router_rows
+            if last in ("ple_gate", "ple_proj"):
+                width = config.variant.ple_size
             if last in DELTA_MATRICES and delta is not None:
                 widths = {"linear_qkv": delta.conv_size, "linear_z": delta.value_size}
                 width = widths.get(last, delta.value_heads)
-            fields, sizes = (last,), [width]
+            fields, sizes = (last,), [config.num_layers * width if last == "ple_proj" else width]
         return {
             f"{prefix}.{field}" if prefix else field: replace(
                 rows, addresses=layout.columns(rows.addresses, width)
@@ -286,9 +305,10 @@ class Packer:
         }
 
     def _vector(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        of_heads = name.endswith(("qkv_bias", "q_norm", "k_norm", "qk_scale"))
+        of_heads = name.endswith(("qkv_bias", "q_norm", "k_norm", "qk_scale", "v_norm"))
+        layout = self._layout.of_tensor(name)
         if name.endswith(".conv"):
-            return self._layout.conv(values)
+            return layout.conv(values)
         if name.endswith(".a_log"):
             values = -values.exp()
         if name.endswith(".sinks"):
@@ -296,8 +316,8 @@ class Packer:
         if name.endswith((".gate_bias", ".up_bias", ".down_bias")):
             return self._layout.expert_vectors(values)
         if name.endswith("q_norm"):
-            values = values.float() * self._layout.config.variant.query_scale
-        return (self._layout.head_vectors if of_heads else self._layout.vector)(values)
+            values = values.float() * layout.config.variant.query_scale
+        return (layout.head_vectors if of_heads else layout.vector)(values)
 
     def _size(self, kind: Kind, rows: Rows) -> int:
         return int(self._library.penstock_matrix_bytes(kind, rows.addresses.size, rows.width))

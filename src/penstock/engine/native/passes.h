@@ -101,13 +101,15 @@ class Pass {
 
   static int num_phases(const Model& model) {
     const int by_layer = model.weights.num_experts ? 12 : model.has_post_norms() ? 8 : 6;
+    const int ple = model.weights.ple_size ? 3 : 0;
     // Gated and recurrent layers have one more, and a head four behind the model's.
-    return 7 + (by_layer + 1) * model.weights.num_layers;
+    return 7 + ple + (by_layer + 1 + ple) * model.weights.num_layers;
   }
 
   void run() {
     if (plan_.is_head) return run_head();
     embed();
+    if (weights_.ple_size) embed_layers();
     upcoming_.start(0);
     for (int i = 0; i < weights_.num_layers; ++i) {
       const LayerWeights& layer = model_.layers[i];
@@ -117,7 +119,8 @@ class Pass {
       else
         layer.alpha.data ? recur(layer) : convolve(layer);
       upcoming_.start(i + 1);
-      finish_layer(layer, is_recurrent ? model_.value_size() : weights_.num_heads * weights_.head_dim);
+      finish_layer(layer, is_recurrent ? model_.value_size() : weights_.num_heads * layer.head_dim);
+      if (layer.ple_norm) add_layer_inputs(layer, i);
     }
     if (!plan_.logits_rows.empty()) unembed(weights_.norm);
     if (!plan_.sampling.empty()) sample();
@@ -137,7 +140,7 @@ class Pass {
   void attend_in(const LayerWeights& layer) {
     project_heads(layer);
     attend_all(layer);
-    if (layer.query_gate.data) gate_attended();
+    if (layer.query_gate.data) gate_attended(layer);
   }
 
   // What is added to the residual, from what attention (or a recurrent layer) gives on.
@@ -148,7 +151,7 @@ class Pass {
     gate(layer, {&layer.gate, &layer.up}, layer.inner_size,
          chunks_for(plan_.num_rows(), layer.gate, weights_.hidden_size));
     add_projection(model_.hidden, model_.inner_stride(layer.inner_size), layer.inner_size,
-                   layer.down, nullptr, layer.down_norm);
+                   layer.down, nullptr, layer.down_norm, layer.ple_norm ? 1.0f : layer.scale);
   }
 
   // --- the head -----------------------------------------------------------------------------------
@@ -158,7 +161,7 @@ class Pass {
     const LayerWeights& layer = model_.layers[weights_.num_layers];
     join();
     attend_in(layer);
-    finish_layer(layer, weights_.num_heads * weights_.head_dim);
+    finish_layer(layer, weights_.num_heads * layer.head_dim);
     if (!plan_.logits_rows.empty()) unembed(weights_.head_norm);
     if (!plan_.sampling.empty()) sample();
     keep_states(weights_.head_norm);
@@ -168,8 +171,8 @@ class Pass {
   void write_head() {
     keep_states(weights_.norm);
     join();
-    project_heads(model_.layers[weights_.num_layers], weights_.num_heads,
-                  2 * weights_.num_kv_heads);
+    const LayerWeights& layer = model_.layers[weights_.num_layers];
+    project_heads(layer, weights_.num_heads, 2 * layer.num_kv_heads);
   }
 
   // states = RMSNorm(residual), and a copy of those that are kept
@@ -224,6 +227,58 @@ class Pass {
       store(target + i, load(target + i) * splat(weights_.embedding_scale));
   }
 
+  // ple = what every row's token adds to each layer, before the layer's gate
+  void embed_layers() {
+    const int size = weights_.ple_size, width = weights_.hidden_size;
+    const size_t padded = model_.ple_stride(), stride = weights_.num_layers * padded;
+    const Chunks chunks = chunks_for(plan_.num_rows(), weights_.ple_proj, width);
+    const int panels = (int)(stride / kPanel);
+    project(
+        chunks, {&weights_.ple_proj}, width, panels, group_for(chunks, weights_.ple_proj, panels),
+        model_.residual_stride(), [&](int chunk) { return residual(chunks.first(chunk)); },
+        [&](int row, int height, int panel, int count, const float* tile) {
+          for (int r = 0; r < height; ++r)
+            std::memcpy(model_.ple.get() + (row + r) * stride + panel * kPanel,
+                        tile + r * kTileStride, count * kPanel * sizeof(float));
+        });
+    // The projection's factor is hidden_size^-0.5, which the norm undoes but for its eps.
+    const float eps = weights_.rms_norm_eps * width;
+    const VecF own = splat(std::sqrt((float)size)), half = splat(std::sqrt(0.5f));
+    worker_.for_each(plan_.num_rows(), [&](int64_t row) {
+      const int total = weights_.num_layers * size;
+      float* token = scratch_.ple.reserve(round_up(total, kPanel) + kPanel);
+      dequantize_row(weights_.ple_embed, plan_.token_ids[row], total, token);
+      for (int layer = 0; layer < weights_.num_layers; ++layer) {
+        float* x = model_.ple.get() + row * stride + layer * padded;
+        rms_norm(x, weights_.ple_norm, size, eps, x);
+        for (int i = 0; i < size; i += kLanes)
+          store(x + i, fused(load(token + layer * size + i), own, load(x + i)) * half);
+      }
+    });
+  }
+
+  // residual = (residual + what the layer's inputs add) * scale
+  void add_layer_inputs(const LayerWeights& layer, int index) {
+    const Chunks chunks = chunks_for(plan_.num_rows(), layer.ple_gate, weights_.hidden_size);
+    const size_t padded = model_.ple_stride(), stride = model_.inner_stride(weights_.ple_size);
+    const int panels = (int)(padded / kPanel);
+    project(
+        chunks, {&layer.ple_gate}, weights_.hidden_size, panels,
+        group_for(chunks, layer.ple_gate, panels), model_.residual_stride(),
+        [&](int chunk) { return residual(chunks.first(chunk)); },
+        [&](int row, int height, int panel, int width, const float* tile) {
+          for (int r = 0; r < height; ++r) {
+            const size_t place = (size_t)(row + r) * weights_.num_layers + index;
+            const float* inputs = model_.ple.get() + place * padded + panel * kPanel;
+            float* target = model_.hidden.get() + (row + r) * stride + panel * kPanel;
+            for (int i = 0; i < width * kPanel; i += kLanes)
+              store(target + i, gated(load(tile + r * kTileStride + i), load(inputs + i)));
+          }
+        });
+    add_projection(model_.hidden, stride, weights_.ple_size, layer.ple_out, nullptr, layer.ple_norm,
+                   layer.scale);
+  }
+
   // RMSNorm of rows row_of(0..count) into this thread's scratch.
   template <class RowOf>
   const float* normed(int count, const float* weight, RowOf&& row_of) {
@@ -276,14 +331,15 @@ class Pass {
   // Queries, keys and values, head by head: product, bias, norm, rotation, and the cache's slots.
   void project_heads(const LayerWeights& layer) {
     const int gates = layer.query_gate.data ? weights_.num_heads : 0;
-    project_heads(layer, 0, weights_.num_heads + 2 * weights_.num_kv_heads + gates);
+    const int own = layer.key.data ? 2 * layer.num_kv_heads : 0;
+    project_heads(layer, 0, weights_.num_heads + own + gates);
   }
 
   // `heads` of these alone.
   void project_heads(const LayerWeights& layer, int first_head, int heads) {
     const Chunks chunks = chunks_for(plan_.num_rows(), layer.query, weights_.hidden_size);
-    const int panels = model_.head_width() / kPanel;
-    const int stride = model_.head_width() + kPanel;
+    const int panels = head_width(layer) / kPanel;
+    const int stride = head_width(layer) + kPanel;
     float* product = scratch_.head.get();
     int held = -1;
     worker_.for_each((int64_t)chunks.count * heads, [&](int64_t task) {
@@ -311,28 +367,33 @@ class Pass {
   // Where the columns of a head lie (queries, then keys, then values, then gates): the matrix, and
   // its first head.
   std::pair<const Matrix*, int> matrix_of(const LayerWeights& layer, int head) const {
-    const int first_key = weights_.num_heads, first_value = first_key + weights_.num_kv_heads;
+    const int first_key = weights_.num_heads, first_value = first_key + layer.num_kv_heads;
     if (head < first_key) return {&layer.query, 0};
     if (head < first_value) return {&layer.key, first_key};
-    const int first_gate = first_value + weights_.num_kv_heads;
+    const int first_gate = first_value + layer.num_kv_heads;
     if (head < first_gate) return {&layer.value, first_value};
     return {&layer.query_gate, first_gate};
   }
 
+  int head_width(const LayerWeights& layer) const { return round_up(layer.head_dim, kPanel); }
+
   void finish_head(const LayerWeights& layer, int head, int row, float* x) {
-    const int width = model_.head_width(), dim = weights_.head_dim;
+    const int width = head_width(layer), dim = layer.head_dim;
     if (layer.qkv_bias)
       for (int i = 0; i < width; i += kLanes)
         store(x + i, load(x + i) + load(layer.qkv_bias + (size_t)head * width + i));
-    const int first_key = weights_.num_heads, first_value = first_key + weights_.num_kv_heads;
-    const int first_gate = first_value + weights_.num_kv_heads;
+    const int first_key = weights_.num_heads, first_value = first_key + layer.num_kv_heads;
+    const int first_gate = first_value + layer.num_kv_heads;
     if (head >= first_gate) {
       std::memcpy(model_.query_gate.get() + row * model_.query_stride() +
                       (size_t)(head - first_gate) * dim,
                   x, dim * sizeof(float));
       return;
     }
-    if (head >= first_value) return store_value(layer, head - first_value, row, x);
+    if (head >= first_value) {
+      if (layer.v_norm) rms_norm(x, layer.v_norm, dim, weights_.rms_norm_eps, x);
+      return store_value(layer, head - first_value, row, x);
+    }
 
     const float* norm = head < first_key ? layer.q_norm : layer.k_norm;
     if (norm) rms_norm(x, norm, dim, weights_.rms_norm_eps, x);
@@ -357,7 +418,7 @@ class Pass {
 
   // The halves may end inside a vector; the first one's overhang is overwritten by the second.
   void rotate(const LayerWeights& layer, const float* x, int position, float* out) const {
-    const int half = weights_.head_dim / 2;
+    const int half = layer.head_dim / 2;
     if (!layer.rope_cos) return (void)std::memcpy(out, x, 2 * half * sizeof(float));
     const size_t offset = (size_t)position * round_up(half, kLanes);
     const float *cos = layer.rope_cos + offset, *sin = layer.rope_sin + offset;
@@ -368,8 +429,8 @@ class Pass {
   }
 
   // attended *= sigmoid(gate)
-  void gate_attended() {
-    const int width = weights_.num_heads * weights_.head_dim;
+  void gate_attended(const LayerWeights& layer) {
+    const int width = weights_.num_heads * layer.head_dim;
     worker_.for_each(plan_.num_rows(), [&](int64_t row) {
       const size_t start = row * model_.query_stride();
       const float* gate = model_.query_gate.get() + start;
@@ -435,30 +496,30 @@ class Pass {
         });
   }
 
-  size_t cache_head(int row, int kv_head) const {
-    return (size_t)plan_.blocks[row] * weights_.num_kv_heads + kv_head;
+  size_t cache_head(const LayerWeights& layer, int row, int kv_head) const {
+    return (size_t)plan_.blocks[row] * layer.num_kv_heads + kv_head;
   }
 
   void store_key(const LayerWeights& layer, int kv_head, int row, float* x) const {
-    const AttentionShape& shape = model_.shape;
+    const AttentionShape shape = model_.shape_of(layer);
     const int slot = plan_.positions[row] % weights_.block_size;
-    char* head = (char*)layer.keys + cache_head(row, kv_head) * shape.key_bytes();
-    store_cached(x, (C*)head, head + shape.key_codes(), slot,
+    char* head = (char*)layer.keys + cache_head(layer, row, kv_head) * shape.key_bytes();
+    store_cached(x, layer.head_dim, (C*)head, head + shape.key_codes(), slot,
                  [&](int column) { return shape.key_at(column, slot); });
   }
 
   void store_value(const LayerWeights& layer, int kv_head, int row, float* x) const {
-    const AttentionShape& shape = model_.shape;
+    const AttentionShape shape = model_.shape_of(layer);
     const int slot = plan_.positions[row] % weights_.block_size;
-    char* head = (char*)layer.values + cache_head(row, kv_head) * shape.value_bytes();
-    store_cached(x, (C*)head, head + shape.value_codes(), slot,
+    char* head = (char*)layer.values + cache_head(layer, row, kv_head) * shape.value_bytes();
+    store_cached(x, layer.head_dim, (C*)head, head + shape.value_codes(), slot,
                  [&](int column) { return shape.value_at(column, slot); });
   }
 
   // x is overwritten; its head is followed by room for whole vectors.
   template <class At>
-  void store_cached(float* x, C* target, char* scales, int slot, At&& at) const {
-    const int dim = weights_.head_dim, padded = round_up(dim, kLanes);
+  void store_cached(float* x, int dim, C* target, char* scales, int slot, At&& at) const {
+    const int padded = round_up(dim, kLanes);
     std::fill(x + dim, x + padded, 0.0f);
     const float scale = Element<C>::encode(x, padded);
     for (int i = 0; i < dim; ++i) target[at(i)] = ((const C*)x)[i];
@@ -466,10 +527,10 @@ class Pass {
   }
 
   void attend_all(const LayerWeights& layer) {
-    const int64_t pairs = (int64_t)plan_.attention.size() * weights_.num_kv_heads;
-    const int splits = splits_at_once();
-    const int queries = plan_.most_attention_rows() * model_.group();
-    const int dim = model_.shape.padded_dim();
+    const int64_t pairs = (int64_t)plan_.attention.size() * layer.num_kv_heads;
+    const int splits = splits_at_once(layer);
+    const int queries = plan_.most_attention_rows() * model_.group(layer);
+    const int dim = head_width(layer);
     auto kept = [&](int64_t pair, int split) {
       const size_t place = (size_t)pair * splits + split;
       return AttentionSums(model_.splits.get() + place * AttentionSums::size(queries, dim),
@@ -493,11 +554,11 @@ class Pass {
   }
 
   Attention<C> attention_of(const LayerWeights& layer, int64_t pair) const {
-    const AttentionTask& work = plan_.attention[pair / weights_.num_kv_heads];
-    const int kv_head = (int)(pair % weights_.num_kv_heads);
-    const size_t start = work.row * model_.query_stride() +
-                         (size_t)kv_head * model_.group() * weights_.head_dim;
-    return {model_.shape,
+    const AttentionTask& work = plan_.attention[pair / layer.num_kv_heads];
+    const int kv_head = (int)(pair % layer.num_kv_heads), group = model_.group(layer);
+    const size_t start =
+        work.row * model_.query_stride() + (size_t)kv_head * group * layer.head_dim;
+    return {model_.shape_of(layer),
             (const char*)layer.keys,
             (const char*)layer.values,
             work.block_table,
@@ -506,7 +567,7 @@ class Pass {
             model_.query_stride(),
             work.first_position,
             work.num_rows,
-            model_.group(),
+            group,
             kv_head,
             layer.window,
             scratch_.attention,
@@ -515,26 +576,27 @@ class Pass {
 
   // Splits of each task that threads share out: those of the longest context, where that would
   // keep one thread busy while others have nothing to do, if their sums can be kept; else 1.
-  int splits_at_once() const {
+  int splits_at_once(const LayerWeights& layer) const {
     int64_t positions = 0, longest = 0;
     for (const AttentionTask& work : plan_.attention) {
       const int64_t length = work.first_position + work.num_rows;
       positions += length;
       longest = std::max(longest, length);
     }
-    const bool is_even = 2 * longest * worker_.size <= positions * weights_.num_kv_heads;
+    const bool is_even = 2 * longest * worker_.size <= positions * layer.num_kv_heads;
     if (worker_.size == 1 || is_even) return 1;
     const int splits = model_.shape.num_splits((int)longest);
-    const size_t pairs = plan_.attention.size() * weights_.num_kv_heads;
-    const int queries = plan_.most_attention_rows() * model_.group();
-    const size_t floats = pairs * splits * AttentionSums::size(queries, model_.shape.padded_dim());
+    const size_t pairs = plan_.attention.size() * layer.num_kv_heads;
+    const int queries = plan_.most_attention_rows() * model_.group(layer);
+    const size_t floats = pairs * splits * AttentionSums::size(queries, head_width(layer));
     return floats > model_.split_floats() ? 1 : splits;
   }
 
-  // residual += input x matrix (+ bias), or that product's RMSNorm, for which whole rows are needed.
-  // gated: a row's product is multiplied by its opening.
+  // residual += input x matrix (+ bias), or that product's RMSNorm, for which whole rows are needed;
+  // with that the sum is multiplied by `scale`. gated: a row's product is multiplied by its opening.
   void add_projection(const Buffer& input, size_t stride, int k_size, const Matrix& matrix,
-                      const float* bias, const float* norm, bool gated = false) {
+                      const float* bias, const float* norm, float scale = 1.0f,
+                      bool gated = false) {
     const Chunks chunks = chunks_for(plan_.num_rows(), matrix, k_size);
     const int panels = round_up(weights_.hidden_size, kPanel) / kPanel;
     project(
@@ -551,15 +613,16 @@ class Pass {
             }
           }
         });
-    if (norm) add_normed(norm);
+    if (norm) add_normed(norm, scale);
   }
 
-  void add_normed(const float* weight) {
+  void add_normed(const float* weight, float scale) {
     const int width = weights_.hidden_size;
     worker_.for_each(plan_.num_rows(), [&](int64_t row) {
       float *target = residual((int)row), *x = projected((int)row);
       rms_norm(x, weight, width, weights_.rms_norm_eps, x);
-      for (int i = 0; i < width; i += kLanes) store(target + i, load(target + i) + load(x + i));
+      for (int i = 0; i < width; i += kLanes)
+        store(target + i, (load(target + i) + load(x + i)) * splat(scale));
     });
   }
 
@@ -638,7 +701,7 @@ class Pass {
     });
     if (layer.shared_up.data)
       add_projection(model_.hidden, model_.inner_stride(layer.shared_size), layer.shared_size,
-                     layer.shared_down, nullptr, nullptr, model_.routing.gates_shared);
+                     layer.shared_down, nullptr, nullptr, 1.0f, model_.routing.gates_shared);
   }
 
   // model.routing = each row's experts, and each expert's rows in chunks of at most `most`
@@ -670,9 +733,16 @@ class Pass {
         [&](int row, int height, int panel, int width, const float* tile) {
           const int token = panel * kPanel;
           const int count = std::min(width * kPanel, plan_.vocab - token);
-          for (int r = 0; r < height; ++r)
-            std::memcpy(plan_.logits[row + r] + token, tile + r * kTileStride,
-                        count * sizeof(float));
+          for (int r = 0; r < height; ++r) {
+            const float* found = tile + r * kTileStride;
+            float capped[kTileStride];
+            if (weights_.softcap) {
+              for (int i = 0; i < count; i += kLanes)
+                store(capped + i, softcap(load(found + i), weights_.softcap));
+              found = capped;
+            }
+            std::memcpy(plan_.logits[row + r] + token, found, count * sizeof(float));
+          }
         });
   }
 

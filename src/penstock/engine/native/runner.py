@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +94,12 @@ class NativeRunner(ModelRunner):
         packer = Packer(weights, layout, bf16_pairs=pairs)
         self._matrices, self._vectors = packer.pack(num_threads)
         positions = min(config.max_position_embeddings, num_blocks * block_size)
-        layer_ropes = {*map(config.layer_rope, range(config.num_all_layers))}
-        self._ropes = {rope: layout.rope(positions, rope) for rope in layer_ropes if rope}
+        ropes = {}
+        for i, shape in enumerate(map(config.shape, range(config.num_all_layers))):
+            kind = (config.layer_rope(i), shape.head_dim)
+            if kind[0] is not None and kind not in ropes:
+                ropes[kind] = replace(layout, config=config.at(i)).rope(positions)
+        self._ropes = ropes
         self._cache = _allocate_cache(layout, kv_dtype or dtype, num_blocks, block_size)
         self._states: StateSlots | None = None
         self._state_memory: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -103,7 +107,8 @@ class NativeRunner(ModelRunner):
             self.num_slots = num_slots
             memory = _allocate_states(layout, config.variant.delta, num_slots)
             before = config.variant.delta.kernel - 1
-            parts = (part for x, y in memory.values() for part in (x, y[:, :before]))
+            both = (part for x, y in memory.values() for part in (x, y[:, :before]))
+            parts = [part for part in both if part.numel()]
             self._state_memory, self._states = memory, StateSlots(num_slots, parts)
         self._error = ctypes.create_string_buffer(c.ERROR_BYTES)
         self._model = self._create(num_threads, positions)
@@ -324,19 +329,27 @@ class NativeRunner(ModelRunner):
             for name in c.VECTORS:
                 tensor = vectors.get(f"layers.{index}.{name}")
                 setattr(layer, name, None if tensor is None else tensor.data_ptr())
-            layer.inner_size = config.inner_size(index)
             layer.shared_size = 0 if experts is None else experts.shared_size
             if index in self._state_memory:
                 layer.states, layer.kept = (x.data_ptr() for x in self._state_memory[index])
             else:
                 layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
+            shape, scale = config.shape(index), vectors.get(f"layers.{index}.scale")
+            for name in c.LAYER_SIZES:
+                setattr(layer, name, getattr(shape, name))
+            layer.scale = 1.0 if scale is None else float(scale[0])
             layer.window = positions
-            if (rope := config.layer_rope(index)) is not None:
-                layer.rope_cos, layer.rope_sin = (x.data_ptr() for x in self._ropes[rope])
+            if (rope := self._ropes.get((config.layer_rope(index), shape.head_dim))) is not None:
+                layer.rope_cos, layer.rope_sin = (x.data_ptr() for x in rope)
             if window is not None and index in window.layers:
                 layer.window = min(window.size, positions)
+        sizes = {name: getattr(config, name) for name in c.CONFIG_SIZES}
+        sizes["head_dim"] = max(layer.head_dim for layer in layers)
+        sizes["num_kv_heads"] = min(layer.num_kv_heads for layer in layers)
+        sizes["intermediate_size"] = max(layer.inner_size for layer in layers)
+        ple_norm = vectors.get("ple_norm")
         described = c.ModelWeights(
-            **{name: getattr(config, name) for name in c.CONFIG_SIZES},
+            **sizes,
             num_blocks=self.num_blocks,
             block_size=self.block_size,
             max_positions=positions,
@@ -368,6 +381,11 @@ class NativeRunner(ModelRunner):
             query_scale=1.0 if variant.qk_norm else variant.query_scale,  # else of q_norm
             query_growth=variant.query_growth,
             query_period=variant.query_period,
+            softcap=config.variant.softcap,
+            ple_size=config.variant.ple_size,
+            ple_embed=matrices.get("ple_embed", c.Matrix()),
+            ple_proj=matrices.get("ple_proj", c.Matrix()),
+            ple_norm=None if ple_norm is None else ple_norm.data_ptr(),
         )
         model = self._library.penstock_create(ctypes.byref(described))
         if not model:
@@ -378,20 +396,20 @@ class NativeRunner(ModelRunner):
 def _allocate_cache(
     layout: Layout, dtype: torch.dtype, num_blocks: int, block_size: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Allocate keys and values of every layer; pages are committed as blocks are written."""
-    shapes = (
-        layout.key_shape(num_blocks, block_size, dtype),
-        layout.value_shape(num_blocks, block_size, dtype),
-    )
-    config = layout.config
-    one_layer = sum(Arena.size_of(int(np.prod(s)) * dtype.itemsize) for s in shapes)
-    arena, none = Arena(config.num_kv_layers * one_layer), torch.empty(0, dtype=dtype)
-    return [
-        (none, none)
-        if config.variant.is_recurrent(i)
-        else (arena.next_tensor(shapes[0], dtype), arena.next_tensor(shapes[1], dtype))
-        for i in range(config.num_all_layers)
-    ]
+    """Return keys and values of every layer, its own or those that it reads.
+
+    Pages are committed as blocks are written."""
+    config, room = layout.config, (num_blocks, block_size, dtype)
+    layouts = {i: replace(layout, config=config.at(i)) for i in config.kv_layers}
+    shapes = {i: (x.key_shape(*room), x.value_shape(*room)) for i, x in layouts.items()}
+    sizes = [int(np.prod(shape)) * dtype.itemsize for pair in shapes.values() for shape in pair]
+    arena, none = Arena(sum(map(Arena.size_of, sizes))), torch.empty(0, dtype=dtype)
+    made = {
+        i: (arena.next_tensor(keys, dtype), arena.next_tensor(values, dtype))
+        for i, (keys, values) in shapes.items()
+    }
+    reads = [config.shape(i).kv_layer for i in range(config.num_all_layers)]
+    return [made.get(i, (none, none)) for i in reads]
 
 
 def _allocate_states(

@@ -180,6 +180,12 @@ PENSTOCK_INLINE VecF clamped(VecF gate, VecF up) {
   return gate / (splat(1.0f) + exp2_lanes(gate * splat(-1.702f * kLog2E))) * (up + splat(1.0f));
 }
 
+// cap tanh(x / cap)
+PENSTOCK_INLINE VecF softcap(VecF x, float cap) {
+  const VecF grown = exp2_lanes(x * splat(2 * kLog2E / cap));
+  return splat(cap) - splat(2 * cap) / (splat(1.0f) + grown);
+}
+
 PENSTOCK_INLINE int round_up(int n, int multiple) {
   return (n + multiple - 1) / multiple * multiple;
 }

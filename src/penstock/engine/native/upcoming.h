@@ -19,10 +19,9 @@ class Upcoming {
       : model_(model),
         plan_(plan),
         thread_(thread),
-        num_threads_(num_threads),
-        sizes_{model.shape.key_bytes() * model.shape.kv_heads,
-               model.shape.value_bytes() * model.shape.kv_heads} {
+        num_threads_(num_threads) {
     const ModelWeights& w = model.weights;
+    set_sizes(model.layers[0]);
     const int spare = num_spare_blocks(num_row_blocks(plan.num_rows()));
     const double bytes = (double)plan.num_blocks_read * (sizes_[0] + sizes_[1]);
     if (spare == 0 || plan.num_rows() > kMostChunkRows || bytes > kUpcomingBytes) return;
@@ -44,6 +43,7 @@ class Upcoming {
       return;
     }
     memory_[1] = (const char*)model_.layers[layer].values;
+    set_sizes(model_.layers[layer]);
     window_ = model_.layers[layer].window;
     half_ = 0;
     offset_ = 0;
@@ -71,11 +71,17 @@ class Upcoming {
   const Model& model_;
   const Plan& plan_;
   const int thread_, num_threads_;
-  const size_t sizes_[2];  // of a block's keys, and of its values
+  size_t sizes_[2];  // of a block's keys, and of its values
   const char* memory_[2] = {};
   size_t task_ = 0, offset_ = 0;
   int block_ = 0, half_ = 0, step_ = 0;
   int window_ = 0, first_ = 0;  // of the layer; the sequence's first block in it
+
+  void set_sizes(const LayerWeights& layer) {
+    const AttentionShape shape = model_.shape_of(layer);
+    sizes_[0] = shape.key_bytes() * shape.kv_heads;
+    sizes_[1] = shape.value_bytes() * shape.kv_heads;
+  }
 
   // block_ counts on from the sequence before: find the one in which it lies.
   void find_sequence() {

@@ -31,6 +31,7 @@ _ARCHITECTURES = {
     "granite": "GraniteForCausalLM",
     "granitehybrid": "GraniteForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
+    "gemma4": "Gemma4ForCausalLM",
 }
 """GGUF's architectures; Mistral's models are of architecture llama."""
 
@@ -44,6 +45,11 @@ _COMPUTED = {
     "gpt-oss": {"attention.sliding_window", "attention.sliding_window_pattern", "expert_count"},
     "mistral3": {"rope.scaling.yarn_log_multiplier"},
     **dict.fromkeys(_GRANITE, _SCALES),
+    "gemma4": {
+        "attention.sliding_window",
+        "attention.sliding_window_pattern",
+        "final_logit_softcapping",
+    },
 }
 """Keys of _REFUSED that an architecture supports."""
 
@@ -82,11 +88,16 @@ _ONLY = {
 
 _END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _END_TEXTS = frozenset(
-    ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>")
+    (
+        *("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|end|>"),
+        *("<end_of_turn>", "<turn|>"),
+    )
 )
 """Control tokens that end a text, also where the metadata names only one of them."""
 _HARMONY_ENDS = frozenset(("<|return|>", "<|call|>"))
 """The same of gpt-oss, where `<|end|>` ends only a message within the text."""
+_END_OF_CALLS = "<|tool_response>"
+"""Of any kind: what follows it is not the model's."""
 
 _EMBEDDINGS = "token_embd.weight"
 _BIAS = "blk.0.attn_output.bias"
@@ -100,6 +111,8 @@ _MIXED = {"in_proj_qkvz": ".ssm_in.weight", "in_proj_ba": ".ssm_ba.weight"}
 """Matrices that mix projections of recurrent layers, by Hugging Face's names."""
 RECURRENT = ("qwen35", "qwen35moe", "qwen3next")
 _PARTLY_ROTATED = ("phi3", "glm4moe", *RECURRENT)
+_UNEVEN = ("gemma4",)
+"""Architectures of which layers have different sizes and rotary embeddings."""
 
 
 class Metadata:
@@ -138,6 +151,15 @@ class Metadata:
             raise self._file.error(f"{self.key(name)} is {value}; must be a whole number above 0")
         return value
 
+    def per_layer(self, name: str, default: int | None = None) -> list[int]:
+        """Return each layer's number, where layers may differ: one for all, or a list."""
+        values = self.get(name)
+        if self.architecture not in _UNEVEN or not isinstance(values, tuple):
+            return [self.whole(name, default)] * self.num_layers
+        if len(values) < self.num_layers or not all(type(x) is int and x > 0 for x in values):
+            raise self._file.error(f"{self.key(name)} is {values}; a number a layer is expected")
+        return list(values[: self.num_layers])
+
     @property
     def head_dim(self) -> int:
         default = self.whole("embedding_length") // self.whole("attention.head_count")
@@ -153,7 +175,9 @@ class Metadata:
         """Key heads of each layer; 0 where it has no attention."""
         found = self.get("attention.head_count_kv", self.whole("attention.head_count"))
         listed = found if isinstance(found, tuple) else (found,) * self.num_layers
-        if not all(isinstance(n, int) and n >= 0 for n in listed) or len({*listed} - {0}) != 1:
+        kinds = len({*listed} - {0})
+        is_allowed = kinds == 1 or (kinds > 1 and self.architecture in _UNEVEN)
+        if not (all(isinstance(n, int) and n >= 0 for n in listed) and is_allowed):
             raise self._file.error(
                 f"{self.key('attention.head_count_kv')} is {found!r}; one number above 0, or 0 for "
                 "some layers, is expected"
@@ -184,7 +208,7 @@ def config_json(file: GgufFile) -> dict[str, Any]:
         "model_type": FAMILIES[architecture].model_type,
         "vocab_size": embeddings.shape[0],
         "hidden_size": hidden,
-        "intermediate_size": metadata.whole("feed_forward_length", inner),
+        "intermediate_size": metadata.per_layer("feed_forward_length", inner)[0],
         "num_hidden_layers": metadata.num_layers,
         "num_attention_heads": heads,
         "num_key_value_heads": max(metadata.kv_heads),
@@ -199,6 +223,7 @@ def config_json(file: GgufFile) -> dict[str, Any]:
         "torch_dtype": _dtype(file),
         **own,
         **_rope(file, metadata),
+        **(_gemma4(file, metadata) if metadata.architecture == "gemma4" else {}),
     }
 
 
@@ -301,6 +326,62 @@ def _window_types(metadata: Metadata) -> list[str]:
     return ["sliding_attention" if kind else "full_attention" for kind in listed[:count]]
 
 
+def _gemma4(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
+    """Return the fields of Gemma 4, of which layers without a window have heads of other sizes."""
+    count, shared = metadata.num_layers, metadata.get("attention.shared_kv_layers", 0)
+    pattern = metadata.get("attention.sliding_window_pattern")
+    if not isinstance(pattern, tuple) or len(pattern) != count or len({*pattern}) < 2:
+        raise file.error(f"{metadata.key('attention.sliding_window_pattern')} is {pattern!r}")
+    size, full, windowed = metadata.whole("attention.key_length_swa"), *map(pattern.index, (0, 1))
+    kv_heads, inner = metadata.kv_heads, metadata.per_layer("feed_forward_length")
+    own = {"head_dim": metadata.head_dim, "num_key_value_heads": kv_heads[full]}
+    wide = inner[-1] == 2 * inner[0]
+    expected = [inner[0] << (wide and i >= count - shared) for i in range(count)]
+    for name, value, only in (
+        ("rope.dimension_count_swa", metadata.whole("rope.dimension_count_swa", size), size),
+        ("rope.scaling.factor", metadata.number("rope.scaling.factor", 1.0), 1.0),
+        ("feed_forward_length", inner, expected),
+    ):
+        if value != only:
+            raise file.error(f"{metadata.key(name)} is {value}; allowed: {only}")
+    return {
+        "head_dim": size,
+        "num_key_value_heads": kv_heads[windowed],
+        "per_layer_config": {i: own for i in range(count) if not pattern[i]},
+        "layer_types": [f"{'sliding' if x else 'full'}_attention" for x in pattern],
+        "sliding_window": metadata.whole("attention.sliding_window"),
+        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in file.tensors,
+        "num_kv_shared_layers": shared,
+        "use_double_wide_mlp": wide,
+        "hidden_size_per_layer_input": metadata.get("embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": file.tensors[_EMBEDDINGS].shape[0],
+        "final_logit_softcapping": metadata.get("final_logit_softcapping") or None,
+        "rope_parameters": {
+            "full_attention": _proportional(file, metadata),
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": metadata.number("rope.freq_base_swa", 10_000.0),
+            },
+        },
+    }
+
+
+def _proportional(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
+    """Return the rotary embedding of which pairs from some on are not rotated."""
+    entry, pairs = file.tensors.get(ROPE_TENSORS[0]), metadata.head_dim // 2
+    factors = torch.ones(pairs)
+    if entry is not None and entry.shape == (pairs,):
+        read_values(file, entry, factors)
+    rotated = int((factors == 1).sum())
+    if entry is None or not rotated or not bool((factors[rotated:] >= 1e30).all()):
+        raise file.error(f"tensor {ROPE_TENSORS[0]} is not 1, then 1e30, for {pairs} pairs")
+    return {
+        "rope_type": "proportional",
+        "rope_theta": metadata.number("rope.freq_base"),
+        "partial_rotary_factor": rotated / pairs,
+    }
+
+
 def _layer_types(metadata: Metadata) -> list[str]:
     """Return the layers' kinds: one in so many has attention, unless the file lists them."""
     count, every = metadata.num_layers, metadata.whole("full_attention_interval", 4)
@@ -327,7 +408,7 @@ def end_token_ids(file: GgufFile) -> tuple[int, ...]:
     known = [
         index
         for index, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
-        if kind == TokenType.CONTROL and token in texts
+        if (kind == TokenType.CONTROL and token in texts) or token == _END_OF_CALLS
     ]
     ends = tuple(dict.fromkeys([i for i in named if i is not None] + known))
     if tokens and not (ends and {*ends} <= {*range(len(tokens))}):
@@ -364,6 +445,8 @@ def _check(file: GgufFile, metadata: Metadata) -> None:
 def _rope(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
     """Return base and scaling in the spelling that every version of transformers reads."""
     theta = metadata.number("rope.freq_base", 10_000.0)
+    if metadata.architecture in _UNEVEN:
+        return {}
     if any(name in file.tensors for name in ROPE_TENSORS):
         return {"rope_theta": theta, **_rope_factors(file, metadata)}
     kind = metadata.get("rope.scaling.type", "linear")

@@ -59,6 +59,11 @@ class GgufTensors:
         behind = range(self._head, self._metadata.whole("block_count"))
         prefixes = tuple(f"blk.{i}." for i in behind)
         self._known |= {name for name in file.tensors if name.startswith(prefixes)}
+        # Of layers that read another's keys and values.
+        shared = self._metadata.get("attention.shared_kv_layers", 0)
+        reading = range(self._metadata.num_layers - shared, self._metadata.num_layers)
+        unused = ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
+        self._known |= {f"blk.{i}.{name}" for i in reading for name in unused}
 
     def has(self, name: str) -> bool:
         return self._name(name) in self._file.tensors
@@ -113,6 +118,7 @@ class GgufTensors:
         if name.endswith(_DECAY):
             return str(self._names.get_name(name))
         name = name.replace(".dt_bias", ".dt_proj.bias").replace(_BIAS, ".e_score_correction.bias")
+        name = name.replace("_scalar", "_scalar.weight")
         base, _, suffix = name.rpartition(".")
         return f"{self._names.get_name(base)}.{suffix}"
 

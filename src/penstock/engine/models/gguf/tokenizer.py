@@ -76,6 +76,8 @@ _CUTS = {
 }
 """Pre-tokenizers by tokenizer.ggml.pre. `default`, llama.cpp's for unknown ones, is no model's."""
 
+_SPACES = ("llama", "gemma4")
+"""Kinds of tokenizers whose tokens spell spaces as SentencePiece does; gemma4's have merges."""
 SPM_IDS = {"bos": 1, "eos": 2, "unk": 0}
 """Special tokens of SentencePiece that a file need not name."""
 
@@ -86,9 +88,9 @@ def fast_tokenizer(file: GgufFile) -> FastTokenizer:
     if not tokens:
         raise file.error("has no tokenizer.ggml.tokens")
     kind = str(file.metadata.get(f"{_PREFIX}model"))
-    build = {"gpt2": _byte_level, "llama": _sentencepiece}.get(kind)
+    build = {"gpt2": _byte_level, **dict.fromkeys(_SPACES, _sentencepiece)}.get(kind)
     if build is None:
-        raise file.error(f"{_PREFIX}model is {kind!r}; allowed: gpt2, llama")
+        raise file.error(f"{_PREFIX}model is {kind!r}; allowed: gpt2, {', '.join(_SPACES)}")
     kinds = _per_token(file, "token_type", len(tokens))
     # Unused tokens pad the matrices; a text that spells one is ordinary text.
     pairs = ((t, i) for i, t in enumerate(tokens) if kinds[i] != TokenType.UNUSED)
@@ -153,12 +155,14 @@ def _pair(file: GgufFile, merge: str) -> tuple[str, str]:
 
 def _sentencepiece(file: GgufFile, vocab: dict[str, int]) -> Tokenizer:
     tokens = file.strings(f"{_PREFIX}tokens")
-    scores = _per_token(file, "scores", len(tokens))
-    unknown = _special_tokens(file, tokens)["unk_token"]
+    merges = [_pair(file, merge) for merge in file.strings(f"{_PREFIX}merges")]
+    if file.metadata[f"{_PREFIX}model"] == "llama":
+        merges = _merges_by_score(vocab, _per_token(file, "scores", len(tokens)))
+    unknown = _special_tokens(file, tokens).get("unk_token", "<unk>")
     tokenizer = Tokenizer(
         models.BPE(
             vocab,
-            _merges_by_score(vocab, scores),
+            merges,
             unk_token=unknown,
             fuse_unk=True,
             byte_fallback=True,
@@ -215,8 +219,10 @@ def _token_id(file: GgufFile, name: str, count: int, default: int | None = None)
 
 def _add_bos(file: GgufFile, tokenizer: Tokenizer, special: dict[str, str]) -> None:
     """Add a first and a last token to texts where the file or its kind asks for them."""
-    is_sentencepiece = file.metadata[f"{_PREFIX}model"] == "llama"
-    usual = is_sentencepiece or _CUTS[file.metadata[f"{_PREFIX}pre"]].adds_bos
+    usual = (
+        file.metadata[f"{_PREFIX}model"] in _SPACES
+        or _CUTS[file.metadata[f"{_PREFIX}pre"]].adds_bos
+    )
     ends = []
     for name, default in (("bos", usual), ("eos", False)):
         is_added = file.metadata.get(f"{_PREFIX}add_{name}_token", default)
