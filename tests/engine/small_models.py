@@ -349,7 +349,6 @@ def write_checkpoint(path: Path, case: Case, **save_options: Any) -> Checkpoint:
                 parameter.normal_()
             else:
                 parameter.normal_(std=parameter.shape[-1] ** -0.5)
-                parameter.normal_(std=1.0 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5)
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5)
