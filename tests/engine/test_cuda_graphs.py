@@ -28,7 +28,7 @@ def test_logits_are_those_of_transformers(checkpoint: Checkpoints, name: str) ->
     found = in_pieces(runner, IDS, seed=0)
     for sequence, ids in IDS.items():
         expected = checkpoint(name).logits(ids)
-        torch.testing.assert_close(found[sequence], expected, rtol=0, atol=2e-4)
+        torch.testing.assert_close(found[sequence], expected, rtol=0, atol=3e-4)
     is_recorded = not name.startswith(
         ("qwen3-moe", "qwen3-5", "qwen3-next", "glm4", "gpt-oss", "lfm2")
     )
