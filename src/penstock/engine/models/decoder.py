@@ -165,8 +165,8 @@ class Decoder:
         scale = 1.0 if variant.qk_norm else variant.query_scale
         if scale == 1 and variant.query_growth == 0:
             return rotations
-        periods = positions // variant.query_period
-        scales = scale * (1 + variant.query_growth * periods.float().log1p())
+        periods = (positions // variant.query_period).float()
+        scales = scale * (1 + variant.query_growth * periods.log1p())
         queries = scales[:, None, None, None].expand(-1, self.config.num_heads, 1, 1)
         keys = queries.new_ones(len(positions), self.config.num_kv_heads, 1, 1)
         return rotations * torch.cat((queries, keys), dim=1)
@@ -246,9 +246,9 @@ def _layer(
     def norm(name: str) -> RmsNorm | None:
         return RmsNorm(mine[name], config.rms_norm_eps) if name in mine else None
 
-    delta = None
+    delta: ConvWeights | None = None
     if "linear_in" in mine:
-        qkv, delta = mine["linear_in"], ConvWeights.from_weights(mine)
+        qkv, delta = mine["linear_in"], ConvWeights(mine["conv"].squeeze(1).t().contiguous())
     elif "linear_qkv" in mine:
         qkv, delta = mine["linear_qkv"], DeltaWeights.from_weights(mine)
     else:

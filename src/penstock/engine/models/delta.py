@@ -22,10 +22,6 @@ class ConvWeights:
 
     conv: torch.Tensor
 
-    @classmethod
-    def from_weights(cls, weights: dict[str, torch.Tensor]) -> ConvWeights:
-        return cls(weights["conv"].squeeze(1).t().contiguous())
-
 
 @dataclass(frozen=True, slots=True)
 class DeltaWeights(ConvWeights):
@@ -63,6 +59,7 @@ class ConvStates:
         self._delta = delta
         inputs = (num_slots, delta.kernel - 1 + MOST_KEPT, delta.conv_size + delta.gate_size)
         self._inputs = {i: torch.zeros(inputs, device=device) for i in delta.layers}
+        self._memory = [self._inputs]
 
     def mix(
         self,
@@ -86,8 +83,9 @@ class ConvStates:
                 int(x[seq]) for x in (moves.slots, moves.replayed, moves.committed)
             )
             if replayed < 0:
-                self._begin(index, slot)
                 replayed = 0
+                for layers in self._memory:
+                    layers[index][slot].zero_()
             kept = self._inputs[index][slot]
             inputs = torch.cat((kept[: before + replayed], rows[start:end]))
             mixed = self._take_in(index, weights, inputs, slot, replayed + committed)
@@ -105,9 +103,6 @@ class ConvStates:
         self, w: ConvWeights, mixed: torch.Tensor, qkv: torch.Tensor, normed: torch.Tensor
     ) -> torch.Tensor:
         return mixed * qkv.float().chunk(3, dim=1)[1]
-
-    def _begin(self, index: int, slot: int) -> None:
-        self._inputs[index][slot].zero_()
 
     def _take_in(
         self, index: int, w: ConvWeights, inputs: torch.Tensor, slot: int, certain: int
@@ -129,6 +124,7 @@ class DeltaStates(ConvStates):
         self._key_head = torch.tensor(order, device=device).argsort() // each
         state = (num_slots, delta.value_heads, delta.key_dim, delta.value_dim)
         self._states = {i: torch.zeros(state, device=device) for i in delta.layers}
+        self._memory.append(self._states)
 
     def _rows(self, w: ConvWeights, qkv: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         assert isinstance(w, DeltaWeights)
@@ -141,10 +137,6 @@ class DeltaStates(ConvStates):
         z = (normed @ w.z).float().view_as(mixed)
         scale = (mixed.square().mean(-1, keepdim=True) + self._eps).rsqrt()
         return (mixed * scale * w.norm * F.silu(z)).flatten(1)
-
-    def _begin(self, index: int, slot: int) -> None:
-        super()._begin(index, slot)
-        self._states[index][slot].zero_()
 
     def _take_in(
         self, index: int, w: ConvWeights, inputs: torch.Tensor, slot: int, certain: int

@@ -138,8 +138,9 @@ def _smollm3(config: Any) -> Variant:
 
 
 def _ministral3(config: Any) -> Variant:
-    growth = config.rope_parameters.get("llama_4_scaling_beta") or 0.0
-    period = config.rope_parameters.get("original_max_position_embeddings")
+    rope = config.rope_parameters
+    growth = rope.get("llama_4_scaling_beta") or 0.0
+    period = rope.get("original_max_position_embeddings")
     if growth and type(period) is not int:
         raise ValueError("llama_4_scaling_beta needs original_max_position_embeddings")
     return replace(_mistral(config), query_growth=growth, query_period=period or 1)
@@ -150,7 +151,7 @@ def _granite(config: Any) -> Variant:
         raise ValueError("some layers are of Mamba-2 (layer_types); not computed yet")
     if getattr(config, "num_local_experts", 0):
         raise ValueError("num_local_experts is not 0; its experts are not computed yet")
-    every = frozenset(range(config.num_hidden_layers))
+    is_rotated = getattr(config, "position_embedding_type", "rope") is not None
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return replace(
         _llama(config),
@@ -158,7 +159,7 @@ def _granite(config: Any) -> Variant:
         embedding_scale=config.embedding_multiplier,
         residual_scale=config.residual_multiplier,
         logit_scale=1 / config.logits_scaling,
-        unrotated=frozenset() if getattr(config, "position_embedding_type", "rope") else every,
+        unrotated=frozenset(() if is_rotated else range(config.num_hidden_layers)),
     )
 
 

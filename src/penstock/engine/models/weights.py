@@ -16,7 +16,6 @@ from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.families import FAMILIES
 from penstock.engine.models.formats import open_checkpoint
 from penstock.engine.models.quantized import QuantizedMatrix, Stored, Weight
-from penstock.engine.models.variant import DeltaNet
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +83,7 @@ def weight_specs(config: DecoderConfig) -> Iterator[WeightSpec]:
     layers.I.linear_norm      [value_dim]
     layers.I.o                [hidden_size, value_size]
 
-    or, without key heads,
+    Without key heads they have, in place of these,
 
     layers.I.linear_in        [3 * value_size, hidden_size]: gates of the convolution's input and
                               output, input
@@ -200,11 +199,8 @@ def _layer_specs(config: DecoderConfig, index: int) -> Iterator[WeightSpec]:
         return _norm_spec(config, f"{ours}.{name}", f"{theirs}.{source}.weight", size)
 
     yield norm("input_norm", "input_layernorm")
-    if variant.delta is not None and index in variant.delta.layers:
-        if variant.delta.key_heads:
-            yield from _delta_specs(config, ours, f"{theirs}.linear_attn")
-        else:
-            yield from _conv_specs(config, variant.delta, ours, f"{theirs}.conv")
+    if variant.is_recurrent(index):
+        yield from _delta_specs(config, ours, theirs)
     else:
         yield from _attention_specs(config, ours, theirs)
     if variant.post_norms:
@@ -261,6 +257,12 @@ def _delta_specs(config: DecoderConfig, ours: str, theirs: str) -> Iterator[Weig
     delta, hidden = config.variant.delta, config.hidden_size
     assert delta is not None
     heads, size = delta.value_heads, delta.value_size
+    if not delta.key_heads:
+        yield _spec(f"{ours}.linear_in", (f"{theirs}.conv.in_proj.weight", (3 * size, hidden)))
+        yield _spec(f"{ours}.conv", (f"{theirs}.conv.conv.weight", (size, 1, delta.kernel)))
+        yield _spec(f"{ours}.o", (f"{theirs}.conv.out_proj.weight", (hidden, size)))
+        return
+    theirs += ".linear_attn"
     yield _spec(f"{ours}.linear_qkv", (f"{theirs}.in_proj_qkv.weight", (delta.conv_size, hidden)))
     yield _spec(f"{ours}.linear_z", (f"{theirs}.in_proj_z.weight", (size, hidden)))
     yield _spec(f"{ours}.beta", (f"{theirs}.in_proj_b.weight", (heads, hidden)))
@@ -269,15 +271,6 @@ def _delta_specs(config: DecoderConfig, ours: str, theirs: str) -> Iterator[Weig
     yield _spec(f"{ours}.dt_bias", (f"{theirs}.dt_bias", (heads,)))
     yield _spec(f"{ours}.a_log", (f"{theirs}.A_log", (heads,)))
     yield _spec(f"{ours}.linear_norm", (f"{theirs}.norm.weight", (delta.value_dim,)))
-    yield _spec(f"{ours}.o", (f"{theirs}.out_proj.weight", (hidden, size)))
-
-
-def _conv_specs(
-    config: DecoderConfig, conv: DeltaNet, ours: str, theirs: str
-) -> Iterator[WeightSpec]:
-    hidden, size = config.hidden_size, conv.value_size
-    yield _spec(f"{ours}.linear_in", (f"{theirs}.in_proj.weight", (3 * size, hidden)))
-    yield _spec(f"{ours}.conv", (f"{theirs}.conv.weight", (size, 1, conv.kernel)))
     yield _spec(f"{ours}.o", (f"{theirs}.out_proj.weight", (hidden, size)))
 
 

@@ -87,8 +87,7 @@ class ModelWeights(Structure):
         ("gelu_tanh", c_int32),
         *((name, c_int32) for name in ("num_experts", "experts_per_token", "norm_topk_prob")),
         *((name, c_int32) for name in (*DELTA_SIZES, "num_slots", "most_kept")),
-        ("query_scale", c_float),
-        ("query_growth", c_float),
+        *((name, c_float) for name in ("query_scale", "query_growth")),
         ("query_period", c_int32),
     ]
 

@@ -81,10 +81,7 @@ _END_TEXTS = frozenset(
 
 _EMBEDDINGS = "token_embd.weight"
 _BIAS = "blk.0.attn_output.bias"
-_ALWAYS_FLOAT = (
-    *(".ffn_gate_inp.weight", ".ssm_conv1d.weight", ".ssm_dt.bias"),
-    ".shortconv.conv.weight",
-)
+_ALWAYS_FLOAT = (".ffn_gate_inp.weight", ".ssm_conv1d.weight", ".ssm_dt.bias", ".conv.weight")
 """Ends of names of tensors that are float32 in any file."""
 _PARTLY_ROTATED = ("phi3", "qwen35")
 
@@ -137,14 +134,12 @@ class Metadata:
 
     @property
     def kv_heads(self) -> tuple[int, ...]:
-        """Key heads of each layer; 0 where it has no attention."""
+        """Key heads of each layer, 0 where it has no attention, or one number for all."""
         found = self.get("attention.head_count_kv", self.whole("attention.head_count"))
-        listed = found if isinstance(found, tuple) else (found,) * self.num_layers
+        listed = found if isinstance(found, tuple) else (found,)
         if not all(isinstance(n, int) and n >= 0 for n in listed) or len({*listed} - {0}) != 1:
-            raise self._file.error(
-                f"{self.key('attention.head_count_kv')} is {found!r}; one number above 0, or 0 for "
-                "some layers, is expected"
-            )
+            key = self.key("attention.head_count_kv")
+            raise self._file.error(f"{key} is {found!r}; one number above 0, or 0, is expected")
         return listed
 
     @property
@@ -215,19 +210,19 @@ def _own(metadata: Metadata) -> dict[str, Any]:
             "linear_value_heads_strided": True,
         }
     if metadata.architecture in _GRANITE:
+        is_rotated = metadata.get("rope.scaling.finetuned", True)
+        usual = metadata.head_dim**-0.5
         return {
-            "attention_multiplier": metadata.number("attention.scale", 0)
-            or metadata.head_dim**-0.5,
+            "attention_multiplier": metadata.number("attention.scale", 0) or usual,
             "embedding_multiplier": metadata.number("embedding_scale", 0) or 1.0,
             "residual_multiplier": metadata.number("residual_scale", 0) or 1.0,
             "logits_scaling": metadata.number("logit_scale", 0) or 1.0,
-            "position_embedding_type": "rope"
-            if metadata.get("rope.scaling.finetuned", 1)
-            else None,
+            "position_embedding_type": "rope" if is_rotated else None,
         }
     if metadata.architecture == "lfm2":
+        count, heads = metadata.num_layers, metadata.kv_heads
         return {
-            "layer_types": ["full_attention" if n else "conv" for n in metadata.kv_heads],
+            "layer_types": ["full_attention" if n else "conv" for n in (heads * count)[:count]],
             "conv_L_cache": metadata.whole("shortconv.l_cache"),
             "norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
             "block_auto_adjust_ff_dim": False,

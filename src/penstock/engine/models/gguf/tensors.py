@@ -33,9 +33,8 @@ class GgufTensors:
 
     Architecture llama and others store the rotary pairs (i, i + head_dim / 2) of query and key rows
     side by side; they are put back into halves. Gemma's and Qwen3.5's norms include the 1 that
-    Hugging Face's lack, and decays are stored as they are multiplied. The matrices of all experts
-    are one tensor. Layers behind the model's, of heads that predict further tokens,
-    are not read."""
+    Hugging Face's lack, and decays are stored as they are multiplied. All experts' matrices are
+    one tensor. Layers behind the model's, of heads that predict further tokens, are not read."""
 
     def __init__(self, file: GgufFile) -> None:
         self._file = file
