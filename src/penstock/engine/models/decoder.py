@@ -85,7 +85,7 @@ class Decoder:
         else:
             self.lm_head = self.embed_tokens.t()
         self.rotations = _rotations(config, max_positions, config.rope).to(device)
-        self._none = torch.tensor((1.0, 0.0), device=device)  # cosine and sine
+        self._none = torch.tensor((1.0, 0.0), device=device).expand(max_positions, 1, 1, 2)
         self._local_rotations = self.rotations
         window = config.variant.window
         if window is not None and window.rope is not None:
@@ -144,10 +144,9 @@ class Decoder:
     ) -> torch.Tensor:
         """Compute all layers, each by `compute`, and float32 logits of the rows it leaves."""
         variant = self.config.variant
-        everywhere = windowed = self._scaled(self.rotations.index_select(0, positions), positions)
+        everywhere = windowed = self._rotations_at(positions, self.rotations)
         if variant.window is not None:
-            local = self._local_rotations.index_select(0, positions)
-            windowed = self._scaled(local, positions)
+            windowed = self._rotations_at(positions, self._local_rotations)
         hidden = F.embedding(token_ids, self.embed_tokens)
         if variant.embedding_scale != 1 or variant.residual_scale != 1:
             scale = torch.tensor(variant.embedding_scale, dtype=hidden.dtype).item()
@@ -155,13 +154,13 @@ class Decoder:
         for index in range(len(self.layers)):
             rotations = windowed if variant.is_windowed(index) else everywhere
             if index in variant.unrotated:
-                rotations = self._scaled(self._none.expand(len(positions), 1, 1, 2), positions)
+                rotations = self._rotations_at(positions, self._none)
             hidden = compute(index, hidden, rotations)
         return (self.norm(hidden) @ self.lm_head).float()
 
-    def _scaled(self, rotations: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return rotations of each head that scale the queries, too, where the variant does so."""
-        variant = self.config.variant
+    def _rotations_at(self, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """Return the rows' rotations; of each head, and scaling queries, if the variant does so."""
+        variant, rotations = self.config.variant, table.index_select(0, positions)
         scale = 1.0 if variant.qk_norm else variant.query_scale
         if scale == 1 and variant.query_growth == 0:
             return rotations

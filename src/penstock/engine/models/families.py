@@ -138,9 +138,8 @@ def _smollm3(config: Any) -> Variant:
 
 
 def _ministral3(config: Any) -> Variant:
-    rope = config.rope_parameters
-    growth = rope.get("llama_4_scaling_beta") or 0.0
-    period = rope.get("original_max_position_embeddings")
+    growth = config.rope_parameters.get("llama_4_scaling_beta") or 0.0
+    period = config.rope_parameters.get("original_max_position_embeddings")
     if growth and type(period) is not int:
         raise ValueError("llama_4_scaling_beta needs original_max_position_embeddings")
     return replace(_mistral(config), query_growth=growth, query_period=period or 1)
@@ -219,9 +218,8 @@ FAMILIES = {
         renamed=(
             (".input_layernorm.", ".operator_norm."),
             *((f".{x}_norm.", f".{x}_layernorm.") for x in "qk"),
-            (".o_proj.", ".out_proj."),
+            *((".o_proj.", ".out_proj."), ("model.norm.", "model.embedding_norm.")),
             *((".mlp.", ".feed_forward."), (".down_proj.", ".w2.")),
-            ("model.norm.", "model.embedding_norm."),
         ),
     ),
 }

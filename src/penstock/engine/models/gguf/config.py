@@ -220,9 +220,9 @@ def _own(metadata: Metadata) -> dict[str, Any]:
             "position_embedding_type": "rope" if is_rotated else None,
         }
     if metadata.architecture == "lfm2":
-        count, heads = metadata.num_layers, metadata.kv_heads
+        count, listed = metadata.num_layers, metadata.kv_heads
         return {
-            "layer_types": ["full_attention" if n else "conv" for n in (heads * count)[:count]],
+            "layer_types": ["full_attention" if n else "conv" for n in (listed * count)[:count]],
             "conv_L_cache": metadata.whole("shortconv.l_cache"),
             "norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
             "block_auto_adjust_ff_dim": False,
