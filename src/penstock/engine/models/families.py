@@ -226,7 +226,7 @@ def _granite(config: Any) -> Variant:
         raise ValueError("some layers are of Mamba-2 (layer_types); not computed yet")
     if getattr(config, "num_local_experts", 0):
         raise ValueError("num_local_experts is not 0; its experts are not computed yet")
-    every = frozenset(range(config.num_hidden_layers))
+    is_rotated = getattr(config, "position_embedding_type", "rope") is not None
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return replace(
         _llama(config),
@@ -234,7 +234,7 @@ def _granite(config: Any) -> Variant:
         embedding_scale=config.embedding_multiplier,
         residual_scale=config.residual_multiplier,
         logit_scale=1 / config.logits_scaling,
-        unrotated=frozenset() if getattr(config, "position_embedding_type", "rope") else every,
+        unrotated=frozenset(() if is_rotated else range(config.num_hidden_layers)),
     )
 
 
@@ -340,9 +340,8 @@ FAMILIES = {
         renamed=(
             (".input_layernorm.", ".operator_norm."),
             *((f".{x}_norm.", f".{x}_layernorm.") for x in "qk"),
-            (".o_proj.", ".out_proj."),
+            *((".o_proj.", ".out_proj."), ("model.norm.", "model.embedding_norm.")),
             *((".mlp.", ".feed_forward."), (".down_proj.", ".w2.")),
-            ("model.norm.", "model.embedding_norm."),
         ),
     ),
     "Gemma4ForCausalLM": Family(

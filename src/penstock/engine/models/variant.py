@@ -71,8 +71,7 @@ class Experts:
 class DeltaNet:
     """Layers with a gated DeltaNet, a recurrent state of fixed size, in place of attention.
 
-    Without key heads the layer is the short convolution alone, gated before and behind: its state
-    is the rows that it reads again.
+    Without key heads it is the short convolution before it alone, its input and output gated.
 
     layers: numbers of these layers
     kernel: rows of the short convolution before it

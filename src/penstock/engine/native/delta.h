@@ -78,8 +78,7 @@ class ConvInputs {
   }
 };
 
-// What a short convolution alone gives for some channels of one sequence's rows. Its inputs, gated
-// here, are all of its state.
+// What a short convolution alone gives for some channels. Its inputs, gated, are all of its state.
 class ShortConv : ConvInputs {
  public:
   using ConvInputs::ConvInputs;
@@ -89,15 +88,13 @@ class ShortConv : ConvInputs {
     for (int i = 0; i < move_.num_rows; ++i) {
       const size_t row = move_.row + i;
       const float* gate = model_.query.get() + row * model_.query_stride();
+      const float* out_gate = model_.output_gate.get() + row * model_.value_stride();
       float* x = model_.inputs.get() + row * model_.inputs_stride();
-      for (int c = first; c < first + count; c += kLanes) store(x + c, load(x + c) * load(gate + c));
-    }
-    for (int i = 0; i < move_.num_rows; ++i) {
-      const size_t row = move_.row + i;
-      const float* gate = model_.output_gate.get() + row * model_.value_stride();
       float* out = model_.attended.get() + row * model_.query_stride();
-      for (int c = first; c < first + count; c += kLanes)
-        store(out + c, convolved(replayed_ + i, c) * load(gate + c));
+      for (int c = first; c < first + count; c += kLanes) {
+        store(x + c, load(x + c) * load(gate + c));
+        store(out + c, convolved(replayed_ + i, c) * load(out_gate + c));
+      }
     }
     keep(first, count);
   }
