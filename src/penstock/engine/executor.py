@@ -407,7 +407,7 @@ class RunnerExecutor(LocalExecutor):
         cores: Mapping[str, Collection[int]] = MappingProxyType({}),
     ) -> None:
         super().__init__(target, drafters, clock, max_model_len, num_threads, cores)
-        self._verifier = Verifier(target)
+        self.verifier = Verifier(target)
         self._scores = PromptScores(target)
         self._tables = BlockTables(target.blocks_for(max_model_len) + 1)
 
@@ -421,11 +421,11 @@ class RunnerExecutor(LocalExecutor):
         batch = self._batch(job, [tokens for tokens, _ in drafts])
         sampled = sampled_of(job, drafts)
         built_at = self._clock.now()
-        scores = self._verifier.forward(batch, sampled)
+        scores = self.verifier.forward(batch, sampled)
         verified_at = self._clock.now()
         if draft_probs is not None:
             draft_probs = draft_probs.to(self.target.device)
-        decided = self._verifier.decide(scores, sampled, draft_probs)
+        decided = self.verifier.decide(scores, sampled, draft_probs)
         if self._scores.num_requests:
             decided = [
                 d._replace(prompt_logprobs=self._scores.pop(s.text.request.id))

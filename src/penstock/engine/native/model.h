@@ -100,6 +100,9 @@ constexpr int kMostSplitRows = 8;
 // Memory aligned to cache lines that grows and never shrinks; contents are lost on growth.
 class Buffer {
  public:
+  // Whether what is reserved is NaN until it is written, so that a value that nobody wrote is seen.
+  static inline bool poisons = false;
+
   float* reserve(size_t count) {
     if (count > size_) {
       storage_.assign(count + 16, 0.0f);
@@ -107,6 +110,7 @@ class Buffer {
       const size_t past = reinterpret_cast<uintptr_t>(storage_.data()) % 64;
       start_ = storage_.data() + (past ? (64 - past) / sizeof(float) : 0);
     }
+    if (poisons) std::fill_n(start_, count, NAN);
     return start_;
   }
   float* get() const { return start_; }
@@ -208,8 +212,7 @@ struct Model {
         thread_limit(given.num_threads),
         routing(given.num_experts, given.experts_per_token, given.norm_topk_prob) {
     weights.layers = layers.data();
-    for (ThreadScratch& s : scratch) prepare(s);
-    splits.reserve(split_floats());
+    reserve_scratch();
   }
 
   bool has_post_norms() const { return layers[0].o_norm; }
@@ -246,6 +249,7 @@ struct Model {
   }
 
   void reserve(int rows) {
+    if (Buffer::poisons) reserve_scratch();
     residual.reserve(rows * residual_stride());
     query.reserve(rows * query_stride());
     attended.reserve(rows * query_stride());
@@ -263,6 +267,11 @@ struct Model {
   }
 
  private:
+  void reserve_scratch() {
+    for (ThreadScratch& s : scratch) prepare(s);
+    splits.reserve(split_floats());
+  }
+
   void prepare(ThreadScratch& s) {
     s.normed.reserve(kMostChunkRows * residual_stride());
     // A chunk of one head's columns, then one row turned by its position.
