@@ -161,6 +161,8 @@ def test_wrong_input(cli: Cli, arguments: tuple[str, ...], message: str) -> None
     code, out, err = cli("doctor", "--exact", *arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert message in err
+    code, _, err = cli("doctor", "target-small", "--tokens", 40)
+    assert (code, err) == (2, "penstock: Invalid value: --tokens is for --exact\n")
 
 
 def test_runner_poisons_what_no_pass_has_written(tmp_path: Path) -> None:

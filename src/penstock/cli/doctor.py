@@ -43,6 +43,8 @@ def doctor(**options: Any) -> None:
     as_json, exact, tokens = (options.pop(name) for name in ("as_json", "exact", "tokens"))
     if exact:
         return _check_exactness(options, tokens or 400, as_json=as_json)
+    if tokens is not None:
+        raise typer.BadParameter("--tokens is for --exact")
     findings = list(_findings(options))
     if as_json:
         print(dumps([finding._asdict() for finding in findings]))
