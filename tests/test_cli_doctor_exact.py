@@ -127,12 +127,14 @@ def write_hybrid(root: Path) -> None:
 
 def test_recurrent_layers(cli: Cli, tmp_path: Path) -> None:
     write_hybrid(tmp_path)
+    torch.set_num_threads(2)
     drafters = ("--drafter", f"far={tmp_path / 'far'}", "--drafter", "ngram")
     code, receipt = checked(cli, tmp_path / "target", *drafters, tokens=40)
     found = verdicts(receipt)
     assert (code, found.pop("drafter ngram")) == (0, "not tested")
     assert {*found.values()} == {"same", "found"}
     assert receipt["engine"]["state_slots"] >= 33
+    assert receipt["engine"]["num_threads"] == receipt["fingerprint"]["threads"] == 2
 
 
 def test_pytorch_compares_tokens(cli: Cli, family: dict[str, Path]) -> None:

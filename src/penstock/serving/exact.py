@@ -120,7 +120,9 @@ class ExactCheck:
             requests.append(Request(str(i), size, most, prompt_token_ids=text, sampling=sampling))
         # As much KV as they need: all of it is filled anew for each part.
         lengths = [r.prompt_len + r.max_tokens + 4 * config.block_size for r in requests]
-        self._config = config.model_copy(update={"state": None, "kv_tokens": sum(lengths)})
+        # PyTorch tells the number of threads only once: the first placement takes its own.
+        update = {"kv_tokens": sum(lengths), "num_threads": models.place.num_threads, "state": None}
+        self._config = config.model_copy(update=update)
         self._requests, self._fingerprint = requests, fingerprint(config, models)
         self._parts = _parts(config, max(lengths))
         self.num_tokens = sum(r.max_tokens for p in self._parts for r in requests[: p.size])
