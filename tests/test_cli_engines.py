@@ -135,7 +135,7 @@ def test_commands_that_take_an_engine(cli: Cli, command: str, tmp_path: Path) ->
     [
         ("serve", 17),
         ("generate", 16),
-        ("doctor", 18),
+        ("doctor", 20),
         ("simulate", 31),
         ("capacity", 30),
         ("plan", 16),

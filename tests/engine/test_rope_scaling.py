@@ -94,7 +94,7 @@ def test_the_longest_text_of_the_settings_decides(tmp_path: Path) -> None:
         engine = load_engine(settings(tmp_path, max_model_len=most), calibrated=False)
         assert engine.max_model_len == (most or 256)
         assert (
-            engine.executor._verifier.runner.config.max_position_embeddings == engine.max_model_len
+            engine.executor.verifier.runner.config.max_position_embeddings == engine.max_model_len
         )
 
 

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
 from penstock.cli.options import JsonOption, with_options_of
 from penstock.cli.serve import serve
-from penstock.cli.terminal import SERVE_EXTRA, what_to_install
+from penstock.cli.terminal import SERVE_EXTRA, one_line, print_table, progress, what_to_install
 from penstock.engine.memory import CGROUP, LESS_MEMORY
 from penstock.json_text import dumps
 
@@ -38,8 +38,13 @@ class Finding(NamedTuple):
 def doctor(**options: Any) -> None:
     """Check this machine for `penstock serve` with the same options. Exit code 1 if it cannot run.
 
-    Checks packages, kernels, threads, models, memory, ports and files."""
-    as_json = options.pop("as_json")
+    Checks packages, kernels, threads, models, memory, ports and files, or (--exact) that a
+    request's output is the same whatever else is served, with drafts or without."""
+    as_json, exact, tokens = (options.pop(name) for name in ("as_json", "exact", "tokens"))
+    if exact:
+        return _check_exactness(options, tokens or 400, as_json=as_json)
+    if tokens is not None:
+        raise typer.BadParameter("--tokens is for --exact")
     findings = list(_findings(options))
     if as_json:
         print(dumps([finding._asdict() for finding in findings]))
@@ -50,7 +55,41 @@ def doctor(**options: Any) -> None:
         raise typer.Exit(1)
 
 
-doctor.__signature__ = with_options_of(serve, as_json=JsonOption)  # type: ignore[attr-defined]
+_OPTIONS = {
+    "as_json": JsonOption,
+    "exact": Annotated[bool, typer.Option("--exact", help="Check that output is exact, and stop.")],
+    "tokens": Annotated[int | None, typer.Option(min=16, help="Longest output of --exact. [400]")],
+}
+doctor.__signature__ = with_options_of(serve, **_OPTIONS)  # type: ignore[attr-defined]
+
+
+def _check_exactness(options: dict[str, Any], tokens: int, *, as_json: bool) -> None:
+    from penstock.cli.settings import in_force
+    from penstock.config import ConfigError, default_state_folder
+    from penstock.engine.models.checkpoint import CheckpointError
+    from penstock.serving.exact import ExactCheck
+
+    with one_line(CheckpointError, ConfigError, OSError):
+        config = in_force(options, download=True).engine
+        check = ExactCheck(config, tokens)
+        with progress(check.num_tokens, "checking") as advance:
+            receipt = check.run(lambda output: advance(len(output.token_ids)))
+        folder = default_state_folder() or Path("state")
+        path = folder.with_name(f"exact-{config.target_name.replace('/', '--')}.json")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(dumps(receipt), encoding="utf-8")
+    if as_json:
+        print(dumps(receipt))
+    else:
+        columns = ("part", "verdict", "tokens", "at_once", "drafted", "accepted", "preemptions")
+        facts = [str(receipt["engine"][name]) for name in ("target", "dtype", "instruction_set")]
+        rows = [[str(part[name]) for name in columns] for part in receipt["parts"]]
+        print_table(", ".join(facts), columns, rows)
+        for line in [line for part in receipt["parts"] for line in part["differing"]]:
+            print(line)
+        print(f"{receipt['verdict']}; for a report: {path}")
+    if receipt["verdict"] != "same":
+        raise typer.Exit(1)
 
 
 def _findings(options: dict[str, Any]) -> Iterator[Finding]:

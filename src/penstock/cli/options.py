@@ -22,12 +22,12 @@ def policy_option(kind: str, what: str) -> typer.models.OptionInfo:
     return made
 
 
-def with_options_of(command: Callable[..., Any], **flags: Any) -> inspect.Signature:
-    """Return the signature of a command with keyword-only parameters, and these flags added."""
+def with_options_of(command: Callable[..., Any], **added: Any) -> inspect.Signature:
+    """Return the signature of a command with keyword-only parameters, and these options added."""
     known = inspect.signature(command, eval_str=True).parameters.values()
     own = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind)
-        for name, kind in flags.items()
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+        for name, kind in added.items()
     ]
     return inspect.Signature([*(p.replace(kind=p.KEYWORD_ONLY) for p in known), *own])
 

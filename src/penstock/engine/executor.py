@@ -419,7 +419,7 @@ class RunnerExecutor(LocalExecutor):
             self._carried = CarriedStates(target.config.hidden_size, target.device)
             drafters = [HeadDrafter(head, target, self._tables, self._carried), *drafters]
         super().__init__(target, drafters, clock, max_model_len, num_threads, cores)
-        self._verifier = Verifier(target)
+        self.verifier = Verifier(target)
         self._scores = PromptScores(target)
 
     def _compute(
@@ -437,13 +437,13 @@ class RunnerExecutor(LocalExecutor):
             batch = replace(batch, copies=places)
         sampled = sampled_of(job, drafts)
         built_at = self._clock.now()
-        scores = self._verifier.forward(batch, sampled)
+        scores = self.verifier.forward(batch, sampled)
         verified_at = self._clock.now()
         if self._carried is not None:
             self._carried.keep([i.request_id for i in job.plan.items], batch)
         if draft_probs is not None:
             draft_probs = draft_probs.to(self.target.device)
-        decided = self._verifier.decide(scores, sampled, draft_probs)
+        decided = self.verifier.decide(scores, sampled, draft_probs)
         if self._scores.num_requests:
             decided = [
                 d._replace(prompt_logprobs=self._scores.pop(s.text.request.id))

@@ -100,7 +100,9 @@ class Verifier:
     requested: the accepted draft is then the common prefix, and no logits come back. A grammar
     checks the samples afterwards: only a forbidden one is drawn again from the permitted tokens.
     With a grammar, samples behind the first mismatch are of all tokens: `evidence_all` may be lower
-    than over the permitted ones."""
+    than over the permitted ones. keeps_logits: all logits come back, also where none is needed."""
+
+    keeps_logits = False
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
@@ -114,10 +116,10 @@ class Verifier:
             by_logits = _by_logits(drafted, params, ratio)
             if len(by_logits) < len(drafted):
                 starts = _row_start(drafted)
-                kept = by_logits
+                kept = list(range(len(drafted))) if self.keeps_logits else by_logits
                 if params.reads_text:
                     others = (i for i, d in enumerate(drafted) if d.text.grammar is not None)
-                    kept = sorted({*by_logits, *others})
+                    kept = sorted({*kept, *others})
                 rows = [row for i in kept for row in range(starts[i], starts[i + 1])]
                 answer = self.runner.verify(
                     batch, np.array(starts, dtype=np.int32), params, np.array(rows, dtype=np.int32)

@@ -204,6 +204,7 @@ def declared(library: ctypes.CDLL) -> ctypes.CDLL:
         "penstock_create": (pointer, [pointer]),
         "penstock_destroy": (None, [pointer]),
         "penstock_limit_threads": (None, [pointer, c_int32]),
+        "penstock_poison": (None, [c_int32]),
         "penstock_forward": (c_int32, [pointer, pointer, pointer, pointer]),
         "penstock_forward_sampled": (c_int32, [pointer, pointer, pointer, pointer]),
         "penstock_draft": (c_int32, [pointer, pointer, pointer, pointer]),

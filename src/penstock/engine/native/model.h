@@ -153,6 +153,9 @@ constexpr int kMostSplitRows = 8;
 // Memory aligned to cache lines that grows and never shrinks; contents are lost on growth.
 class Buffer {
  public:
+  // Whether what is reserved is NaN until it is written, so that a value that nobody wrote is seen.
+  static inline bool poisons = false;
+
   float* reserve(size_t count) {
     if (count > size_) {
       storage_.assign(count + 16, 0.0f);
@@ -160,6 +163,7 @@ class Buffer {
       const size_t past = reinterpret_cast<uintptr_t>(storage_.data()) % 64;
       start_ = storage_.data() + (past ? (64 - past) / sizeof(float) : 0);
     }
+    if (poisons) std::fill_n(start_, count, NAN);
     return start_;
   }
   float* get() const { return start_; }
@@ -281,9 +285,8 @@ struct Model {
       hidden_floats = std::max({hidden_floats, each * inner_stride(layer.inner_size),
                                 inner_stride(layer.shared_size)});
     }
-    for (ThreadScratch& s : scratch) prepare(s);
-    splits.reserve(split_floats());
-    no_state.reserve(residual_stride());
+    reserve_scratch();
+    std::fill_n(no_state.reserve(residual_stride()), residual_stride(), 0.0f);
   }
 
   bool has_head() const { return weights.head_fc.data; }
@@ -328,6 +331,7 @@ struct Model {
   }
 
   void reserve(int rows) {
+    if (Buffer::poisons) reserve_scratch();
     residual.reserve(rows * residual_stride());
     query.reserve(rows * query_stride());
     attended.reserve(rows * query_stride());
@@ -350,6 +354,11 @@ struct Model {
   }
 
  private:
+  void reserve_scratch() {
+    for (ThreadScratch& s : scratch) prepare(s);
+    splits.reserve(split_floats());
+  }
+
   void prepare(ThreadScratch& s) {
     s.normed.reserve(kMostChunkRows * residual_stride());
     // A chunk of one head's columns, then one row turned by its position.

@@ -402,6 +402,8 @@ void execute(Model& model, const Batch& batch, const DraftOrder* order, const Ta
       plan.logits.push_back(logits + (size_t)i * batch.vocab);
     }
   }
+  if (Buffer::poisons)
+    for (float* row : plan.logits) std::fill_n(row, model.weights.vocab_size, NAN);
   const int phases = (Pass<float>::num_phases(model) + 1) * (job.max_steps + 1);
   Pool::instance().run(job, threads_for(model, plan), phases);
   if (target) std::copy(plan.sampled.begin(), plan.sampled.end(), target->token_ids);
@@ -467,6 +469,9 @@ PENSTOCK_API void penstock_destroy(Model* model) {
 PENSTOCK_API void penstock_limit_threads(Model* model, int32_t limit) {
   model->thread_limit = std::clamp(limit, 1, model->weights.num_threads);
 }
+
+// Of all models, while none computes: see Buffer.
+PENSTOCK_API void penstock_poison(int32_t wanted) { Buffer::poisons = wanted != 0; }
 
 // 0, or 1 with the reason in error[kErrorBytes].
 PENSTOCK_API int32_t penstock_forward(Model* model, const BatchValues* batch, float* logits,

@@ -6,6 +6,7 @@ import ctypes
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,12 @@ class NativeRunner(ModelRunner):
         if num_threads != self._thread_limit:
             self._library.penstock_limit_threads(self._model, num_threads)
             self._thread_limit = num_threads
+
+    def poison(self, wanted: bool) -> None:
+        """Have NaN in memory that no pass has written, or no longer; while no request runs."""
+        self._library.penstock_poison(wanted)  # buffers, and logits, of all runners
+        for tensor in chain(*self._cache, *self._state_memory.values()) if wanted else ():
+            tensor.view(torch.uint8).fill_(255)  # NaN in every format
 
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
         """Compute the logits of a batch. Raises ValueError where it does not fit model or cache."""
