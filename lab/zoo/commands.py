@@ -31,7 +31,7 @@ def train(
     from lab.zoo.recipe import FULL
     from penstock.config import ConfigError
 
-    known = [spec.name for spec in FULL.models]
+    known = [*(spec.name for spec in FULL.models), *(spec.name for spec in FULL.heads)]
     unknown = [name for name in only or () if name not in known]
     with one_line(ConfigError):
         if unknown:

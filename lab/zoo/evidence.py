@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
+from lab.zoo.heads import Head, Reader
 from lab.zoo.template import EOS_ID, PAD_ID
 from penstock.core.lookup import TextIndex
 from penstock.zoo.registry import Prompt
@@ -21,7 +22,11 @@ from penstock.zoo.registry import Prompt
 NGRAM = "n-gram"
 """Name of prompt lookup among the drafters."""
 
+HEAD_DRAFT = 12
+"""Chained drafts of a head that are followed."""
+
 Bools = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +117,40 @@ def lookup_runs(prompt: Sequence[int], text: Sequence[int]) -> npt.NDArray[np.in
     return runs
 
 
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Heads beside their target."""
+
+    target: Reader
+    by_name: dict[str, Head]
+
+
+@torch.inference_mode()
+def head_logits(
+    head: Head, target: Reader, prompt: list[int], text: list[int], steps: int
+) -> list[Tensor]:
+    """[len(text), vocab] for each chained step: from each token of `text` on, the head's logits
+    for the token that is `step` behind it, with `text` up to there."""
+    ids = torch.tensor([prompt + text + [PAD_ID] * steps])
+    starts = torch.zeros(ids.shape, dtype=torch.bool)
+    first = len(prompt) - 1
+    starts[0, first : first + len(text)] = True
+    finals = head.chain(target.embed(ids), target.read(ids), starts, steps)
+    return [head.logits(final, target.lm_head) for final in finals]
+
+
+def head_runs(logits: list[Tensor], text: list[int], gumbel: Tensor | None) -> Ints:
+    """From each token of `text` on, how many chained drafts in a row are right."""
+    agrees = np.zeros((len(logits), len(text)), dtype=np.int64)
+    truth = np.array(text)
+    for step, told in enumerate(logits[: len(text)]):
+        told = told[: len(text) - step]
+        noisy = told if gumbel is None else told + gumbel[step : len(text)]
+        agrees[step, : len(told)] = noisy.argmax(-1).numpy() == truth[step:]
+    runs: Ints = np.cumprod(agrees, axis=0).sum(axis=0)
+    return runs
+
+
 def trace(
     domain: str,
     prompt: list[int],
@@ -119,8 +158,10 @@ def trace(
     target: LlamaForCausalLM,
     drafters: dict[str, LlamaForCausalLM],
     gumbel: Tensor | None,
+    heads: Heads | None = None,
 ) -> AcceptanceTrace:
-    """Compare all drafters along `text`, sampled with the noise `gumbel` or greedy."""
+    """Compare all drafters along `text`, sampled with the noise `gumbel` or greedy; heads along
+    chains of at most HEAD_DRAFT."""
     added = 0.0 if gumbel is None else gumbel[: len(text)]
     truth = np.array(text)
     runs, overlaps, matches = {NGRAM: lookup_runs(prompt, text)}, {}, {}
@@ -132,6 +173,12 @@ def trace(
         matches[name] = float(agrees.mean())
         both = torch.minimum(target_probs, logits.softmax(-1)).sum(-1)
         overlaps[name] = float(both.mean())
+    if heads is not None:
+        for name, head in heads.by_name.items():
+            told = head_logits(head, heads.target, prompt, text, HEAD_DRAFT)
+            runs[name] = head_runs(told, text, gumbel)
+            both = torch.minimum(target_probs, told[0].softmax(-1)).sum(-1)
+            overlaps[name], matches[name] = float(both.mean()), float((runs[name] > 0).mean())
     matches[NGRAM] = float((runs[NGRAM] > 0).mean())
     overlaps[NGRAM] = matches[NGRAM]  # a point mass: its acceptance is the estimate
     return AcceptanceTrace(domain, len(text), runs, overlaps, matches)
@@ -146,6 +193,7 @@ def collect(
     limit: int,
     greedy: bool,
     seed: int,
+    heads: Heads | None = None,
 ) -> list[AcceptanceTrace]:
     """A trace for every prompt of every domain."""
     traces = []
@@ -158,5 +206,5 @@ def collect(
         texts = target_texts(target, ids, noises, limit)
         for i, (prompt, text) in enumerate(zip(ids, texts, strict=True)):
             gumbel = None if noises is None else noises[i]
-            traces.append(trace(domain, prompt, text, target, drafters, gumbel))
+            traces.append(trace(domain, prompt, text, target, drafters, gumbel, heads))
     return traces

@@ -9,10 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from lab.zoo.evidence import NGRAM, AcceptanceTrace, collect
+from lab.zoo.evidence import NGRAM, AcceptanceTrace, Heads, collect
+from lab.zoo.heads import Reader, load_head
 from lab.zoo.modeling import load_model
 from lab.zoo.tokenizer import load_tokenizer
 from penstock.config import NGRAM as LOOKUP
@@ -23,6 +25,8 @@ from penstock.zoo.registry import DEFAULT_TARGET, DOMAINS, WEIGHTS, bundled_mode
 MAX_DRAFT = 12
 KV_TOKENS = 16_384
 NO_DRAFTER = "none"
+_SHOWN = 4
+"""Drafts in a row whose acceptance is told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,8 @@ class _Costs:
 
     def __init__(self, traces: list[AcceptanceTrace], times: DecodeTimes) -> None:
         self.traces = traces
-        names = list(traces[0].runs)
+        # A head's step is not priced here: its share of agreement is told, no speed.
+        names = [name for name in traces[0].runs if name in (NGRAM, *times.draft)]
         self.options = [(NO_DRAFTER, 0)] + [(n, s) for n in names for s in range(1, MAX_DRAFT + 1)]
         self.seconds = [
             {option: request_seconds(trace, *option, times) for option in self.options}
@@ -138,7 +143,7 @@ def cells(costs: _Costs, times: DecodeTimes) -> list[ChoiceCell]:
     for domain in domains:
         group = [t for t in costs.traces if domain in (None, t.domain)]
         tokens = sum(t.length for t in group)
-        for name in [NO_DRAFTER, *costs.traces[0].runs]:
+        for name in dict.fromkeys(name for name, _ in costs.options):
             best = costs.best(name, domain)
             overlap = matched = 0.0
             if name != NO_DRAFTER:
@@ -159,6 +164,31 @@ def cells(costs: _Costs, times: DecodeTimes) -> list[ChoiceCell]:
     return result
 
 
+@dataclass(frozen=True, slots=True)
+class AcceptedDrafts:
+    """Of a drafter's first, second, third and fourth token, begun at every place of the text, the
+    share that is right with all before it."""
+
+    domain: str
+    drafter: str
+    shares: list[float]
+
+
+def accepted_drafts(traces: list[AcceptanceTrace]) -> list[AcceptedDrafts]:
+    """By domain and drafter, then for all domains together."""
+    domains: list[str | None] = [*dict.fromkeys(t.domain for t in traces), None]
+    found = []
+    for domain, name in itertools.product(domains, traces[0].runs):
+        group = [t.runs[name] for t in traces if domain in (None, t.domain)]
+        # A text's last tokens have no room for a whole draft.
+        shares = [
+            float(np.concatenate([r[: max(1, len(r) - k)] > k for r in group]).mean())
+            for k in range(_SHOWN)
+        ]
+        found.append(AcceptedDrafts(domain or "all", name, shares))
+    return found
+
+
 def measured_times(weights: Path, target: str, drafters: list[str]) -> DecodeTimes:
     """Step times that the engine measures here and now when it loads the models."""
     paths: dict[str, Any] = {name: str(weights / name) for name in drafters}
@@ -173,6 +203,7 @@ def _traces(
     weights: Path,
     target: str,
     drafters: list[str],
+    heads: list[str],
     domains: tuple[str, ...],
     per_domain: int,
     limit: int,
@@ -180,6 +211,8 @@ def _traces(
     seed: int,
 ) -> list[AcceptanceTrace]:
     models = {name: load_model(weights / name) for name in drafters}
+    reader = Reader(weights / target)
+    mine = {name: load_head(weights / name, reader.config) for name in heads}
     tokenizer = load_tokenizer(weights / target)
     prompts = {d: load_prompts(d)[:per_domain] for d in domains}
     return collect(
@@ -190,6 +223,7 @@ def _traces(
         limit=limit,
         greedy=greedy,
         seed=seed,
+        heads=Heads(reader, mine),
     )
 
 
@@ -214,6 +248,7 @@ def report(
     console = console or Console()
     cards = bundled_models(weights)
     drafters = [card.name for card in cards.values() if card.role == "drafter"]
+    heads = [c.name for c in cards.values() if c.role == "head" and c.name.startswith(f"{target}-")]
     times = times or measured_times(weights, target, drafters)
     result: dict[str, Any] = {
         "target": target,
@@ -222,17 +257,19 @@ def report(
     }
     for mode in ("sampled", "greedy"):
         traces = _traces(
-            weights, target, drafters, domains, per_domain, limit, mode == "greedy", seed
+            weights, target, drafters, heads, domains, per_domain, limit, mode == "greedy", seed
         )
         costs = _Costs(traces, times)
         chosen = choice(costs)
-        table = cells(costs, times)
+        table, accepted = cells(costs, times), accepted_drafts(traces)
         result[mode] = {
             "cells": [asdict(c) for c in table],
             "choice": {**asdict(chosen), "gain": chosen.gain},
+            "accepted_drafts": [asdict(a) for a in accepted],
         }
         if not as_json:
             _print(console, mode, table, chosen)
+            _print_accepted(console, mode, accepted)
     if as_json:
         console.print_json(json.dumps(result))
     return result
@@ -263,3 +300,15 @@ def _print(console: Console, mode: str, table: list[ChoiceCell], chosen: Choice)
         f"{chosen.length_by_request / base - 1:+.1%}, the drafter "
         f"{chosen.drafter_by_request / base - 1:+.1%}, both {chosen.gain:+.1%}"
     )
+
+
+def _print_accepted(console: Console, mode: str, accepted: list[AcceptedDrafts]) -> None:
+    shown = Table("domain", "drafter", title=f"drafts in a row that are right, {mode} text")
+    for number in range(_SHOWN):
+        shown.add_column(str(number + 1), justify="right")
+    for _, group in itertools.groupby(accepted, key=lambda a: a.domain):
+        own = list(group)
+        for a in own:
+            row = (a.domain, a.drafter, *(f"{share:.2f}" for share in a.shares))
+            shown.add_row(*row, end_section=a is own[-1])
+    console.print(shown)

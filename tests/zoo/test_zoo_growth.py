@@ -14,6 +14,7 @@ from tests.engine.small_models import Paging  # noqa: E402
 
 from lab.zoo.growth import (  # noqa: E402
     TOLERANCE,
+    GrownHead,
     Growth,
     count_parameters,
     grown_shape,
@@ -21,14 +22,18 @@ from lab.zoo.growth import (  # noqa: E402
     widened,
     write_family,
     write_grown,
+    write_grown_head,
 )
+from lab.zoo.head_training import build_head  # noqa: E402
+from lab.zoo.heads import Reader, load_head, save_head  # noqa: E402
 from lab.zoo.manifest import verify_manifest  # noqa: E402
 from lab.zoo.modeling import load_model  # noqa: E402
+from lab.zoo.recipe import FULL  # noqa: E402
 from penstock.engine.models.config import DecoderConfig  # noqa: E402
 from penstock.engine.models.weights import weight_bytes  # noqa: E402
 from penstock.engine.native.runner import NativeRunner  # noqa: E402
 from penstock.engine.tokenizer import load_tokenizer  # noqa: E402
-from penstock.zoo.registry import bundled_models, load_prompts  # noqa: E402
+from penstock.zoo.registry import ModelCard, bundled_models, load_prompts  # noqa: E402
 
 
 def growth(name, width, layers=1, channels=32):
@@ -43,11 +48,57 @@ def growth(name, width, layers=1, channels=32):
     return Growth(card, count_parameters(large), width, small, large)
 
 
+def grown_head(folder, spec, target):
+    """A bundled target's head with random parts, small and grown."""
+    small = Reader(target.card.path)
+    head = build_head(spec, small, torch.arange(1, 4096, 4))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    save_head(folder / "small", head.checkpoint(), head.description(small.content))
+    card = ModelCard("head", "head", folder / "small", head.num_parameters(), "")
+    size = write_grown_head(folder / "grown", GrownHead(card, target))
+    return (
+        load_head(folder / "small", small.config),
+        load_head(folder / "grown", target.large),
+        size,
+    )
+
+
+def chained(head, path, ids, steps=4):
+    """The head's logits at chained steps along a text, from every place on."""
+    reader = Reader(path)
+    starts = torch.zeros(ids.shape, dtype=torch.bool)
+    starts[:, 3:-steps] = True
+    with torch.no_grad():
+        finals = head.chain(reader.embed(ids), reader.read(ids), starts, steps)
+        return torch.stack([head.logits(final, reader.lm_head) for final in finals])
+
+
+@pytest.mark.parametrize("spec", FULL.heads, ids=lambda spec: spec.name)
+def test_a_grown_head_drafts_the_same_beside_the_grown_target(tmp_path, spec):
+    made = growth("target-large", 4)
+    write_grown(tmp_path / "target", made)
+    small, large, size = grown_head(tmp_path, spec, made)
+    assert size == sum(p.numel() for p in large.parameters()) > 4 * small.num_parameters()
+    ids = torch.tensor([prompt_ids(made.card.path)])
+    old = chained(small, made.card.path, ids)
+    new = chained(large, tmp_path / "target", ids)
+    torch.testing.assert_close(new, old, rtol=0, atol=2e-4)
+    # The control: beside the small target's eps it drafts otherwise.
+    large.layer.post_attention_layernorm.eps = made.small.rms_norm_eps * 1e3
+    assert (chained(large, tmp_path / "target", ids) - old).abs().nan_to_num(0).max() > 1e-3
+
+
 def prompt_ids(path, domain="instruction"):
     return load_tokenizer(path).encode(load_prompts(domain)[0].prompt)
 
 
-@pytest.mark.parametrize("name", first_fast(bundled_models()))
+MODELS = [card.name for card in bundled_models().values() if card.role != "head"]
+
+
+@pytest.mark.parametrize("name", first_fast(MODELS))
 def test_sizes_are_met_at_every_scale(name):
     small = DecoderConfig.from_pretrained(bundled_models()[name].path)
     for asked in np.geomspace(count_parameters(small), 4e9, 25):
@@ -119,7 +170,9 @@ def test_command_grows_a_family_that_speculates_as_before(tmp_path, cli):
     )
     assert code == 0, stderr
     models = {row["name"]: row for row in json.loads(stdout)["models"]}
-    assert models.keys() == bundled_models().keys() - {"target-small"}
+    assert models.keys() == {*MODELS} - {"target-small"}
+    heads = {name for name, card in bundled_models(out).items() if card.role == "head"}
+    assert heads == {spec.name for spec in FULL.heads}
     for name, row in models.items():
         on_disk = sum(f.stat().st_size for f in (out / name).glob("*.safetensors"))
         assert 0 <= on_disk - row["bytes"] < 20_000

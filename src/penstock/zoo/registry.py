@@ -29,10 +29,10 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """One bundled model."""
+    """One bundled model; a head belongs to the target with which its name begins."""
 
     name: str
-    role: Literal["target", "drafter"]
+    role: Literal["target", "drafter", "head"]
     path: Path
     parameters: int
     description: str
