@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
-from lab.zoo.heads import Head, Reader
+from lab.zoo.heads import Head, embed, read
 from lab.zoo.template import EOS_ID, PAD_ID
 from penstock.core.lookup import TextIndex
 from penstock.zoo.registry import Prompt
@@ -40,7 +41,7 @@ class AcceptanceTrace:
 
     domain: str
     length: int
-    runs: dict[str, npt.NDArray[np.int64]]
+    runs: dict[str, Ints]
     overlaps: dict[str, float]
     matches: dict[str, float]
 
@@ -97,7 +98,7 @@ def answer_logits(model: LlamaForCausalLM, prompt: list[int], text: list[int]) -
     return logits
 
 
-def run_lengths(agrees: Bools) -> npt.NDArray[np.int64]:
+def run_lengths(agrees: Bools) -> Ints:
     """For each position how many True follow in a row, itself included."""
     runs = np.zeros(len(agrees) + 1, dtype=np.int64)
     for t in range(len(agrees) - 1, -1, -1):
@@ -105,7 +106,7 @@ def run_lengths(agrees: Bools) -> npt.NDArray[np.int64]:
     return runs[:-1]
 
 
-def lookup_runs(prompt: Sequence[int], text: Sequence[int]) -> npt.NDArray[np.int64]:
+def lookup_runs(prompt: Sequence[int], text: Sequence[int]) -> Ints:
     """Accepted draft tokens of the engine's look-up from each position of `text`."""
     index = TextIndex(len(prompt) + len(text))
     index.append(prompt)
@@ -117,37 +118,28 @@ def lookup_runs(prompt: Sequence[int], text: Sequence[int]) -> npt.NDArray[np.in
     return runs
 
 
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """Heads beside their target."""
-
-    target: Reader
-    by_name: dict[str, Head]
-
-
 @torch.inference_mode()
 def head_logits(
-    head: Head, target: Reader, prompt: list[int], text: list[int], steps: int
+    head: Head, target: LlamaForCausalLM, prompt: list[int], text: list[int]
 ) -> list[Tensor]:
-    """[len(text), vocab] for each chained step: from each token of `text` on, the head's logits
-    for the token that is `step` behind it, with `text` up to there."""
-    ids = torch.tensor([prompt + text + [PAD_ID] * steps])
+    """For each chained step: [len(text), vocab], the head's logits for the token that is so far
+    behind each of `text`, which is known up to there."""
+    ids = torch.tensor([prompt + text + [PAD_ID] * HEAD_DRAFT])
     starts = torch.zeros(ids.shape, dtype=torch.bool)
-    first = len(prompt) - 1
-    starts[0, first : first + len(text)] = True
-    finals = head.chain(target.embed(ids), target.read(ids), starts, steps)
-    return [head.logits(final, target.lm_head) for final in finals]
+    starts[0, len(prompt) - 1 : -HEAD_DRAFT - 1] = True
+    finals = head.chain(embed(target, ids), read(target, ids), starts, HEAD_DRAFT)
+    return [head.logits(final, target.lm_head.weight) for final in finals]
 
 
-def head_runs(logits: list[Tensor], text: list[int], gumbel: Tensor | None) -> Ints:
+def head_runs(logits: list[Tensor], text: list[int], gumbel: Tensor | float) -> Ints:
     """From each token of `text` on, how many chained drafts in a row are right."""
-    agrees = np.zeros((len(logits), len(text)), dtype=np.int64)
-    truth = np.array(text)
+    agrees = np.zeros((len(logits), len(text)), dtype=np.bool_)
     for step, told in enumerate(logits[: len(text)]):
-        told = told[: len(text) - step]
-        noisy = told if gumbel is None else told + gumbel[step : len(text)]
-        agrees[step, : len(told)] = noisy.argmax(-1).numpy() == truth[step:]
-    runs: Ints = np.cumprod(agrees, axis=0).sum(axis=0)
+        # Of later tokens' noise: a draft meets that of its own place.
+        moved = gumbel[step:] if isinstance(gumbel, Tensor) else gumbel
+        chosen = (told[: len(text) - step] + moved).argmax(-1).numpy()
+        agrees[step, : len(chosen)] = chosen == text[step:]
+    runs: Ints = np.logical_and.accumulate(agrees).sum(axis=0)
     return runs
 
 
@@ -158,7 +150,7 @@ def trace(
     target: LlamaForCausalLM,
     drafters: dict[str, LlamaForCausalLM],
     gumbel: Tensor | None,
-    heads: Heads | None = None,
+    heads: Mapping[str, Head] = MappingProxyType({}),
 ) -> AcceptanceTrace:
     """Compare all drafters along `text`, sampled with the noise `gumbel` or greedy; heads along
     chains of at most HEAD_DRAFT."""
@@ -173,12 +165,11 @@ def trace(
         matches[name] = float(agrees.mean())
         both = torch.minimum(target_probs, logits.softmax(-1)).sum(-1)
         overlaps[name] = float(both.mean())
-    if heads is not None:
-        for name, head in heads.by_name.items():
-            told = head_logits(head, heads.target, prompt, text, HEAD_DRAFT)
-            runs[name] = head_runs(told, text, gumbel)
-            both = torch.minimum(target_probs, told[0].softmax(-1)).sum(-1)
-            overlaps[name], matches[name] = float(both.mean()), float((runs[name] > 0).mean())
+    for name, head in heads.items():
+        told = head_logits(head, target, prompt, text)
+        runs[name] = head_runs(told, text, added)
+        both = torch.minimum(target_probs, told[0].softmax(-1)).sum(-1)
+        overlaps[name], matches[name] = float(both.mean()), float((runs[name] > 0).mean())
     matches[NGRAM] = float((runs[NGRAM] > 0).mean())
     overlaps[NGRAM] = matches[NGRAM]  # a point mass: its acceptance is the estimate
     return AcceptanceTrace(domain, len(text), runs, overlaps, matches)
@@ -193,7 +184,7 @@ def collect(
     limit: int,
     greedy: bool,
     seed: int,
-    heads: Heads | None = None,
+    heads: Mapping[str, Head] = MappingProxyType({}),
 ) -> list[AcceptanceTrace]:
     """A trace for every prompt of every domain."""
     traces = []

@@ -23,15 +23,17 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig
 
 from lab.common.shards import SHARD_BYTES, new_folder, save_sharded
 from lab.zoo.heads import Head, load_head, save_head
 from lab.zoo.manifest import write_manifest
+from lab.zoo.modeling import parameter_count
 from penstock.config import ConfigError
 from penstock.engine.models.checkpoint import SINGLE_FILE
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.weights import weight_specs
-from penstock.zoo.registry import DEFAULT_TARGET, ModelCard, bundled_models
+from penstock.zoo.registry import DEFAULT_TARGET, ModelCard, bundled_models, heads_of
 
 TOLERANCE = 0.015
 """How far a grown size may lie from the one that was asked for."""
@@ -79,30 +81,6 @@ def count_parameters(config: DecoderConfig) -> int:
     attention = 2 * hidden * (config.q_size + config.kv_size)
     layer = attention + 3 * hidden * config.intermediate_size + 2 * hidden
     return config.vocab_size * hidden + config.num_layers * layer + hidden
-
-
-@dataclass(frozen=True, slots=True)
-class GrownHead:
-    """A head of the target, which grows as the target does, its MLP in the same proportion."""
-
-    card: ModelCard
-    target: Growth
-
-    @property
-    def config(self) -> DecoderConfig:
-        """The grown target's, with the MLP of the grown head."""
-        target = self.target
-        content = json.loads((self.card.path / "config.json").read_text())
-        share = content["intermediate_size"] / target.small.intermediate_size
-        ffn = round(target.large.intermediate_size * share / _FFN_STEPS[1]) * _FFN_STEPS[1]
-        return replace(target.large, intermediate_size=ffn)
-
-
-def plan_heads(target: Growth) -> list[GrownHead]:
-    """All bundled heads of a grown target."""
-    cards = bundled_models().values()
-    mine = [c for c in cards if c.role == "head" and c.name.startswith(f"{target.card.name}-")]
-    return [GrownHead(card, target) for card in mine]
 
 
 def plan_family(target_params: int, drafter_share: tuple[float, float]) -> list[Growth]:
@@ -202,10 +180,10 @@ def write_family(
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    heads = plan_heads(family[0])
+    heads = heads_of(family[0].card.name)
     sizes = [growth.parameters for growth in family]
-    sizes += [write_grown_head(out / head.card.name, head) for head in heads]
-    originals = [*(growth.card for growth in family), *(head.card for head in heads)]
+    sizes += [write_grown_head(out / head.name, head.path, family[0]) for head in heads]
+    originals = [*(growth.card for growth in family), *heads]
     cards = {
         card.name: {
             "role": card.role,
@@ -254,25 +232,28 @@ def _sizes(large: DecoderConfig) -> dict[str, Any]:
     }
 
 
-def write_grown_head(folder: Path, grown: GrownHead) -> int:
-    """Write a head that drafts beside the grown target what it drafts beside the small one.
+def write_grown_head(folder: Path, original: Path, target: Growth) -> int:
+    """Write a target's head so that it drafts the same beside the grown target.
 
-    Returns its number of parameters."""
-    small = load_head(grown.card.path, grown.target.small)
-    large = Head(grown.config, small.reads, small.tokens)
+    Its MLP grows in the target's proportion. Returns its number of parameters."""
+    content: dict[str, Any] = json.loads((original / "config.json").read_text())
+    small = load_head(original)
+    ffn = content["intermediate_size"] / target.small.intermediate_size
+    ffn = round(ffn * target.large.intermediate_size / _FFN_STEPS[1]) * _FFN_STEPS[1]
+    content |= _sizes(target.large) | {"intermediate_size": ffn}
+    large = Head(LlamaConfig(**content), small.reads, small.tokens)
     old, tensors = small.checkpoint(), large.checkpoint()
     generator = torch.Generator().manual_seed(0)
     for name, blank in tensors.items():
         if not blank.is_floating_point():
             tensors[name] = old[name]
         elif blank.ndim == 1:
-            tensors[name] = _grown_norm(old[name], grown.target)
+            tensors[name] = _grown_norm(old[name], target)
         else:
-            tensors[name] = _grown_matrix(name, blank.shape, old[name], grown.target, generator)
-    target: dict[str, Any] = json.loads((grown.card.path / "config.json").read_text())
-    target |= _sizes(grown.config) | {"num_hidden_layers": grown.target.large.num_layers}
-    save_head(folder, tensors, large.description(target))
-    return large.num_parameters()
+            tensors[name] = _grown_matrix(name, blank.shape, old[name], target, generator)
+    content["num_hidden_layers"] = target.large.num_layers
+    save_head(folder, tensors, large.description(content))
+    return parameter_count(large)
 
 
 def _grown_tensor(

@@ -2,156 +2,169 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+import copy
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
+from transformers import LlamaForCausalLM
 
-from lab.zoo.data import Ids, Mask, Mixture, answer_mask, batch_of
+from lab.bench.perplexity import texts
+from lab.zoo.data import Ids, Mixture, answer_mask, batch_of, fill
 from lab.zoo.distil import KEPT, as_tensor, distil_loss, divergences
-from lab.zoo.heads import Head, Reader, States, save_head
+from lab.zoo.heads import Head, embed, read, save_head
 from lab.zoo.recipe import HeadSpec
-from lab.zoo.run import Run
+from lab.zoo.run import Run, run_to_end
+from penstock.config import ConfigError
+from penstock.engine.models.checkpoint import is_gguf
+from penstock.engine.models.config import DecoderConfig
+from penstock.engine.models.dtypes import resolve_dtype
+from penstock.engine.models.formats import open_checkpoint
+from penstock.engine.models.variant import LLAMA
+from penstock.engine.tokenizer import load_tokenizer
 
-Masked = Callable[[Ids], Mask]
-"""[rows, ROW] whether the next token is one that is drafted: an answer's, or any."""
+COMPARED = 8192
+"""The commonest tokens of a large vocabulary, of which a head learns the target's distribution."""
 
-
-@dataclass(frozen=True, slots=True)
-class HeadText:
-    """Rows of text by source, and which of their tokens are drafted."""
-
-    train: Mapping[str, Ids]
-    held: Mapping[str, Ids]
-    masked: Masked = answer_mask
-
-
-def commonest(text: HeadText, num: int) -> Tensor:
-    """The numbers of the `num` commonest drafted tokens, ascending."""
-    counts = np.zeros(np.iinfo(np.uint16).max + 1, dtype=np.int64)
-    for ids in text.train.values():
-        drafted = ids[:, 1:][text.masked(ids)[:, :-1]]
-        counts += np.bincount(drafted, minlength=len(counts))
-    # Of those that never come, the first.
-    return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:num]))
+HELD_ROWS = 2
+"""Of each source, on which a head is measured while it is trained."""
 
 
-def build_head(spec: HeadSpec, target: Reader, tokens: Tensor) -> Head:
-    """A fresh head, which begins with what the target's last layer knows.
+class Drafts(NamedTuple):
+    """One chained step: its logits, [chains, tokens], and what the target says in their place.
 
-    tokens: the numbers of those that an EAGLE-3 head can tell, ascending."""
-    ffn = spec.ffn or target.config.intermediate_size
-    config = replace(target.config, intermediate_size=ffn)
-    head = Head(config, spec.reads, tokens if spec.reads else None)
-    head.begin_like(target)
-    return head
+    is_there: [chains], whether this and all drafts before it are of tokens that are drafted
+    tokens, probs: [chains, KEPT], the target's likeliest tokens, numbered as the logits"""
 
-
-@dataclass(frozen=True, slots=True)
-class Lesson:
-    """Some rows of text, read by the target: what a head sees of them, and what it should tell.
-
-    starts:   [rows, ROW] where chains start
-    follows:  for each chained step, [chains] which of the target's distributions it should tell
-    is_there: for each step, [chains] whether it and all before it are of drafted tokens
-    tokens, probs: [positions, KEPT], of the target's distributions, numbered as the head's
-    """
-
-    embedded: Tensor
-    states: States
-    starts: Tensor
-    follows: list[Tensor]
-    is_there: list[Tensor]
+    logits: Tensor
+    is_there: Tensor
     tokens: Tensor
     probs: Tensor
 
 
-def lesson_of(target: Reader, ids: Ids, keep: Tensor, lm_head: Tensor, steps: int) -> Lesson:
-    """Read `ids`, [rows, ROW]. lm_head: [hidden, tokens] of those that are compared."""
-    tokens = as_tensor(ids)
-    states = target.read(tokens)
-    top = (states.final[keep] @ lm_head).softmax(-1).topk(KEPT, dim=-1)
-    number = torch.zeros(keep.shape, dtype=torch.int64)
-    number[keep] = torch.arange(len(top.indices))
-    # The token before a draft is the target's own, too.
-    starts = keep & keep.roll(1, dims=1)
-    starts[:, 0] = False
-    starts[:, -steps:] = False
-    row, place = starts.nonzero(as_tuple=True)
-    follows = [number[row, place + step] for step in range(steps)]
-    is_there = [keep[row, place + step] for step in range(steps)]
-    for step in range(1, steps):
-        is_there[step] = is_there[step] & is_there[step - 1]
-    embedded = target.embed(tokens)
-    return Lesson(embedded, states, starts, follows, is_there, top.indices, top.values)
-
-
 class HeadRun(Run):
-    """The training of a head beside its target, which stays as it is."""
+    """The training of a head beside its target, which stays as it is.
+
+    train, held: rows of text by source"""
 
     model: Head
 
     def __init__(
-        self, spec: HeadSpec, target: Reader, text: HeadText, folder: Path, seed: int
+        self,
+        spec: HeadSpec,
+        target: LlamaForCausalLM,
+        train: dict[str, Ids],
+        held: dict[str, Ids],
+        folder: Path,
     ) -> None:
-        self.spec, self.target, self.text = spec, target, text
-        vocabulary = target.config.vocab_size
-        tokens = commonest(text, spec.tokens or vocabulary)
-        self._lm_head = target.lm_head[:, tokens].float()
-        super().__init__(spec, build_head(spec, target, tokens), folder)
-        mixture = Mixture({name: float(len(ids)) for name, ids in text.train.items()})
-        self.plan = mixture.plan(spec.steps, spec.rows_per_step, seed)
+        self.spec, self.target, self.train, self.held = spec, target, train, held
+        tokens = self._commonest(spec.tokens or target.config.vocab_size)
+        self._lm_head = target.lm_head.weight[tokens].detach().float()
+        config = copy.deepcopy(target.config)
+        config.intermediate_size = spec.ffn or config.intermediate_size
+        head = Head(config, spec.reads, tokens if spec.reads else None)
+        head.begin_like(target)
+        super().__init__(spec, head, folder)
+        mixture = Mixture({name: float(len(ids)) for name, ids in train.items()})
+        self.plan = mixture.plan(spec.steps, spec.rows_per_step, seed=0)
 
-    def _lesson(self, ids: Ids) -> Lesson:
-        keep = torch.from_numpy(self.text.masked(ids))
-        return lesson_of(self.target, ids, keep, self._lm_head, self.spec.chained)
+    def _drafted(self, ids: Ids) -> Tensor:
+        """[rows, ROW] whether the token behind this one is drafted."""
+        mask = torch.from_numpy(answer_mask(ids))
+        if self.spec.answers_alone:
+            return mask
+        mask[:, :-1] = True
+        return mask
 
-    def _told(self, lesson: Lesson) -> list[Tensor]:
-        """Logits of each chained step, of the compared tokens."""
-        own = self.model.lm_head.weight.t() if self.model.reads else self._lm_head
-        steps, dtype = self.spec.chained, self.target.dtype
+    def _commonest(self, num: int) -> Tensor:
+        """The numbers of the `num` commonest drafted tokens, ascending."""
+        ids = np.concatenate([*self.train.values()])
+        drafted = torch.from_numpy(ids[:, 1:][self._drafted(ids)[:, :-1].numpy()].astype(np.int64))
+        counts = torch.bincount(drafted, minlength=self.target.config.vocab_size)
+        return counts.sort(descending=True, stable=True).indices[:num].sort().values
+
+    def drafts(self, ids: Ids) -> Iterator[Drafts]:
+        """Read `ids`, [rows, ROW], and draft from everywhere in it, step by step."""
+        tokens, keep, steps = as_tensor(ids), self._drafted(ids), self.spec.chained
+        states = read(self.target, tokens)
+        top = functional.linear(states[-1][keep], self._lm_head).softmax(-1).topk(KEPT, dim=-1)
+        number = torch.zeros(keep.shape, dtype=torch.int64)
+        number[keep] = torch.arange(len(top.indices))
+        # The token that a chain starts with is the target's own, too.
+        starts = keep & keep.roll(1, dims=1)
+        starts[:, 0] = False
+        starts[:, -steps:] = False
+        row, place = starts.nonzero(as_tuple=True)
+        own = self.model.lm_head.weight if self.model.reads else self._lm_head
+        dtype, is_there = self.target.dtype, torch.ones_like(row, dtype=torch.bool)
         with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
-            chain = self.model.chain(lesson.embedded, lesson.states, lesson.starts, steps)
-            told = [final @ own for final in chain]
-        return [logits.float() for logits in told]
+            chain = self.model.chain(embed(self.target, tokens), states, starts, steps)
+            told = [functional.linear(final, own) for final in chain]
+        for step, logits in enumerate(told):
+            is_there = is_there & keep[row, place + step]
+            at = number[row, place + step]
+            yield Drafts(logits.float(), is_there, top.indices[at], top.values[at])
 
     def loss(self) -> Tensor:
         """Of all drafts, each less than the one before it."""
-        lesson = self._lesson(batch_of(dict(self.text.train), self.plan[self.step]))
         share = min(0.8, 1.6 * self.step / self.steps)
-        total, weights = torch.zeros(()), 0.0
-        for step, logits in enumerate(self._told(lesson)):
-            there, weight = lesson.is_there[step], self.spec.fading**step
-            at = lesson.follows[step][there]
-            loss = distil_loss(logits[there], lesson.tokens[at], lesson.probs[at], share)
-            total, weights = total + weight * loss, weights + weight
-        return total / weights
+        losses, weights = [], []
+        for step, drafts in enumerate(self.drafts(batch_of(self.train, self.plan[self.step]))):
+            logits, tokens, probs = (x[drafts.is_there] for x in (drafts[0], *drafts[2:]))
+            weights.append(self.spec.fading**step)
+            losses.append(weights[-1] * distil_loss(logits, tokens, probs, share))
+        return torch.stack(losses).sum() / sum(weights)
 
     @torch.no_grad()
     def measured(self) -> dict[str, Any]:
         """On held-back text, by source and chained draft: the share of drafts that are the
         target's likeliest token, all before them too, and the overlap with its distribution."""
-        accepted: dict[str, list[float]] = {}
-        overlaps: dict[str, list[float]] = {}
-        for source, ids in self.text.held.items():
-            lesson = self._lesson(ids)
-            right = torch.ones(int(lesson.starts.sum()), dtype=torch.bool)
-            accepted[source], overlaps[source] = [], []
-            for step, logits in enumerate(self._told(lesson)):
-                there = lesson.is_there[step]
-                at = lesson.follows[step]
-                right &= logits.argmax(-1) == lesson.tokens[at][:, 0]
-                accepted[source].append(round(float(right[there].float().mean()), 4))
-                at = at[there]
-                apart = divergences(logits[there], lesson.tokens[at], lesson.probs[at])[1]
-                overlaps[source].append(round(1 - float(apart), 4))
-        return {"accepted": accepted, "overlap": overlaps}
+        found: dict[str, Any] = {"accepted": {}, "overlap": {}}
+        for source, ids in self.held.items():
+            accepted, overlaps, right = [], [], torch.tensor(True)
+            for logits, is_there, tokens, probs in self.drafts(ids[:HELD_ROWS]):
+                right = right & (logits.argmax(-1) == tokens[:, 0])
+                accepted.append(round(float(right[is_there].float().mean()), 4))
+                apart = divergences(logits[is_there], tokens[is_there], probs[is_there])[1]
+                overlaps.append(round(1 - float(apart), 4))
+            found["accepted"][source], found["overlap"][source] = accepted, overlaps
+        return found
 
-    def finish(self, folder: Path) -> None:
-        """Write the trained head."""
-        save_head(folder, self.model.checkpoint(), self.model.description(self.target.content))
+    def finish(self, folder: Path, target: dict[str, Any]) -> None:
+        """Write the trained head; `target` is the target's config.json."""
+        save_head(folder, self.model.checkpoint(), self.model.description(target))
         self.tell_done()
+
+
+def train_head(
+    target: Path, out: Path, steps: int, threads: int | None, show: bool = True
+) -> list[float]:
+    """Train an MTP head beside any Llama and write it to `out`; an interrupted run continues.
+
+    It learns the target's distributions along Python's own files and reference
+    (`lab.bench.perplexity.texts`), of which the last rows are held back. Its checkpoints are in
+    `out`, too. Returns the shares of drafts in a row that are right on the held-back rows.
+
+    Raises: ConfigError, CheckpointError."""
+    config = DecoderConfig.from_pretrained(target)
+    if config.variant != LLAMA:
+        raise ConfigError(f"{target}: heads are trained for Llamas; this is {config.architecture}")
+    torch.set_num_threads(threads or torch.get_num_threads())
+    folder, file = (target.parent, target.name) if is_gguf(target) else (target, None)
+    dtype = resolve_dtype("auto", torch.device("cpu"))
+    model = LlamaForCausalLM.from_pretrained(folder, gguf_file=file, dtype=dtype)
+    spec = HeadSpec(out.name, "", "", steps, tokens=COMPARED, answers_alone=False)
+    tokenizer = load_tokenizer(target)
+    pieces = (tokenizer.encode(text, add_special_tokens=False) for text in texts())
+    rows = fill(pieces, steps * spec.rows_per_step + HELD_ROWS)
+    parts = {"text": rows[:-HELD_ROWS]}, {"text": rows[-HELD_ROWS:]}
+    run = HeadRun(spec, model.train(False), *parts, out)
+    run.resume()
+    run_to_end(run, checkpoint_s=120.0, evaluate_every=steps, show=show)
+    run.finish(out, open_checkpoint(target).description().content)
+    accepted: list[float] = run.history[-1]["accepted"]["text"]
+    return accepted

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,146 +24,30 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
 
-from penstock.config import ConfigError
 from penstock.engine.models.checkpoint import SINGLE_FILE
-from penstock.engine.models.config import DecoderConfig
-from penstock.engine.models.decoder import Decoder, after_attention
-from penstock.engine.models.formats import open_checkpoint
-from penstock.engine.models.rope_table import RopeTable
-from penstock.engine.models.variant import LLAMA
-from penstock.engine.models.weights import load_weights
 
 _LAYERS_READ = "eagle_aux_hidden_state_layer_ids"
 
-
-@dataclass(frozen=True, slots=True)
-class States:
-    """What a target computes on its way: [rows, length, hidden].
-
-    inputs: of each layer; final: behind the final norm."""
-
-    inputs: list[Tensor]
-    final: Tensor
+States = Sequence[Tensor]
+"""A target's, [rows, length, hidden]: the inputs of its layers, then what its final norm makes."""
 
 
-class Reader:
-    """A target in PyTorch, for whole rows of text: what heads learn from and are compared with.
-
-    dtype: in which it computes.
-
-    Raises: ConfigError for a target whose layers heads are not made of."""
-
-    def __init__(self, path: Path, dtype: torch.dtype = torch.float32) -> None:
-        self.config, self.dtype = DecoderConfig.from_pretrained(path), dtype
-        if replace(self.config.variant, bias="none") != LLAMA or self.config.variant.o_bias:
-            raise ConfigError(
-                f"{path}: heads are made for Llamas, with or without biases of queries, keys and "
-                f"values; {self.config.architecture} has other layers"
-            )
-        self.content: dict[str, Any] = open_checkpoint(path).description().content
-        weights = load_weights(path, self.config, dtype)
-        last = f"layers.{self.config.num_layers - 1}."
-        self.last_layer = {
-            name.removeprefix(last): tensor.float()
-            for name, tensor in weights.items()
-            if name.startswith(last)
-        }
-        self.final_norm = weights["norm"].float()
-        positions = self.config.max_position_embeddings
-        self.decoder = Decoder(self.config, weights, positions, torch.device("cpu"))
-        self.embeddings = self.decoder.embed_tokens
-        self.lm_head = self.decoder.lm_head
-
-    @torch.no_grad()
-    def read(self, ids: Tensor) -> States:
-        """Compute the states of `ids`, [rows, length]."""
-        rows, length = ids.shape
-        inputs: list[Tensor] = []
-        final: list[Tensor] = []
-
-        def compute(index: int, hidden: Tensor, rotations: Tensor) -> Tensor:
-            inputs.append(hidden)
-            layer = self.decoder.layers[index]
-            q, kv, _ = self.decoder.before_attention(layer, hidden, rotations)
-            q, kv = (x.unflatten(0, (rows, length)).transpose(1, 2) for x in (q, kv))
-            keys, values = kv.chunk(2, dim=1)
-            attended = functional.scaled_dot_product_attention(
-                q, keys, values, is_causal=True, enable_gqa=True
-            )
-            attended = attended.transpose(1, 2).reshape(rows * length, -1)
-            hidden = after_attention(layer, hidden, attended)
-            if index < self.config.num_layers - 1:
-                return hidden
-            final.append(self.decoder.norm(hidden))
-            return hidden[:0]  # the logits are computed where they are needed
-
-        places = torch.arange(length).repeat(rows)
-        self.decoder.run(ids.flatten(), places, compute)
-        whole = [x.view(rows, length, -1).float() for x in (*inputs, *final)]
-        return States(whole[:-1], whole[-1])
-
-    def embed(self, ids: Tensor) -> Tensor:
-        return functional.embedding(ids, self.embeddings).float()
+@torch.no_grad()
+def read(target: LlamaForCausalLM, ids: Tensor) -> States:
+    """The states of `ids`, [rows, length], in float32."""
+    states = target.model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
+    return [state.float() for state in states]
 
 
-class _Attention(nn.Module):
-    def __init__(self, config: DecoderConfig, inputs: int) -> None:
-        super().__init__()
-        sizes, bias = (config.q_size, config.kv_size), config.variant.qkv_bias
-        self.q_proj, self.k_proj, self.v_proj = (
-            nn.Linear(inputs, size, bias) for size in (*sizes, config.kv_size)
-        )
-        self.o_proj = nn.Linear(config.q_size, config.hidden_size, bias=False)
-        self._heads = (config.num_kv_heads, -1, config.head_dim)
-        table = RopeTable.build(config, config.max_position_embeddings)
-        self._cos, self._sin = table.cos, table.sin
-
-    def _rotate(self, x: Tensor, places: Tensor) -> Tensor:
-        """`x` is [..., kv heads, group, head_dim], `places` [...]."""
-        cos, sin = (table[places][..., None, None, :] for table in (self._cos, self._sin))
-        low, high = x.chunk(2, dim=-1)
-        return x * cos + torch.cat((-high, low), dim=-1) * sin
-
-    def queries(self, given: Tensor, places: Tensor) -> Tensor:
-        return self._rotate(self.q_proj(given).unflatten(-1, self._heads), places)
-
-    def keys_values(self, given: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        keys = self._rotate(self.k_proj(given).unflatten(-1, self._heads), places)
-        values: Tensor = self.v_proj(given).unflatten(-1, self._heads)
-        return keys.squeeze(-2), values.squeeze(-2)
-
-
-class _Mlp(nn.Module):
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj, self.up_proj = (nn.Linear(hidden, inner, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(inner, hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gated = functional.silu(self.gate_proj(x)) * self.up_proj(x)
-        out: Tensor = self.down_proj(gated)
-        return out
-
-
-class _Layer(nn.Module):
-    def __init__(self, config: DecoderConfig, streams: int) -> None:
-        super().__init__()
-        self.self_attn = _Attention(config, streams * config.hidden_size)
-        self.mlp = _Mlp(config)
-        self.input_layernorm = _norm(config)
-        self.post_attention_layernorm = _norm(config)
-
-
-class _EagleLayer(_Layer):
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__(config, 2)
-        self.hidden_norm = _norm(config)
-
-
-def _norm(config: DecoderConfig) -> nn.RMSNorm:
-    return nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+def embed(target: LlamaForCausalLM, ids: Tensor) -> Tensor:
+    return functional.embedding(ids, target.model.embed_tokens.weight).detach().float()
 
 
 class Head(nn.Module):
@@ -179,29 +62,26 @@ class Head(nn.Module):
     t2d: Tensor
 
     def __init__(
-        self, config: DecoderConfig, reads: Sequence[int] = (), tokens: Tensor | None = None
+        self, config: LlamaConfig, reads: Sequence[int] = (), tokens: Tensor | None = None
     ) -> None:
         super().__init__()
         self.config, self.reads, hidden = config, tuple(reads), config.hidden_size
         self.fc = nn.Linear((len(reads) or 2) * hidden, hidden, bias=False)
         self.norm = _norm(config)
+        self._rotations = LlamaRotaryEmbedding(config)
+        self.layer = LlamaDecoderLayer(config, 0)
         if tokens is None:
-            self.prefix = "mtp."
             self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = _norm(config), _norm(config)
-            self.layers = nn.ModuleList([_Layer(config, 1)])
             return
-        self.prefix = ""
-        self.midlayer = _EagleLayer(config)
+        attention = self.layer.self_attn
+        for name in ("q_proj", "k_proj", "v_proj"):
+            rows = getattr(attention, name).out_features
+            setattr(attention, name, nn.Linear(2 * hidden, rows, bias=False))
+        self.hidden_norm = _norm(config)
         self.lm_head = nn.Linear(hidden, len(tokens), bias=False)
         self.register_buffer("d2t", tokens - torch.arange(len(tokens)))
         there = torch.zeros(config.vocab_size, dtype=torch.bool)
         self.register_buffer("t2d", there.index_fill(0, tokens, True))
-
-    @property
-    def layer(self) -> _Layer:
-        layer = self.midlayer if self.reads else self.layers[0]
-        assert isinstance(layer, _Layer)
-        return layer
 
     @property
     def tokens(self) -> Tensor | None:
@@ -210,19 +90,45 @@ class Head(nn.Module):
 
     def before(self, states: States) -> Tensor:
         """What a row is given of the target's states before it: [rows, length, hidden]."""
-        own = states.final
+        own = states[-1]
         if self.reads:
-            own = self.fc(torch.cat([states.inputs[index] for index in self.reads], dim=-1))
+            own = self.fc(torch.cat([states[index] for index in self.reads], dim=-1))
         return functional.pad(own[:, :-1], (0, 0, 1, 0))
 
     def enter(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """What attention reads, and what it is added to."""
+        norm = self.layer.input_layernorm
         if self.reads:
-            norms = self.midlayer.input_layernorm, self.midlayer.hidden_norm
-            return torch.cat((norms[0](embedded), norms[1](state)), dim=-1), state
+            return torch.cat((norm(embedded), self.hidden_norm(state)), dim=-1), state
         both = self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(state)
         mixed = self.fc(torch.cat(both, dim=-1))
-        return self.layer.input_layernorm(mixed), mixed
+        return norm(mixed), mixed
+
+    def _heads(self, given: Tensor, projection: str, places: Tensor | None) -> Tensor:
+        """[..., key heads, query heads of one, head_dim], rotated to `places`."""
+        attention = self.layer.self_attn
+        made = getattr(attention, projection)(given)
+        x: Tensor = made.unflatten(-1, (self.config.num_key_value_heads, -1, attention.head_dim))
+        if places is None:
+            return x
+        cos, sin = (r[0][..., None, None, :] for r in self._rotations(x, places[None]))
+        low, high = x.chunk(2, dim=-1)
+        rotated: Tensor = x * cos + torch.cat((-high, low), dim=-1) * sin
+        return rotated
+
+    def queries(self, given: Tensor, places: Tensor) -> Tensor:
+        return self._heads(given, "q_proj", places)
+
+    def keys_values(self, given: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = self._heads(given, "k_proj", places), self._heads(given, "v_proj", None)
+        return keys.squeeze(-2), values.squeeze(-2)
+
+    def leave(self, base: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+        """The state that is passed on, and what the output matrix reads."""
+        hidden = base + self.layer.self_attn.o_proj(attended)
+        hidden = hidden + self.layer.mlp(self.layer.post_attention_layernorm(hidden))
+        final = self.norm(hidden)
+        return (hidden if self.reads else final), final
 
     def chain(self, embedded: Tensor, states: States, starts: Tensor, steps: int) -> list[Tensor]:
         """What the output matrix reads at each of `steps` chained drafts.
@@ -232,51 +138,56 @@ class Head(nn.Module):
                   row, which must be there, and tells the one behind it
         Returns [chains, hidden] for each step, in the order of `starts.nonzero()`.
         """
-        attention = self.layer.self_attn
         row, place = starts.nonzero(as_tuple=True)
         before = self.before(states)
         given, _ = self.enter(embedded, before)
-        keys, values = attention.keys_values(given, torch.arange(given.shape[1]))
+        keys, values = self.keys_values(given, torch.arange(given.shape[1]))
         state, own = before[row, place], list[tuple[Tensor, Tensor]]()
         counts, told = starts.sum(dim=1).tolist(), list[Tensor]()
         for step in range(steps):
             given, base = self.enter(embedded[row, place + step], state)
             if step:
-                own.append(attention.keys_values(given, place + step))
-            queries = attention.queries(given, place + step)
+                own.append(self.keys_values(given, place + step))
+            queries = self.queries(given, place + step)
             attended = _attend(queries, keys, values, own, place, counts)
-            hidden = base + attention.o_proj(attended)
-            state = hidden + self.layer.mlp(self.layer.post_attention_layernorm(hidden))
-            told.append(self.norm(state))
-            state = state if self.reads else told[-1]
+            state, final = self.leave(base, attended)
+            told.append(final)
         return told
 
     def logits(self, final: Tensor, lm_head: Tensor) -> Tensor:
         """Logits of all tokens of the target; those that the head cannot tell are -inf.
 
-        lm_head: the target's, [hidden, tokens]"""
+        lm_head: the target's, [tokens, hidden]"""
         if self.tokens is None:
-            return final @ lm_head
-        whole = torch.full((*final.shape[:-1], lm_head.shape[1]), -torch.inf)
+            return functional.linear(final, lm_head)
+        whole = torch.full((*final.shape[:-1], len(lm_head)), -torch.inf)
         return whole.index_copy(-1, self.tokens, self.lm_head(final))
 
     @torch.no_grad()
-    def begin_like(self, target: Reader) -> None:
-        """Take over what the target's last layer knows."""
+    def begin_like(self, target: LlamaForCausalLM) -> None:
+        """Take over what the target's last layer knows, for the last of the streams it reads."""
         one = torch.eye(self.config.hidden_size)
         zeros = [torch.zeros_like(one)] * (len(self.reads) - 1)
         self.fc.weight.copy_(torch.cat((*zeros, one) if self.reads else (one / 2, one), dim=1))
-        self.norm.weight.copy_(target.final_norm)
-        _take_layer(self.layer, target)
+        self.norm.weight.copy_(target.model.norm.weight)
+        last = target.model.layers[-1].state_dict()
+        for name, own in self.layer.state_dict().items():
+            # An MLP of fewer channels has the first.
+            theirs = last[name][: own.shape[0], ...]
+            own.zero_()
+            columns = own[..., -theirs.shape[-1] :]
+            columns.copy_(theirs[..., : columns.shape[-1]])
         if self.tokens is not None:
-            self.midlayer.hidden_norm.weight.copy_(target.last_layer["input_norm"])
-            self.midlayer.input_layernorm.weight.fill_(1.0)
-            self.lm_head.weight.copy_(target.lm_head.t()[self.tokens])
+            self.hidden_norm.weight.copy_(last["input_layernorm.weight"])
+            self.layer.input_layernorm.weight.fill_(1.0)
+            self.lm_head.weight.copy_(target.lm_head.weight[self.tokens])
 
     def checkpoint(self) -> dict[str, Tensor]:
-        """Its tensors in bfloat16."""
+        """Its tensors in bfloat16, under a checkpoint's names."""
         return {
-            self.prefix + name: tensor.bfloat16() if tensor.is_floating_point() else tensor
+            _saved_name(name, bool(self.reads)): (
+                tensor.bfloat16() if tensor.is_floating_point() else tensor
+            )
             for name, tensor in self.state_dict().items()
         }
 
@@ -295,8 +206,16 @@ class Head(nn.Module):
             "dtype": "bfloat16",
         }
 
-    def num_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.parameters())
+
+def _norm(config: LlamaConfig) -> LlamaRMSNorm:
+    return LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+def _saved_name(name: str, is_eagle: bool) -> str:
+    if is_eagle:
+        in_layer = name.startswith(("layer.", "hidden_norm."))
+        return f"midlayer.{name.removeprefix('layer.')}" if in_layer else name
+    return f"mtp.{name}".replace("mtp.layer.", "mtp.layers.0.")
 
 
 def _attend(
@@ -326,30 +245,6 @@ def _attend(
     return result.flatten(1)
 
 
-def _take_layer(layer: _Layer, target: Reader) -> None:
-    """Its last layer's weights, for the last of the streams that are read; of the MLP the first
-    channels."""
-    config, last = target.config, target.last_layer
-    attention, mlp = layer.self_attn, layer.mlp
-    rows = (config.q_size, config.kv_size, config.kv_size)
-    weights, bias = torch.split(last["qkv"], rows), last.get("qkv_bias")
-    biases = (None,) * 3 if bias is None else torch.split(bias, rows)
-    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    for projection, weight, bias in zip(projections, weights, biases, strict=True):
-        projection.weight.zero_()
-        projection.weight[:, -config.hidden_size :] = weight
-        if bias is not None and projection.bias is not None:
-            projection.bias.copy_(bias)
-    channels = mlp.gate_proj.weight.shape[0]
-    gate, up = last["gate_up"].chunk(2)
-    attention.o_proj.weight.copy_(last["o"])
-    mlp.gate_proj.weight.copy_(gate[:channels])
-    mlp.up_proj.weight.copy_(up[:channels])
-    mlp.down_proj.weight.copy_(last["down"][:, :channels])
-    layer.input_layernorm.weight.copy_(last["input_norm"])
-    layer.post_attention_layernorm.weight.copy_(last["post_norm"])
-
-
 def save_head(folder: Path, tensors: dict[str, Tensor], description: dict[str, Any]) -> None:
     """Write a head's folder."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -358,15 +253,13 @@ def save_head(folder: Path, tensors: dict[str, Tensor], description: dict[str, A
     (folder / "config.json").write_text(text + "\n")
 
 
-def load_head(folder: Path, target: DecoderConfig) -> Head:
-    """A saved head in float32, beside a target of that configuration."""
+def load_head(folder: Path) -> Head:
+    """A saved head in float32."""
     content = json.loads((folder / "config.json").read_text())
     tensors = load_file(folder / SINGLE_FILE)
-    config, offsets = (
-        replace(target, intermediate_size=content["intermediate_size"]),
-        tensors.get("d2t"),
-    )
+    reads, offsets = content.get(_LAYERS_READ, ()), tensors.get("d2t")
     tokens = None if offsets is None else offsets + torch.arange(len(offsets))
-    head = Head(config, content.get(_LAYERS_READ, ()), tokens)
-    head.load_state_dict({n.removeprefix(head.prefix): t for n, t in tensors.items()})
+    head = Head(LlamaConfig(**content), reads, tokens)
+    saved = {name: tensors[_saved_name(name, bool(reads))] for name in head.state_dict()}
+    head.load_state_dict(saved)
     return head

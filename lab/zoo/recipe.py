@@ -61,10 +61,12 @@ class HeadSpec:
     ffn: int | None = None
     tokens: int | None = None
     reads: tuple[int, ...] = ()
-    rows_per_step: int = 4
+    rows_per_step: int = 2
     muon_lr: float = 0.01
     adam_lr: float = 3e-3
     warmup: int = 20
+    answers_alone: bool = True
+    """Of the text, not the prompts."""
     chained: int = 3
     """Drafts in a row that are trained, each behind the head's own state."""
     fading: float = 0.8
@@ -168,12 +170,12 @@ FULL = Recipe(
         _drafter("draft-base", Shape(192, 4, 6, 2, 32, 640), "generalist, four layers", EVEN, 900),
     ),
     heads=(
-        HeadSpec("target-large-mtp", _LARGE, "MTP head of target-large", steps=320),
+        HeadSpec("target-large-mtp", _LARGE, "MTP head of target-large", steps=400),
         HeadSpec(
             "target-large-eagle3",
             _LARGE,
             "EAGLE-3 head of target-large",
-            steps=320,
+            steps=400,
             ffn=768,
             tokens=1024,
             reads=(1, 3, 5),
@@ -188,11 +190,5 @@ def quick(recipe: Recipe = FULL) -> Recipe:
         replace(spec, steps=12, warmup=3, rows_per_step=4, offset=0) for spec in recipe.models
     )
     heads = tuple(replace(spec, steps=6, warmup=2) for spec in recipe.heads)
-    return replace(
-        recipe,
-        models=models,
-        heads=heads,
-        held_rows=2,
-        teacher_prompts=24,
-        held_prompts=8,
-    )
+    recipe = replace(recipe, models=models, heads=heads)
+    return replace(recipe, pool_rows=24, held_rows=2, teacher_prompts=24, held_prompts=8)

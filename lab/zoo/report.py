@@ -13,14 +13,21 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from lab.zoo.evidence import NGRAM, AcceptanceTrace, Heads, collect
-from lab.zoo.heads import Reader, load_head
+from lab.zoo.evidence import NGRAM, AcceptanceTrace, collect
+from lab.zoo.heads import load_head
 from lab.zoo.modeling import load_model
 from lab.zoo.tokenizer import load_tokenizer
 from penstock.config import NGRAM as LOOKUP
 from penstock.config import EngineConfig
 from penstock.engine.build import load_engine
-from penstock.zoo.registry import DEFAULT_TARGET, DOMAINS, WEIGHTS, bundled_models, load_prompts
+from penstock.zoo.registry import (
+    DEFAULT_TARGET,
+    DOMAINS,
+    WEIGHTS,
+    bundled_models,
+    heads_of,
+    load_prompts,
+)
 
 MAX_DRAFT = 12
 KV_TOKENS = 16_384
@@ -47,8 +54,11 @@ class ChoiceCell:
     coupled_acceptance: float
     acceptance_length_at_4: float
     best_draft_length: int
+    """0 without drafts, and for a head, whose step is not priced here."""
     draft_seconds: float
     tokens_per_s: float
+    accepted_drafts: list[float]
+    """Of a draft's first tokens, begun everywhere: the shares right with all before them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +106,6 @@ class _Costs:
 
     def __init__(self, traces: list[AcceptanceTrace], times: DecodeTimes) -> None:
         self.traces = traces
-        # A head's step is not priced here: its share of agreement is told, no speed.
         names = [name for name in traces[0].runs if name in (NGRAM, *times.draft)]
         self.options = [(NO_DRAFTER, 0)] + [(n, s) for n in names for s in range(1, MAX_DRAFT + 1)]
         self.seconds = [
@@ -136,6 +145,12 @@ def choice(costs: _Costs) -> Choice:
     )
 
 
+def _share_right(traces: list[AcceptanceTrace], name: str, place: int) -> float:
+    # A text's last tokens have no room for a whole draft.
+    runs = [t.runs[name][: t.length - place] for t in traces]
+    return float((np.concatenate(runs) > place).mean())
+
+
 def cells(costs: _Costs, times: DecodeTimes) -> list[ChoiceCell]:
     """A cell for every domain and drafter, then for all domains together."""
     result = []
@@ -143,10 +158,13 @@ def cells(costs: _Costs, times: DecodeTimes) -> list[ChoiceCell]:
     for domain in domains:
         group = [t for t in costs.traces if domain in (None, t.domain)]
         tokens = sum(t.length for t in group)
-        for name in dict.fromkeys(name for name, _ in costs.options):
-            best = costs.best(name, domain)
+        for name in [NO_DRAFTER, *costs.traces[0].runs]:
+            is_priced = any(name == option[0] for option in costs.options)
+            best = costs.best(name, domain) if is_priced else (name, 0)
             overlap = matched = 0.0
+            shares: list[float] = []
             if name != NO_DRAFTER:
+                shares = [_share_right(group, name, place) for place in range(_SHOWN)]
                 overlap = sum(t.overlaps[name] * t.length for t in group) / tokens
                 matched = sum(t.matches[name] * t.length for t in group) / tokens
             result.append(
@@ -158,35 +176,11 @@ def cells(costs: _Costs, times: DecodeTimes) -> list[ChoiceCell]:
                     tokens / sum(rounds(t, name, 4) for t in group),
                     best[1],
                     times.draft.get(name, 0.0),
-                    costs.speed(best, domain),
+                    costs.speed(best, domain) if is_priced else 0.0,
+                    shares,
                 )
             )
     return result
-
-
-@dataclass(frozen=True, slots=True)
-class AcceptedDrafts:
-    """Of a drafter's first, second, third and fourth token, begun at every place of the text, the
-    share that is right with all before it."""
-
-    domain: str
-    drafter: str
-    shares: list[float]
-
-
-def accepted_drafts(traces: list[AcceptanceTrace]) -> list[AcceptedDrafts]:
-    """By domain and drafter, then for all domains together."""
-    domains: list[str | None] = [*dict.fromkeys(t.domain for t in traces), None]
-    found = []
-    for domain, name in itertools.product(domains, traces[0].runs):
-        group = [t.runs[name] for t in traces if domain in (None, t.domain)]
-        # A text's last tokens have no room for a whole draft.
-        shares = [
-            float(np.concatenate([r[: max(1, len(r) - k)] > k for r in group]).mean())
-            for k in range(_SHOWN)
-        ]
-        found.append(AcceptedDrafts(domain or "all", name, shares))
-    return found
 
 
 def measured_times(weights: Path, target: str, drafters: list[str]) -> DecodeTimes:
@@ -203,7 +197,6 @@ def _traces(
     weights: Path,
     target: str,
     drafters: list[str],
-    heads: list[str],
     domains: tuple[str, ...],
     per_domain: int,
     limit: int,
@@ -211,8 +204,6 @@ def _traces(
     seed: int,
 ) -> list[AcceptanceTrace]:
     models = {name: load_model(weights / name) for name in drafters}
-    reader = Reader(weights / target)
-    mine = {name: load_head(weights / name, reader.config) for name in heads}
     tokenizer = load_tokenizer(weights / target)
     prompts = {d: load_prompts(d)[:per_domain] for d in domains}
     return collect(
@@ -223,7 +214,7 @@ def _traces(
         limit=limit,
         greedy=greedy,
         seed=seed,
-        heads=Heads(reader, mine),
+        heads={card.name: load_head(card.path) for card in heads_of(target, weights)},
     )
 
 
@@ -248,7 +239,6 @@ def report(
     console = console or Console()
     cards = bundled_models(weights)
     drafters = [card.name for card in cards.values() if card.role == "drafter"]
-    heads = [c.name for c in cards.values() if c.role == "head" and c.name.startswith(f"{target}-")]
     times = times or measured_times(weights, target, drafters)
     result: dict[str, Any] = {
         "target": target,
@@ -257,19 +247,17 @@ def report(
     }
     for mode in ("sampled", "greedy"):
         traces = _traces(
-            weights, target, drafters, heads, domains, per_domain, limit, mode == "greedy", seed
+            weights, target, drafters, domains, per_domain, limit, mode == "greedy", seed
         )
         costs = _Costs(traces, times)
         chosen = choice(costs)
-        table, accepted = cells(costs, times), accepted_drafts(traces)
+        table = cells(costs, times)
         result[mode] = {
             "cells": [asdict(c) for c in table],
             "choice": {**asdict(chosen), "gain": chosen.gain},
-            "accepted_drafts": [asdict(a) for a in accepted],
         }
         if not as_json:
             _print(console, mode, table, chosen)
-            _print_accepted(console, mode, accepted)
     if as_json:
         console.print_json(json.dumps(result))
     return result
@@ -279,7 +267,7 @@ def _print(console: Console, mode: str, table: list[ChoiceCell], chosen: Choice)
     names = ("domain", "drafter")
     figures = ("Σ min", "accepted", "length at 4", "best draft length", "ms / draft token")
     shown = Table(*names, title=f"{mode} text of the target")
-    for column in (*figures, "tokens/s"):
+    for column in (*figures, "tokens/s", "right in a row"):
         shown.add_column(column, justify="right")
     for domain, group in itertools.groupby(table, key=lambda c: c.domain):
         own = list(group)
@@ -289,6 +277,7 @@ def _print(console: Console, mode: str, table: list[ChoiceCell], chosen: Choice)
                 *(domain, c.drafter, f"{c.overlap:.2f}", f"{c.coupled_acceptance:.2f}"),
                 *(f"{c.acceptance_length_at_4:.2f}", str(c.best_draft_length)),
                 *(f"{c.draft_seconds * 1e3:.2f}", f"{c.tokens_per_s:.0f}"),
+                " ".join(f"{share:.2f}" for share in c.accepted_drafts),
                 end_section=c is own[-1],
                 style="bold" if c is fastest else None,
             )
@@ -300,15 +289,3 @@ def _print(console: Console, mode: str, table: list[ChoiceCell], chosen: Choice)
         f"{chosen.length_by_request / base - 1:+.1%}, the drafter "
         f"{chosen.drafter_by_request / base - 1:+.1%}, both {chosen.gain:+.1%}"
     )
-
-
-def _print_accepted(console: Console, mode: str, accepted: list[AcceptedDrafts]) -> None:
-    shown = Table("domain", "drafter", title=f"drafts in a row that are right, {mode} text")
-    for number in range(_SHOWN):
-        shown.add_column(str(number + 1), justify="right")
-    for _, group in itertools.groupby(accepted, key=lambda a: a.domain):
-        own = list(group)
-        for a in own:
-            row = (a.domain, a.drafter, *(f"{share:.2f}" for share in a.shares))
-            shown.add_row(*row, end_section=a is own[-1])
-    console.print(shown)

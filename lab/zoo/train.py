@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ from transformers import LlamaForCausalLM
 from lab.zoo.corpora import GENERATORS, Split
 from lab.zoo.data import Ids, Mixture, answer_mask, batch_of, cached_pack
 from lab.zoo.distil import TeacherRows, as_tensor, distil_loss, overlap, student_logits, teach
-from lab.zoo.head_training import HeadRun, HeadText
-from lab.zoo.heads import Reader, load_head
+from lab.zoo.head_training import HeadRun
+from lab.zoo.heads import load_head
 from lab.zoo.manifest import write_manifest
 from lab.zoo.modeling import (
     build,
@@ -33,7 +33,6 @@ from lab.zoo.recipe import FULL, HeadSpec, ModelSpec, Recipe
 from lab.zoo.recipe import quick as quick_recipe
 from lab.zoo.run import Run, run_to_end
 from lab.zoo.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
-from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.dtypes import resolve_dtype
 
 LONG_EVERY = 8
@@ -102,45 +101,37 @@ class Lessons:
     held: dict[str, TeacherRows]
 
 
-def prepare_lessons(work: Path, out: Path, recipe: Recipe, teacher: str) -> Lessons:
-    """Let the trained `teacher` answer prompts of every domain and keep its distributions along
-    its own text, or reuse what is in `work`. `out` holds the teacher in bfloat16."""
-    train: dict[str, TeacherRows] = {}
-    held: dict[str, TeacherRows] = {}
-    folder = work / "lessons"
-    parts: tuple[tuple[dict[str, TeacherRows], Split, int], ...] = (
-        (held, "held_back", recipe.held_prompts),
-        (train, "train", recipe.teacher_prompts),
-    )
-    jobs = [(found, d, split, count) for found, split, count in parts for d in GENERATORS]
-    paths = [folder / f"{domain}-{split}.npz" for _, domain, split, _ in jobs]
-    if not all(path.exists() for path in paths):
-        tokenizer = load_tokenizer(work / "tokenizer")
-        engine = writer(out / teacher, torch.get_num_threads())
-        model = load_model(out / teacher)
-    for (found, domain, split, count), path in zip(jobs, paths, strict=True):
-        if not path.exists():
-            rows = own_rows(engine, tokenizer, domain, split, count, recipe.seed + 1)
-            teach(model, rows).save(path)
-        found[domain] = TeacherRows.load(path)
-    return Lessons(train, held)
-
-
-def prepare_head_text(work: Path, target: Path, recipe: Recipe) -> HeadText:
-    """Let the trained `target` answer prompts of every domain, or reuse what is in `work`."""
-    folder = work / f"{target.name}-text"
+def prepare_own_text(
+    work: Path, target: Path, split: Split, count: int, seed: int
+) -> dict[str, Ids]:
+    """Let the trained `target` answer `count` prompts of every domain, or reuse what is there."""
+    folder, engine, tokenizer = work / f"{target.name}-text", None, load_tokenizer(target)
     folder.mkdir(parents=True, exist_ok=True)
-    engine, tokenizer = None, load_tokenizer(target)
-    found: dict[Split, dict[str, Ids]] = {"held_back": {}, "train": {}}
-    counts: dict[Split, int] = {"held_back": recipe.held_prompts, "train": recipe.teacher_prompts}
-    for split, domain in itertools.product(found, GENERATORS):
-        path = folder / f"{domain}-{split}-{counts[split]}.npy"
+    found = {}
+    for domain in GENERATORS:
+        path = folder / f"{domain}-{split}-{count}-{seed}.npy"
         if not path.exists():
             engine = engine or writer(target, torch.get_num_threads())
-            seed = recipe.seed + 2
-            np.save(path, own_rows(engine, tokenizer, domain, split, counts[split], seed))
-        found[split][domain] = np.load(path)
-    return HeadText(found["train"], found["held_back"])
+            np.save(path, own_rows(engine, tokenizer, domain, split, count, seed))
+        found[domain] = np.load(path)
+    return found
+
+
+def prepare_lessons(work: Path, out: Path, recipe: Recipe, teacher: str) -> Lessons:
+    """Keep the distributions of the trained `teacher` along its own answers to prompts of every
+    domain, or reuse what is in `work`. `out` holds the teacher in bfloat16."""
+
+    def taught(split: Split, count: int) -> dict[str, TeacherRows]:
+        paths = {domain: work / "lessons" / f"{domain}-{split}.npz" for domain in GENERATORS}
+        if not all(path.exists() for path in paths.values()):
+            rows = prepare_own_text(work, out / teacher, split, count, recipe.seed + 1)
+            model = load_model(out / teacher)
+            for domain, path in paths.items():
+                teach(model, rows[domain]).save(path)
+        return {domain: TeacherRows.load(path) for domain, path in paths.items()}
+
+    held = taught("held_back", recipe.held_prompts)
+    return Lessons(taught("train", recipe.teacher_prompts), held)
 
 
 def _initial(spec: ModelSpec, work: Path, seed: int) -> LlamaForCausalLM:
@@ -260,31 +251,28 @@ def train(
         to_end(run)
         run.finish(out, work / "tokenizer")
     for head in filter(is_asked, recipe.heads):
-        text = prepare_head_text(work, out / head.target, recipe)
-        reader = Reader(out / head.target, resolve_dtype("auto", torch.device("cpu")))
-        beside = HeadRun(head, reader, text, work / head.name, recipe.seed)
+        path, num, seed = out / head.target, recipe.teacher_prompts, recipe.seed + 2
+        train_rows = prepare_own_text(work, path, "train", num, seed)
+        held = prepare_own_text(work, path, "held_back", recipe.held_prompts, seed)
+        target = load_model(path, resolve_dtype("auto", torch.device("cpu")))
+        beside = HeadRun(head, target, train_rows, held, work / head.name)
         to_end(beside)
-        beside.finish(out / head.name)
+        beside.finish(out / head.name, json.loads((path / "config.json").read_text()))
     write_cards(out, recipe)
 
 
 def write_cards(out: Path, recipe: Recipe) -> None:
     """Write the manifest of the models that are in `out`."""
     cards = {}
-    for spec in recipe.models:
-        if (out / spec.name / "model.safetensors").exists():
-            model = load_model(out / spec.name)
+    specs: tuple[ModelSpec | HeadSpec, ...] = recipe.models + recipe.heads
+    for spec in specs:
+        folder = out / spec.name
+        if (folder / "model.safetensors").exists():
+            role = spec.role if isinstance(spec, ModelSpec) else "head"
+            model = load_head(folder) if role == "head" else load_model(folder)
             cards[spec.name] = {
-                "role": spec.role,
+                "role": role,
                 "parameters": parameter_count(model),
                 "description": spec.description,
-            }
-    for head in recipe.heads:
-        if (out / head.name / "model.safetensors").exists():
-            target = DecoderConfig.from_pretrained(out / head.target)
-            cards[head.name] = {
-                "role": "head",
-                "parameters": load_head(out / head.name, target).num_parameters(),
-                "description": head.description,
             }
     write_manifest(out, cards)
