@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import pickle
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -69,7 +68,8 @@ def make_texts(
     """What the target answers to the first prompts of every domain, domain by domain."""
     threads = torch.get_num_threads()
     torch.set_num_threads(engine.num_threads)
-    models = {n: load_model(Path(c.path)) for n, c in bundled_models().items()}
+    cards = bundled_models().values()
+    models = {c.name: load_model(c.path) for c in cards if c.role != "head"}
     tokenizer = load_tokenizer(engine.tokenizer_path)
     prompts = [
         (domain, tuple(tokenizer.encode(p.prompt)))

@@ -31,7 +31,7 @@ def train(
     from lab.zoo.recipe import FULL
     from penstock.config import ConfigError
 
-    known = [spec.name for spec in FULL.models]
+    known = [*(spec.name for spec in FULL.models), *(spec.name for spec in FULL.heads)]
     unknown = [name for name in only or () if name not in known]
     with one_line(ConfigError):
         if unknown:
@@ -40,6 +40,24 @@ def train(
     from lab.zoo.train import train as run
 
     run(out, only, quick, threads=threads)
+
+
+@app.command()
+def head(
+    target: Annotated[Path, typer.Argument(help="A Llama: a folder or a GGUF file.")],
+    out: Annotated[Path, typer.Argument(help="The folder for the head.")],
+    steps: Annotated[int, typer.Option(min=1, help="Of two rows of 512 tokens.")] = 400,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+) -> None:
+    """Train an MTP head beside a model, along Python's own files; an interrupted run continues."""
+    from lab.zoo.head_training import train_head
+    from penstock.config import ConfigError
+    from penstock.engine.models.checkpoint import CheckpointError
+
+    with one_line(ConfigError, CheckpointError, OSError):
+        accepted = train_head(target, out, steps, threads)
+    shares = ", ".join(f"{share:.2f}" for share in accepted)
+    print(f"{out}: drafts in a row that are the target's likeliest tokens: {shares}")
 
 
 @app.command()

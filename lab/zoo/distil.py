@@ -55,6 +55,11 @@ class TeacherRows:
         return self.ids[rows], tokens, torch.from_numpy(self.probs[index]).float()
 
 
+def as_tensor(ids: Ids) -> Tensor:
+    """Token ids as torch wants them."""
+    return torch.from_numpy(ids.astype(np.int64))
+
+
 @torch.no_grad()
 def teach(model: LlamaForCausalLM, ids: Ids, rows_at_once: int = 8) -> TeacherRows:
     """Run the teacher over `ids` [rows, ROW]."""
@@ -63,7 +68,7 @@ def teach(model: LlamaForCausalLM, ids: Ids, rows_at_once: int = 8) -> TeacherRo
     for start in range(0, len(ids), rows_at_once):
         part = ids[start : start + rows_at_once]
         mask = answer_mask(part)
-        hidden = hidden_states(model, torch.from_numpy(part.astype(np.int64)))
+        hidden = hidden_states(model, as_tensor(part))
         logits = functional.linear(hidden[torch.from_numpy(mask)], model.lm_head.weight)
         top = logits.softmax(-1).topk(KEPT, dim=-1)
         tokens.append(top.indices.numpy().astype(np.uint16))
@@ -106,6 +111,6 @@ def overlap(model: LlamaForCausalLM, rows: TeacherRows) -> float:
     model.train(False)
     ids, tokens, probs = rows.batch(list(range(len(rows.ids))))
     keep = torch.from_numpy(answer_mask(ids))
-    logits = student_logits(model, torch.from_numpy(ids.astype(np.int64)), keep)
+    logits = student_logits(model, as_tensor(ids), keep)
     model.train()
     return 1 - float(divergences(logits, tokens, probs)[1])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
+from lab.zoo.heads import Head, embed, read
 from lab.zoo.template import EOS_ID, PAD_ID
 from penstock.core.lookup import TextIndex
 from penstock.zoo.registry import Prompt
@@ -21,7 +23,11 @@ from penstock.zoo.registry import Prompt
 NGRAM = "n-gram"
 """Name of prompt lookup among the drafters."""
 
+HEAD_DRAFT = 12
+"""Chained drafts of a head that are followed."""
+
 Bools = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +41,7 @@ class AcceptanceTrace:
 
     domain: str
     length: int
-    runs: dict[str, npt.NDArray[np.int64]]
+    runs: dict[str, Ints]
     overlaps: dict[str, float]
     matches: dict[str, float]
 
@@ -92,7 +98,7 @@ def answer_logits(model: LlamaForCausalLM, prompt: list[int], text: list[int]) -
     return logits
 
 
-def run_lengths(agrees: Bools) -> npt.NDArray[np.int64]:
+def run_lengths(agrees: Bools) -> Ints:
     """For each position how many True follow in a row, itself included."""
     runs = np.zeros(len(agrees) + 1, dtype=np.int64)
     for t in range(len(agrees) - 1, -1, -1):
@@ -100,7 +106,7 @@ def run_lengths(agrees: Bools) -> npt.NDArray[np.int64]:
     return runs[:-1]
 
 
-def lookup_runs(prompt: Sequence[int], text: Sequence[int]) -> npt.NDArray[np.int64]:
+def lookup_runs(prompt: Sequence[int], text: Sequence[int]) -> Ints:
     """Accepted draft tokens of the engine's look-up from each position of `text`."""
     index = TextIndex(len(prompt) + len(text))
     index.append(prompt)
@@ -112,6 +118,31 @@ def lookup_runs(prompt: Sequence[int], text: Sequence[int]) -> npt.NDArray[np.in
     return runs
 
 
+@torch.inference_mode()
+def head_logits(
+    head: Head, target: LlamaForCausalLM, prompt: list[int], text: list[int]
+) -> list[Tensor]:
+    """For each chained step: [len(text), vocab], the head's logits for the token that is so far
+    behind each of `text`, which is known up to there."""
+    ids = torch.tensor([prompt + text + [PAD_ID] * HEAD_DRAFT])
+    starts = torch.zeros(ids.shape, dtype=torch.bool)
+    starts[0, len(prompt) - 1 : -HEAD_DRAFT - 1] = True
+    finals = head.chain(embed(target, ids), read(target, ids), starts, HEAD_DRAFT)
+    return [head.logits(final, target.lm_head.weight) for final in finals]
+
+
+def head_runs(logits: list[Tensor], text: list[int], gumbel: Tensor | float) -> Ints:
+    """From each token of `text` on, how many chained drafts in a row are right."""
+    agrees = np.zeros((len(logits), len(text)), dtype=np.bool_)
+    for step, told in enumerate(logits[: len(text)]):
+        # Of later tokens' noise: a draft meets that of its own place.
+        moved = gumbel[step:] if isinstance(gumbel, Tensor) else gumbel
+        chosen = (told[: len(text) - step] + moved).argmax(-1).numpy()
+        agrees[step, : len(chosen)] = chosen == text[step:]
+    runs: Ints = np.logical_and.accumulate(agrees).sum(axis=0)
+    return runs
+
+
 def trace(
     domain: str,
     prompt: list[int],
@@ -119,8 +150,10 @@ def trace(
     target: LlamaForCausalLM,
     drafters: dict[str, LlamaForCausalLM],
     gumbel: Tensor | None,
+    heads: Mapping[str, Head] = MappingProxyType({}),
 ) -> AcceptanceTrace:
-    """Compare all drafters along `text`, sampled with the noise `gumbel` or greedy."""
+    """Compare all drafters along `text`, sampled with the noise `gumbel` or greedy; heads along
+    chains of at most HEAD_DRAFT."""
     added = 0.0 if gumbel is None else gumbel[: len(text)]
     truth = np.array(text)
     runs, overlaps, matches = {NGRAM: lookup_runs(prompt, text)}, {}, {}
@@ -132,6 +165,11 @@ def trace(
         matches[name] = float(agrees.mean())
         both = torch.minimum(target_probs, logits.softmax(-1)).sum(-1)
         overlaps[name] = float(both.mean())
+    for name, head in heads.items():
+        told = head_logits(head, target, prompt, text)
+        runs[name] = head_runs(told, text, added)
+        both = torch.minimum(target_probs, told[0].softmax(-1)).sum(-1)
+        overlaps[name], matches[name] = float(both.mean()), float((runs[name] > 0).mean())
     matches[NGRAM] = float((runs[NGRAM] > 0).mean())
     overlaps[NGRAM] = matches[NGRAM]  # a point mass: its acceptance is the estimate
     return AcceptanceTrace(domain, len(text), runs, overlaps, matches)
@@ -146,6 +184,7 @@ def collect(
     limit: int,
     greedy: bool,
     seed: int,
+    heads: Mapping[str, Head] = MappingProxyType({}),
 ) -> list[AcceptanceTrace]:
     """A trace for every prompt of every domain."""
     traces = []
@@ -158,5 +197,5 @@ def collect(
         texts = target_texts(target, ids, noises, limit)
         for i, (prompt, text) in enumerate(zip(ids, texts, strict=True)):
             gumbel = None if noises is None else noises[i]
-            traces.append(trace(domain, prompt, text, target, drafters, gumbel))
+            traces.append(trace(domain, prompt, text, target, drafters, gumbel, heads))
     return traces

@@ -23,14 +23,17 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig
 
 from lab.common.shards import SHARD_BYTES, new_folder, save_sharded
+from lab.zoo.heads import Head, load_head, save_head
 from lab.zoo.manifest import write_manifest
+from lab.zoo.modeling import parameter_count
 from penstock.config import ConfigError
 from penstock.engine.models.checkpoint import SINGLE_FILE
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.weights import weight_specs
-from penstock.zoo.registry import DEFAULT_TARGET, ModelCard, bundled_models
+from penstock.zoo.registry import DEFAULT_TARGET, ModelCard, bundled_models, heads_of
 
 TOLERANCE = 0.015
 """How far a grown size may lie from the one that was asked for."""
@@ -39,6 +42,10 @@ _WIDTHS = (1, 4, 16, 64)
 _FFN_STEPS = (256, 32)
 """256 where a size allows it, the longest block that a quantised format cuts rows into; the
 bundled models' own is 32."""
+
+_INNER = ("o_proj.weight", "down_proj.weight")
+_WRITERS = (*_INNER, "embed_tokens.weight", "fc.weight")
+"""What writes to the residual stream; of these what reads another than that."""
 
 _MOST_DEPTH = 4
 """Layers over those that a model of the same proportions would have, at most."""
@@ -173,13 +180,17 @@ def write_family(
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
         raise
+    heads = heads_of(family[0].card.name)
+    sizes = [growth.parameters for growth in family]
+    sizes += [write_grown_head(out / head.name, head.path, family[0]) for head in heads]
+    originals = [*(growth.card for growth in family), *heads]
     cards = {
-        growth.card.name: {
-            "role": growth.card.role,
-            "parameters": growth.parameters,
-            "description": f"{growth.card.description}; grown from {growth.card.parameters:,}",
+        card.name: {
+            "role": card.role,
+            "parameters": size,
+            "description": f"{card.description}; grown from {card.parameters:,}",
         }
-        for growth in family
+        for card, size in zip(originals, sizes, strict=True)
     }
     write_manifest(out, cards)
 
@@ -195,14 +206,7 @@ def write_grown(
         growth.card.path, folder, ignore=shutil.ignore_patterns("config.json", "*.safetensors")
     )
     raw: dict[str, Any] = json.loads((growth.card.path / "config.json").read_text())
-    raw |= {
-        "hidden_size": growth.large.hidden_size,
-        "intermediate_size": growth.large.intermediate_size,
-        "num_hidden_layers": growth.large.num_layers,
-        "num_attention_heads": growth.large.num_heads,
-        "num_key_value_heads": growth.large.num_kv_heads,
-        "rms_norm_eps": growth.large.rms_norm_eps,
-    }
+    raw |= _sizes(growth.large) | {"num_hidden_layers": growth.large.num_layers}
     (folder / "config.json").write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
     old = load_file(growth.card.path / SINGLE_FILE)
     generator = torch.Generator().manual_seed(0)
@@ -215,6 +219,41 @@ def write_grown(
                 yield name, tensor
 
     save_sharded(folder, tensors(), shard_bytes)
+
+
+def _sizes(large: DecoderConfig) -> dict[str, Any]:
+    """Fields of config.json that grow in a head, too."""
+    return {
+        "hidden_size": large.hidden_size,
+        "intermediate_size": large.intermediate_size,
+        "num_attention_heads": large.num_heads,
+        "num_key_value_heads": large.num_kv_heads,
+        "rms_norm_eps": large.rms_norm_eps,
+    }
+
+
+def write_grown_head(folder: Path, original: Path, target: Growth) -> int:
+    """Write a target's head so that it drafts the same beside the grown target.
+
+    Its MLP grows in the target's proportion. Returns its number of parameters."""
+    content: dict[str, Any] = json.loads((original / "config.json").read_text())
+    small = load_head(original)
+    ffn = content["intermediate_size"] / target.small.intermediate_size
+    ffn = round(ffn * target.large.intermediate_size / _FFN_STEPS[1]) * _FFN_STEPS[1]
+    content |= _sizes(target.large) | {"intermediate_size": ffn}
+    large = Head(LlamaConfig(**content), small.reads, small.tokens)
+    old, tensors = small.checkpoint(), large.checkpoint()
+    generator = torch.Generator().manual_seed(0)
+    for name, blank in tensors.items():
+        if not blank.is_floating_point():
+            tensors[name] = old[name]
+        elif blank.ndim == 1:
+            tensors[name] = _grown_norm(old[name], target)
+        else:
+            tensors[name] = _grown_matrix(name, blank.shape, old[name], target, generator)
+    content["num_hidden_layers"] = target.large.num_layers
+    save_head(folder, tensors, large.description(content))
+    return parameter_count(large)
 
 
 def _grown_tensor(
@@ -231,12 +270,30 @@ def _grown_tensor(
         # An added layer has the norms of the last one.
         last = name.split(".")
         last[2:3] = [str(growth.small.num_layers - 1)] if own is None else last[2:3]
-        values = old[".".join(last)]
-        return values.repeat(growth.width) / math.sqrt(growth.width)
+        return _grown_norm(old[".".join(last)], growth)
+    return _grown_matrix(name, shape, own, growth, generator)
+
+
+def _grown_norm(values: torch.Tensor, growth: Growth) -> torch.Tensor:
+    return values.repeat(growth.width) / math.sqrt(growth.width)
+
+
+def _grown_matrix(
+    name: str,
+    shape: tuple[int, ...],
+    own: torch.Tensor | None,
+    growth: Growth,
+    generator: torch.Generator,
+) -> torch.Tensor:
+    hidden = growth.small.hidden_size
     tensor = torch.zeros(shape, dtype=growth.large.dtype)
-    if not name.endswith(("embed_tokens.weight", "o_proj.weight", "down_proj.weight")):
+    if not name.endswith(_WRITERS):
         # Only the old channels are ever anything but zero.
-        tensor.normal_(std=growth.small.hidden_size**-0.5, generator=generator)
+        tensor.normal_(std=hidden**-0.5, generator=generator)
     if own is not None:
-        tensor[: own.shape[0], : own.shape[1]] = own
+        # What a head joins lies side by side, and grows side by side.
+        joined = 1 if name.endswith(_INNER) else own.shape[1] // hidden
+        rows, columns = own.shape[0], own.shape[1] // joined
+        parts = tensor.view(len(tensor), joined, -1)
+        parts[:rows, :, :columns] = own.view(rows, joined, columns)
     return tensor

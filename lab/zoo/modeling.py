@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lab.zoo.circuits import seed_copying
@@ -107,6 +107,6 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> LlamaForCaus
     return model
 
 
-def parameter_count(model: LlamaForCausalLM) -> int:
+def parameter_count(model: nn.Module) -> int:
     """Parameters, the tied embedding counted once."""
     return sum(p.numel() for p in model.parameters())

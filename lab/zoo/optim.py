@@ -1,4 +1,4 @@
-"""Muon for the matrices of the layers, AdamW for everything else."""
+"""Muon for the matrices of layers, AdamW for embeddings, output matrices and norms."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ _QUINTIC = (
     (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
     (3.3184196573706015, -2.488488024314874, 0.51004894012372),
 )
+
+_TABLES = ("embed_tokens.weight", "lm_head.weight")
 
 EMBEDDING_LR = 0.5
 """The embedding's learning rate over the norms': it begins that much larger than is usual."""
@@ -73,7 +75,9 @@ class Optimizers:
     """Both optimisers behind one learning-rate factor."""
 
     def __init__(self, model: nn.Module, muon_lr: float, adam_lr: float) -> None:
-        matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "layers" in n]
+        matrices = [
+            p for n, p in model.named_parameters() if p.ndim == 2 and not n.endswith(_TABLES)
+        ]
         ids = {id(p) for p in matrices}
         rest = [p for p in model.parameters() if id(p) not in ids]
         embeddings, norms = ([p for p in rest if p.ndim == n] for n in (2, 1))

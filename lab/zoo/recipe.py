@@ -1,4 +1,4 @@
-"""What is trained: shapes, mixtures and lengths of the seven models."""
+"""What is trained: shapes, mixtures and lengths of the seven models and of two heads."""
 
 from __future__ import annotations
 
@@ -48,16 +48,43 @@ class ModelSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadSpec:
+    """A head of a trained target (:mod:`lab.zoo.heads`) and how it is trained.
+
+    reads:       of EAGLE-3: the layers whose inputs it reads; none in an MTP head
+    ffn, tokens: of EAGLE-3: its MLP's size and how many tokens it can tell, else the target's"""
+
+    name: str
+    target: str
+    description: str
+    steps: int
+    ffn: int | None = None
+    tokens: int | None = None
+    reads: tuple[int, ...] = ()
+    rows_per_step: int = 2
+    muon_lr: float = 0.01
+    adam_lr: float = 3e-3
+    warmup: int = 20
+    answers_alone: bool = True
+    """Of the text, not the prompts."""
+    chained: int = 3
+    """Drafts in a row that are trained, each behind the head's own state."""
+    fading: float = 0.8
+    """Weight of a draft over that of the one before it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Recipe:
     """A whole training run."""
 
     models: tuple[ModelSpec, ...]
+    heads: tuple[HeadSpec, ...] = ()
     pool_rows: int = 1600
     """Rows of training text per domain."""
     held_rows: int = 12
     """Rows of held-back text per domain for the losses."""
     teacher_prompts: int = 200
-    """Training prompts per domain that the drafters' teacher answers for distillation."""
+    """Training prompts per domain that a target answers to teach its drafters, and its heads."""
     held_prompts: int = 32
     """Held-back prompts per domain that it answers to measure the drafters."""
     seed: int = 0
@@ -141,7 +168,19 @@ FULL = Recipe(
             1000,
         ),
         _drafter("draft-base", Shape(192, 4, 6, 2, 32, 640), "generalist, four layers", EVEN, 900),
-    )
+    ),
+    heads=(
+        HeadSpec("target-large-mtp", _LARGE, "MTP head of target-large", steps=400),
+        HeadSpec(
+            "target-large-eagle3",
+            _LARGE,
+            "EAGLE-3 head of target-large",
+            steps=400,
+            ffn=768,
+            tokens=1024,
+            reads=(1, 3, 5),
+        ),
+    ),
 )
 
 
@@ -150,6 +189,6 @@ def quick(recipe: Recipe = FULL) -> Recipe:
     models = tuple(
         replace(spec, steps=12, warmup=3, rows_per_step=4, offset=0) for spec in recipe.models
     )
-    return replace(
-        recipe, models=models, pool_rows=24, held_rows=2, teacher_prompts=24, held_prompts=8
-    )
+    heads = tuple(replace(spec, steps=6, warmup=2) for spec in recipe.heads)
+    recipe = replace(recipe, models=models, heads=heads)
+    return replace(recipe, pool_rows=24, held_rows=2, teacher_prompts=24, held_prompts=8)

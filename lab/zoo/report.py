@@ -9,20 +9,31 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from lab.zoo.evidence import NGRAM, AcceptanceTrace, collect
+from lab.zoo.heads import load_head
 from lab.zoo.modeling import load_model
 from lab.zoo.tokenizer import load_tokenizer
 from penstock.config import NGRAM as LOOKUP
 from penstock.config import EngineConfig
 from penstock.engine.build import load_engine
-from penstock.zoo.registry import DEFAULT_TARGET, DOMAINS, WEIGHTS, bundled_models, load_prompts
+from penstock.zoo.registry import (
+    DEFAULT_TARGET,
+    DOMAINS,
+    WEIGHTS,
+    bundled_models,
+    heads_of,
+    load_prompts,
+)
 
 MAX_DRAFT = 12
 KV_TOKENS = 16_384
 NO_DRAFTER = "none"
+_SHOWN = 4
+"""Drafts in a row whose acceptance is told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +54,11 @@ class ChoiceCell:
     coupled_acceptance: float
     acceptance_length_at_4: float
     best_draft_length: int
+    """0 without drafts, and for a head, whose step is not priced here."""
     draft_seconds: float
     tokens_per_s: float
+    accepted_drafts: list[float]
+    """Of a draft's first tokens, begun everywhere: the shares right with all before them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +106,7 @@ class _Costs:
 
     def __init__(self, traces: list[AcceptanceTrace], times: DecodeTimes) -> None:
         self.traces = traces
-        names = list(traces[0].runs)
+        names = [name for name in traces[0].runs if name in (NGRAM, *times.draft)]
         self.options = [(NO_DRAFTER, 0)] + [(n, s) for n in names for s in range(1, MAX_DRAFT + 1)]
         self.seconds = [
             {option: request_seconds(trace, *option, times) for option in self.options}
@@ -131,6 +145,12 @@ def choice(costs: _Costs) -> Choice:
     )
 
 
+def _share_right(traces: list[AcceptanceTrace], name: str, place: int) -> float:
+    # A text's last tokens have no room for a whole draft.
+    runs = [t.runs[name][: t.length - place] for t in traces]
+    return float((np.concatenate(runs) > place).mean())
+
+
 def cells(costs: _Costs, times: DecodeTimes) -> list[ChoiceCell]:
     """A cell for every domain and drafter, then for all domains together."""
     result = []
@@ -139,9 +159,12 @@ def cells(costs: _Costs, times: DecodeTimes) -> list[ChoiceCell]:
         group = [t for t in costs.traces if domain in (None, t.domain)]
         tokens = sum(t.length for t in group)
         for name in [NO_DRAFTER, *costs.traces[0].runs]:
-            best = costs.best(name, domain)
+            is_priced = any(name == option[0] for option in costs.options)
+            best = costs.best(name, domain) if is_priced else (name, 0)
             overlap = matched = 0.0
+            shares: list[float] = []
             if name != NO_DRAFTER:
+                shares = [_share_right(group, name, place) for place in range(_SHOWN)]
                 overlap = sum(t.overlaps[name] * t.length for t in group) / tokens
                 matched = sum(t.matches[name] * t.length for t in group) / tokens
             result.append(
@@ -153,7 +176,8 @@ def cells(costs: _Costs, times: DecodeTimes) -> list[ChoiceCell]:
                     tokens / sum(rounds(t, name, 4) for t in group),
                     best[1],
                     times.draft.get(name, 0.0),
-                    costs.speed(best, domain),
+                    costs.speed(best, domain) if is_priced else 0.0,
+                    shares,
                 )
             )
     return result
@@ -190,6 +214,7 @@ def _traces(
         limit=limit,
         greedy=greedy,
         seed=seed,
+        heads={card.name: load_head(card.path) for card in heads_of(target, weights)},
     )
 
 
@@ -242,7 +267,7 @@ def _print(console: Console, mode: str, table: list[ChoiceCell], chosen: Choice)
     names = ("domain", "drafter")
     figures = ("Σ min", "accepted", "length at 4", "best draft length", "ms / draft token")
     shown = Table(*names, title=f"{mode} text of the target")
-    for column in (*figures, "tokens/s"):
+    for column in (*figures, "tokens/s", "right in a row"):
         shown.add_column(column, justify="right")
     for domain, group in itertools.groupby(table, key=lambda c: c.domain):
         own = list(group)
@@ -252,6 +277,7 @@ def _print(console: Console, mode: str, table: list[ChoiceCell], chosen: Choice)
                 *(domain, c.drafter, f"{c.overlap:.2f}", f"{c.coupled_acceptance:.2f}"),
                 *(f"{c.acceptance_length_at_4:.2f}", str(c.best_draft_length)),
                 *(f"{c.draft_seconds * 1e3:.2f}", f"{c.tokens_per_s:.0f}"),
+                " ".join(f"{share:.2f}" for share in c.accepted_drafts),
                 end_section=c is own[-1],
                 style="bold" if c is fastest else None,
             )

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaForCausalLM
 
 from lab.zoo.corpora import GENERATORS, Split
 from lab.zoo.data import Ids, Mixture, answer_mask, batch_of, cached_pack
-from lab.zoo.distil import TeacherRows, distil_loss, overlap, student_logits, teach
+from lab.zoo.distil import TeacherRows, as_tensor, distil_loss, overlap, student_logits, teach
+from lab.zoo.head_training import HeadRun
+from lab.zoo.heads import load_head
 from lab.zoo.manifest import write_manifest
 from lab.zoo.modeling import (
     build,
@@ -31,11 +28,12 @@ from lab.zoo.modeling import (
     save_model,
     sharpen,
 )
-from lab.zoo.optim import Optimizers, cosine_factor
 from lab.zoo.owntext import own_rows, writer
-from lab.zoo.recipe import FULL, ModelSpec, Recipe
+from lab.zoo.recipe import FULL, HeadSpec, ModelSpec, Recipe
 from lab.zoo.recipe import quick as quick_recipe
+from lab.zoo.run import Run, run_to_end
 from lab.zoo.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
+from penstock.engine.models.dtypes import resolve_dtype
 
 LONG_EVERY = 8
 """Every so many steps the rows of a batch are joined into rows four times as long."""
@@ -76,11 +74,6 @@ def select(ids: Ids, prompt_share: float, rng: np.random.Generator) -> Tensor:
     return torch.from_numpy(keep)
 
 
-def as_tensor(ids: Ids) -> Tensor:
-    """Token ids as torch wants them."""
-    return torch.from_numpy(ids.astype(np.int64))
-
-
 def data_loss(model: LlamaForCausalLM, ids: Tensor, keep: Tensor) -> Tensor:
     """Mean cross-entropy in nats over the positions of `keep`; both are [rows, length]."""
     hidden = hidden_states(model, ids)[keep]
@@ -108,54 +101,62 @@ class Lessons:
     held: dict[str, TeacherRows]
 
 
-def prepare_lessons(work: Path, out: Path, recipe: Recipe, teacher: str) -> Lessons:
-    """Let the trained `teacher` answer prompts of every domain and keep its distributions along
-    its own text, or reuse what is in `work`. `out` holds the teacher in bfloat16."""
-    train: dict[str, TeacherRows] = {}
-    held: dict[str, TeacherRows] = {}
-    folder = work / "lessons"
-    parts: tuple[tuple[dict[str, TeacherRows], Split, int], ...] = (
-        (held, "held_back", recipe.held_prompts),
-        (train, "train", recipe.teacher_prompts),
-    )
-    jobs = [(found, d, split, count) for found, split, count in parts for d in GENERATORS]
-    paths = [folder / f"{domain}-{split}.npz" for _, domain, split, _ in jobs]
-    if not all(path.exists() for path in paths):
-        tokenizer = load_tokenizer(work / "tokenizer")
-        engine = writer(out / teacher, torch.get_num_threads())
-        model = load_model(out / teacher)
-    for (found, domain, split, count), path in zip(jobs, paths, strict=True):
+def prepare_own_text(
+    work: Path, target: Path, split: Split, count: int, seed: int
+) -> dict[str, Ids]:
+    """Let the trained `target` answer `count` prompts of every domain, or reuse what is there."""
+    folder, engine, tokenizer = work / f"{target.name}-text", None, load_tokenizer(target)
+    folder.mkdir(parents=True, exist_ok=True)
+    found = {}
+    for domain in GENERATORS:
+        path = folder / f"{domain}-{split}-{count}-{seed}.npy"
         if not path.exists():
-            rows = own_rows(engine, tokenizer, domain, split, count, recipe.seed + 1)
-            teach(model, rows).save(path)
-        found[domain] = TeacherRows.load(path)
-    return Lessons(train, held)
+            engine = engine or writer(target, torch.get_num_threads())
+            np.save(path, own_rows(engine, tokenizer, domain, split, count, seed))
+        found[domain] = np.load(path)
+    return found
 
 
-class TrainingRun:
-    """The training of one model: state, step, checkpoint."""
+def prepare_lessons(work: Path, out: Path, recipe: Recipe, teacher: str) -> Lessons:
+    """Keep the distributions of the trained `teacher` along its own answers to prompts of every
+    domain, or reuse what is in `work`. `out` holds the teacher in bfloat16."""
+
+    def taught(split: Split, count: int) -> dict[str, TeacherRows]:
+        paths = {domain: work / "lessons" / f"{domain}-{split}.npz" for domain in GENERATORS}
+        if not all(path.exists() for path in paths.values()):
+            rows = prepare_own_text(work, out / teacher, split, count, recipe.seed + 1)
+            model = load_model(out / teacher)
+            for domain, path in paths.items():
+                teach(model, rows[domain]).save(path)
+        return {domain: TeacherRows.load(path) for domain, path in paths.items()}
+
+    held = taught("held_back", recipe.held_prompts)
+    return Lessons(taught("train", recipe.teacher_prompts), held)
+
+
+def _initial(spec: ModelSpec, work: Path, seed: int) -> LlamaForCausalLM:
+    if spec.grown_from is None:
+        return build(spec.shape, seed)
+    path = work / spec.grown_from / "float32"
+    small = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return grow(small, spec.shape)
+
+
+class TrainingRun(Run):
+    """The training of a model of the family."""
+
+    model: LlamaForCausalLM
 
     def __init__(
         self, spec: ModelSpec, pools: Pools, folder: Path, seed: int, lessons: Lessons | None = None
     ) -> None:
         if spec.teacher is not None and lessons is None:
             raise ValueError(f"{spec.name} needs the distributions of {spec.teacher}")
-        self.spec, self.pools, self.folder, self.seed = spec, pools, folder, seed
-        self.lessons = lessons
-        self.model = self._initial()
-        self.optimizers = Optimizers(self.model, spec.muon_lr, spec.adam_lr)
+        self.spec, self.pools, self.seed, self.lessons = spec, pools, seed, lessons
+        super().__init__(spec, _initial(spec, folder.parent, seed), folder)
         mixture = Mixture(spec.mixture, spec.offset)
         self.plan = mixture.plan(spec.steps, spec.rows_per_step, seed)
         self.lesson_plan = Mixture(spec.mixture).plan(spec.steps, spec.rows_per_step, seed + 1)
-        self.step, self.seconds = 0, 0.0
-        self.history: list[dict[str, Any]] = []
-
-    def _initial(self) -> LlamaForCausalLM:
-        if self.spec.grown_from is None:
-            return build(self.spec.shape, self.seed)
-        path = self.folder.parent / self.spec.grown_from / "float32"
-        small = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32)
-        return grow(small, self.spec.shape)
 
     def _joined(self, tokens: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
         rows = len(tokens)
@@ -181,60 +182,19 @@ class TrainingRun:
         done = (self.step / self.spec.steps - begin) / (1 - begin)
         return distil_loss(logits, tokens, probs, min(0.8, 1.6 * done))
 
-    def advance(self) -> float:
-        """One optimiser step; returns its loss."""
+    def loss(self) -> Tensor:
         teaching = self.step >= self.spec.distil_from * self.spec.steps
         if self.lessons is not None and teaching:
-            loss = self._teacher_loss(self.lessons)
-        else:
-            loss = self._text_loss()
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizers.step(cosine_factor(self.step, self.spec.steps, self.spec.warmup))
-        self.step += 1
-        return float(loss.detach())
+            return self._teacher_loss(self.lessons)
+        return self._text_loss()
 
-    @property
-    def _checkpoint(self) -> Path:
-        return self.folder / "checkpoint.pt"
-
-    def save(self) -> None:
-        """Write a checkpoint; an interrupted write leaves the old one."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        state = {
-            "model": self.model.state_dict(),
-            "optimizers": self.optimizers.state_dict(),
-            "step": self.step,
-            "seconds": self.seconds,
-            "history": self.history,
-        }
-        partial = self._checkpoint.with_suffix(".partial")
-        torch.save(state, partial)
-        os.replace(partial, self._checkpoint)
-
-    def resume(self) -> bool:
-        """Continue from the checkpoint, if there is one."""
-        if not self._checkpoint.exists():
-            return False
-        state = torch.load(self._checkpoint, weights_only=True)
-        self.model.load_state_dict(state["model"])
-        self.optimizers.load_state_dict(state["optimizers"])
-        self.step, self.seconds = state["step"], state["seconds"]
-        self.history = state["history"]
-        return True
-
-    def evaluate(self) -> dict[str, float]:
-        """Held-back losses now, noted in the history."""
-        losses = held_losses(self.model, self.pools.held)
-        note: dict[str, Any] = {"step": self.step, "seconds": round(self.seconds), "held": losses}
+    def measured(self) -> dict[str, Any]:
+        """Held-back losses, and a drafter's overlap with its teacher."""
+        found: dict[str, Any] = {"held": held_losses(self.model, self.pools.held)}
         if self.lessons is not None:
             held = self.lessons.held
-            note["overlap"] = {d: overlap(self.model, held[d]) for d in held}
-        self.history.append(note)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / "history.jsonl").open("a") as file:
-            file.write(json.dumps(note) + "\n")
-        return losses
+            found["overlap"] = {d: overlap(self.model, held[d]) for d in held}
+        return found
 
     def finish(self, out: Path, tokenizer: Path) -> None:
         """Write the trained model to `out`, in bfloat16, with the tokenizer; a target is sharpened,
@@ -245,51 +205,7 @@ class TrainingRun:
         save_model(self.model, out / self.spec.name)
         for path in tokenizer.iterdir():
             (out / self.spec.name / path.name).write_bytes(path.read_bytes())
-        (self.folder / "done.json").write_text(
-            json.dumps({"seconds": self.seconds, "steps": self.step, "history": self.history})
-        )
-
-
-@contextlib.contextmanager
-def _bar(name: str, steps: int, show: bool) -> Iterator[Any]:
-    columns = (
-        TextColumn(name),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}"),
-    )
-    with Progress(*columns, disable=not show) as progress:
-        task = progress.add_task(name, total=steps, loss=float("nan"))
-        yield lambda step, loss: progress.update(task, completed=step, loss=loss)
-
-
-def run_to_end(
-    run: TrainingRun,
-    *,
-    checkpoint_s: float,
-    evaluate_every: int,
-    show: bool,
-    log: Path | None = None,
-) -> None:
-    """Train until the last step, with checkpoints and held-back losses at intervals."""
-    saved = time.monotonic()
-    run.folder.mkdir(parents=True, exist_ok=True)
-    with _bar(run.spec.name, run.spec.steps, show) as update:
-        while run.step < run.spec.steps:
-            began = time.monotonic()
-            loss = run.advance()
-            run.seconds += time.monotonic() - began
-            update(run.step, loss)
-            if log is not None and run.step % 10 == 0:
-                with log.open("a") as file:
-                    file.write(f"{run.spec.name} {run.step} {loss:.4f} {run.seconds:.0f}s\n")
-            if run.step % evaluate_every == 0 or run.step == run.spec.steps:
-                run.evaluate()
-            if time.monotonic() - saved > checkpoint_s:
-                run.save()
-                saved = time.monotonic()
-    run.save()
+        self.tell_done()
 
 
 def train(
@@ -314,33 +230,48 @@ def train(
     work = work or Path.home() / ".cache" / "penstock" / name
     if threads is not None:
         torch.set_num_threads(threads)
-    pools = prepare(work, recipe)
-    for spec in recipe.models:
-        if only is not None and spec.name not in only:
-            continue
-        folder = work / spec.name
-        if (folder / "done.json").exists():
-            continue
+
+    def is_asked(spec: ModelSpec | HeadSpec) -> bool:
+        done = (work / spec.name / "done.json").exists()
+        return not done and (only is None or spec.name in only)
+
+    def to_end(run: Run) -> None:
+        run.resume()
+        log = work / "log.txt"
+        run_to_end(run, checkpoint_s=checkpoint_s, evaluate_every=240, show=show, log=log)
+
+    models = [spec for spec in recipe.models if is_asked(spec)]
+    pools = prepare(work, recipe) if models else None
+    for spec in models:
+        assert pools is not None
         lessons = None
         if spec.teacher is not None:
             lessons = prepare_lessons(work, out, recipe, spec.teacher)
-        run = TrainingRun(spec, pools, folder, recipe.seed, lessons)
-        run.resume()
-        run_to_end(
-            run, checkpoint_s=checkpoint_s, evaluate_every=240, show=show, log=work / "log.txt"
-        )
+        run = TrainingRun(spec, pools, work / spec.name, recipe.seed, lessons)
+        to_end(run)
         run.finish(out, work / "tokenizer")
+    for head in filter(is_asked, recipe.heads):
+        path, num, seed = out / head.target, recipe.teacher_prompts, recipe.seed + 2
+        train_rows = prepare_own_text(work, path, "train", num, seed)
+        held = prepare_own_text(work, path, "held_back", recipe.held_prompts, seed)
+        target = load_model(path, resolve_dtype("auto", torch.device("cpu")))
+        beside = HeadRun(head, target, train_rows, held, work / head.name)
+        to_end(beside)
+        beside.finish(out / head.name, json.loads((path / "config.json").read_text()))
     write_cards(out, recipe)
 
 
 def write_cards(out: Path, recipe: Recipe) -> None:
     """Write the manifest of the models that are in `out`."""
     cards = {}
-    for spec in recipe.models:
-        if (out / spec.name / "model.safetensors").exists():
-            model = load_model(out / spec.name)
+    specs: tuple[ModelSpec | HeadSpec, ...] = recipe.models + recipe.heads
+    for spec in specs:
+        folder = out / spec.name
+        if (folder / "model.safetensors").exists():
+            role = spec.role if isinstance(spec, ModelSpec) else "head"
+            model = load_head(folder) if role == "head" else load_model(folder)
             cards[spec.name] = {
-                "role": spec.role,
+                "role": role,
                 "parameters": parameter_count(model),
                 "description": spec.description,
             }

@@ -21,9 +21,12 @@ from lab.zoo.growth import (  # noqa: E402
     widened,
     write_family,
     write_grown,
+    write_grown_head,
 )
+from lab.zoo.heads import Head, embed, load_head, read, save_head  # noqa: E402
 from lab.zoo.manifest import verify_manifest  # noqa: E402
-from lab.zoo.modeling import load_model  # noqa: E402
+from lab.zoo.modeling import load_model, parameter_count  # noqa: E402
+from lab.zoo.recipe import FULL  # noqa: E402
 from penstock.engine.models.config import DecoderConfig  # noqa: E402
 from penstock.engine.models.weights import weight_bytes  # noqa: E402
 from penstock.engine.native.runner import NativeRunner  # noqa: E402
@@ -43,11 +46,53 @@ def growth(name, width, layers=1, channels=32):
     return Growth(card, count_parameters(large), width, small, large)
 
 
+def grown_head(folder, spec, target):
+    """A bundled target's head with random parts, small and grown."""
+    small = load_model(target.card.path)
+    head = Head(small.config, spec.reads, torch.arange(1, 4096, 4) if spec.reads else None)
+    head.begin_like(small)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    save_head(folder / "small", head.checkpoint(), head.description(small.config.to_dict()))
+    size = write_grown_head(folder / "grown", folder / "small", target)
+    return load_head(folder / "small"), load_head(folder / "grown"), size
+
+
+@torch.no_grad()
+def chained(head, path, ids, steps=4):
+    """The head's logits at chained steps along a text, from every place on."""
+    target = load_model(path)
+    starts = torch.zeros(ids.shape, dtype=torch.bool)
+    starts[:, 3:-steps] = True
+    finals = head.chain(embed(target, ids), read(target, ids), starts, steps)
+    return torch.stack([head.logits(final, target.lm_head.weight) for final in finals])
+
+
+@pytest.mark.parametrize("spec", FULL.heads, ids=lambda spec: spec.name)
+def test_a_grown_head_drafts_the_same_beside_the_grown_target(tmp_path, spec):
+    made = growth("target-large", 4)
+    write_grown(tmp_path / "target", made)
+    small, large, size = grown_head(tmp_path, spec, made)
+    assert size == parameter_count(large) > 4 * parameter_count(small)
+    ids = torch.tensor([prompt_ids(made.card.path)])
+    old = chained(small, made.card.path, ids)
+    new = chained(large, tmp_path / "target", ids)
+    torch.testing.assert_close(new, old, rtol=0, atol=2e-4)
+    # The control: with a norm that is not rescaled it drafts otherwise.
+    large.norm.weight.data.mul_(1.01)
+    assert (chained(large, tmp_path / "target", ids) - old).abs().nan_to_num(0).max() > 1e-3
+
+
 def prompt_ids(path, domain="instruction"):
     return load_tokenizer(path).encode(load_prompts(domain)[0].prompt)
 
 
-@pytest.mark.parametrize("name", first_fast(bundled_models()))
+MODELS = [card.name for card in bundled_models().values() if card.role != "head"]
+
+
+@pytest.mark.parametrize("name", first_fast(MODELS))
 def test_sizes_are_met_at_every_scale(name):
     small = DecoderConfig.from_pretrained(bundled_models()[name].path)
     for asked in np.geomspace(count_parameters(small), 4e9, 25):
@@ -119,7 +164,9 @@ def test_command_grows_a_family_that_speculates_as_before(tmp_path, cli):
     )
     assert code == 0, stderr
     models = {row["name"]: row for row in json.loads(stdout)["models"]}
-    assert models.keys() == bundled_models().keys() - {"target-small"}
+    assert models.keys() == {*MODELS} - {"target-small"}
+    heads = {name for name, card in bundled_models(out).items() if card.role == "head"}
+    assert heads == {spec.name for spec in FULL.heads}
     for name, row in models.items():
         on_disk = sum(f.stat().st_size for f in (out / name).glob("*.safetensors"))
         assert 0 <= on_disk - row["bytes"] < 20_000

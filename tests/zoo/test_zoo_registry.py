@@ -28,6 +28,9 @@ def test_family_is_complete():
     assert registry.DEFAULT_TARGET in cards
     assert cards[registry.DEFAULT_DRAFTER].role == "drafter"
     assert all(200_000 < c.parameters < 3_000_000 for c in drafters)
+    heads = registry.heads_of(registry.DEFAULT_TARGET)
+    assert {c.name for c in heads} == {"target-large-mtp", "target-large-eagle3"}
+    assert registry.heads_of("target-small") == []
 
 
 def test_manifest_holds():
@@ -36,7 +39,7 @@ def test_manifest_holds():
 
 def test_size_of_all_weights():
     files = registry.WEIGHTS.rglob("*.safetensors")
-    assert sum(path.stat().st_size for path in files) <= 50 * MEGABYTE
+    assert sum(path.stat().st_size for path in files) <= 57 * MEGABYTE
 
 
 def test_shapes_suit_the_kernels():
@@ -47,7 +50,7 @@ def test_shapes_suit_the_kernels():
         assert config["intermediate_size"] % 32 == 0
         assert config["num_attention_heads"] % config["num_key_value_heads"] == 0
         assert config["max_position_embeddings"] == 2048
-        assert config["tie_word_embeddings"] is True
+        assert config["tie_word_embeddings"] is ("draft_vocab_size" not in config)
         assert config["vocab_size"] == 4096
 
 

@@ -14,6 +14,7 @@ from lab.zoo.evidence import (  # noqa: E402
     NGRAM,
 )
 from lab.zoo.report import DecodeTimes, report  # noqa: E402
+from penstock.zoo.registry import heads_of  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -36,3 +37,16 @@ def test_report_on_the_bundled_family():
     for mode in ("sampled", "greedy"):
         assert data[mode]["choice"]["gain"] >= 0
         assert {c["drafter"] for c in data[mode]["cells"]} == {"none", NGRAM, *names}
+
+
+def test_report_follows_heads_without_pricing_them():
+    times = DecodeTimes(lambda n: 1e-3, {"draft-base": 1e-4})
+    console = Console(file=io.StringIO(), width=160)
+    data = report(domains=("math",), per_domain=1, limit=24, times=times, console=console)
+    for mode in ("sampled", "greedy"):
+        found = {c["drafter"]: c for c in data[mode]["cells"] if c["domain"] == "all"}
+        for head in heads_of("target-large"):
+            shares = found[head.name]["accepted_drafts"]
+            assert shares[0] > 0.5
+            assert (found[head.name]["best_draft_length"], len(shares)) == (0, 4)
+        assert found["draft-base"]["tokens_per_s"] > 0

@@ -52,5 +52,6 @@ def test_chat_template_equals_our_own(auto, domain):
 
 
 def test_every_model_ships_the_same_tokenizer():
-    files = [card.path / "tokenizer.json" for card in bundled_models().values()]
+    models = [card for card in bundled_models().values() if card.role != "head"]
+    files = [card.path / "tokenizer.json" for card in models]
     assert len({path.read_bytes() for path in files}) == 1

@@ -29,10 +29,10 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """One bundled model."""
+    """One bundled model; a head belongs to the target with which its name begins."""
 
     name: str
-    role: Literal["target", "drafter"]
+    role: Literal["target", "drafter", "head"]
     path: Path
     parameters: int
     description: str
@@ -64,6 +64,12 @@ def bundled_models(weights: Path = WEIGHTS) -> dict[str, ModelCard]:
         )
         for name, entry in manifest(weights)["models"].items()
     }
+
+
+def heads_of(target: str, weights: Path = WEIGHTS) -> list[ModelCard]:
+    """Return the cards of a bundled target's heads. Raises: FileNotFoundError."""
+    cards = bundled_models(weights).values()
+    return [card for card in cards if card.role == "head" and card.name.startswith(f"{target}-")]
 
 
 def model_path(name: str, weights: Path = WEIGHTS) -> Path:

@@ -1,0 +1,170 @@
+"""Training of heads along text, over several chained drafts, on the target's distributions."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import LlamaForCausalLM
+
+from lab.bench.perplexity import texts
+from lab.zoo.data import Ids, Mixture, answer_mask, batch_of, fill
+from lab.zoo.distil import KEPT, as_tensor, distil_loss, divergences
+from lab.zoo.heads import Head, embed, read, save_head
+from lab.zoo.recipe import HeadSpec
+from lab.zoo.run import Run, run_to_end
+from penstock.config import ConfigError
+from penstock.engine.models.checkpoint import is_gguf
+from penstock.engine.models.config import DecoderConfig
+from penstock.engine.models.dtypes import resolve_dtype
+from penstock.engine.models.formats import open_checkpoint
+from penstock.engine.models.variant import LLAMA
+from penstock.engine.tokenizer import load_tokenizer
+
+COMPARED = 8192
+"""The commonest tokens of a large vocabulary, of which a head learns the target's distribution."""
+
+HELD_ROWS = 2
+"""Of each source, on which a head is measured while it is trained."""
+
+
+class Drafts(NamedTuple):
+    """One chained step: its logits, [chains, tokens], and what the target says in their place.
+
+    is_there: [chains], whether this and all drafts before it are of tokens that are drafted
+    tokens, probs: [chains, KEPT], the target's likeliest tokens, numbered as the logits"""
+
+    logits: Tensor
+    is_there: Tensor
+    tokens: Tensor
+    probs: Tensor
+
+
+class HeadRun(Run):
+    """The training of a head beside its target, which stays as it is.
+
+    train, held: rows of text by source"""
+
+    model: Head
+
+    def __init__(
+        self,
+        spec: HeadSpec,
+        target: LlamaForCausalLM,
+        train: dict[str, Ids],
+        held: dict[str, Ids],
+        folder: Path,
+    ) -> None:
+        self.spec, self.target, self.train, self.held = spec, target, train, held
+        tokens = self._commonest(spec.tokens or target.config.vocab_size)
+        self._lm_head = target.lm_head.weight[tokens].detach().float()
+        config = copy.deepcopy(target.config)
+        config.intermediate_size = spec.ffn or config.intermediate_size
+        head = Head(config, spec.reads, tokens if spec.reads else None)
+        head.begin_like(target)
+        super().__init__(spec, head, folder)
+        mixture = Mixture({name: float(len(ids)) for name, ids in train.items()})
+        self.plan = mixture.plan(spec.steps, spec.rows_per_step, seed=0)
+
+    def _drafted(self, ids: Ids) -> Tensor:
+        """[rows, ROW] whether the token behind this one is drafted."""
+        mask = torch.from_numpy(answer_mask(ids))
+        if self.spec.answers_alone:
+            return mask
+        mask[:, :-1] = True
+        return mask
+
+    def _commonest(self, num: int) -> Tensor:
+        """The numbers of the `num` commonest drafted tokens, ascending."""
+        ids = np.concatenate([*self.train.values()])
+        drafted = torch.from_numpy(ids[:, 1:][self._drafted(ids)[:, :-1].numpy()].astype(np.int64))
+        counts = torch.bincount(drafted, minlength=self.target.config.vocab_size)
+        return counts.sort(descending=True, stable=True).indices[:num].sort().values
+
+    def drafts(self, ids: Ids) -> Iterator[Drafts]:
+        """Read `ids`, [rows, ROW], and draft from everywhere in it, step by step."""
+        tokens, keep, steps = as_tensor(ids), self._drafted(ids), self.spec.chained
+        states = read(self.target, tokens)
+        top = functional.linear(states[-1][keep], self._lm_head).softmax(-1).topk(KEPT, dim=-1)
+        number = torch.zeros(keep.shape, dtype=torch.int64)
+        number[keep] = torch.arange(len(top.indices))
+        # The token that a chain starts with is the target's own, too.
+        starts = keep & keep.roll(1, dims=1)
+        starts[:, 0] = False
+        starts[:, -steps:] = False
+        row, place = starts.nonzero(as_tuple=True)
+        own = self.model.lm_head.weight if self.model.reads else self._lm_head
+        dtype, is_there = self.target.dtype, torch.ones_like(row, dtype=torch.bool)
+        with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
+            chain = self.model.chain(embed(self.target, tokens), states, starts, steps)
+            told = [functional.linear(final, own) for final in chain]
+        for step, logits in enumerate(told):
+            is_there = is_there & keep[row, place + step]
+            at = number[row, place + step]
+            yield Drafts(logits.float(), is_there, top.indices[at], top.values[at])
+
+    def loss(self) -> Tensor:
+        """Of all drafts, each less than the one before it."""
+        share = min(0.8, 1.6 * self.step / self.steps)
+        losses, weights = [], []
+        for step, drafts in enumerate(self.drafts(batch_of(self.train, self.plan[self.step]))):
+            logits, tokens, probs = (x[drafts.is_there] for x in (drafts[0], *drafts[2:]))
+            weights.append(self.spec.fading**step)
+            losses.append(weights[-1] * distil_loss(logits, tokens, probs, share))
+        return torch.stack(losses).sum() / sum(weights)
+
+    @torch.no_grad()
+    def measured(self) -> dict[str, Any]:
+        """On held-back text, by source and chained draft: the share of drafts that are the
+        target's likeliest token, all before them too, and the overlap with its distribution."""
+        found: dict[str, Any] = {"accepted": {}, "overlap": {}}
+        for source, ids in self.held.items():
+            accepted, overlaps, right = [], [], torch.tensor(True)
+            for logits, is_there, tokens, probs in self.drafts(ids[:HELD_ROWS]):
+                right = right & (logits.argmax(-1) == tokens[:, 0])
+                accepted.append(round(float(right[is_there].float().mean()), 4))
+                apart = divergences(logits[is_there], tokens[is_there], probs[is_there])[1]
+                overlaps.append(round(1 - float(apart), 4))
+            found["accepted"][source], found["overlap"][source] = accepted, overlaps
+        return found
+
+    def finish(self, folder: Path, target: dict[str, Any]) -> None:
+        """Write the trained head; `target` is the target's config.json."""
+        save_head(folder, self.model.checkpoint(), self.model.description(target))
+        self.tell_done()
+
+
+def train_head(
+    target: Path, out: Path, steps: int, threads: int | None, show: bool = True
+) -> list[float]:
+    """Train an MTP head beside any Llama and write it to `out`; an interrupted run continues.
+
+    It learns the target's distributions along Python's own files and reference
+    (`lab.bench.perplexity.texts`), of which the last rows are held back. Its checkpoints are in
+    `out`, too. Returns the shares of drafts in a row that are right on the held-back rows.
+
+    Raises: ConfigError, CheckpointError."""
+    config = DecoderConfig.from_pretrained(target)
+    if config.variant != LLAMA:
+        raise ConfigError(f"{target}: heads are trained for Llamas; this is {config.architecture}")
+    torch.set_num_threads(threads or torch.get_num_threads())
+    folder, file = (target.parent, target.name) if is_gguf(target) else (target, None)
+    dtype = resolve_dtype("auto", torch.device("cpu"))
+    model = LlamaForCausalLM.from_pretrained(folder, gguf_file=file, dtype=dtype)
+    spec = HeadSpec(out.name, "", "", steps, tokens=COMPARED, answers_alone=False)
+    tokenizer = load_tokenizer(target)
+    pieces = (tokenizer.encode(text, add_special_tokens=False) for text in texts())
+    rows = fill(pieces, steps * spec.rows_per_step + HELD_ROWS)
+    parts = {"text": rows[:-HELD_ROWS]}, {"text": rows[-HELD_ROWS:]}
+    run = HeadRun(spec, model.train(False), *parts, out)
+    run.resume()
+    run_to_end(run, checkpoint_s=120.0, evaluate_every=steps, show=show)
+    run.finish(out, open_checkpoint(target).description().content)
+    accepted: list[float] = run.history[-1]["accepted"]["text"]
+    return accepted
