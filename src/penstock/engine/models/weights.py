@@ -82,7 +82,6 @@ def weight_specs(config: DecoderConfig) -> Iterator[WeightSpec]:
     layers.I.dt_bias, a_log   [value_heads]
     layers.I.linear_norm      [value_dim]
     layers.I.o                [hidden_size, value_size]
-
     Without key heads they have, in place of these,
 
     layers.I.linear_in        [3 * value_size, hidden_size]: gates of the convolution's input and

@@ -138,8 +138,9 @@ class Metadata:
         found = self.get("attention.head_count_kv", self.whole("attention.head_count"))
         listed = found if isinstance(found, tuple) else (found,)
         if not all(isinstance(n, int) and n >= 0 for n in listed) or len({*listed} - {0}) != 1:
-            key = self.key("attention.head_count_kv")
-            raise self._file.error(f"{key} is {found!r}; one number above 0, or 0, is expected")
+            raise self._file.error(
+                f"attention.head_count_kv is {found!r}; one number above 0, or 0"
+            )
         return listed
 
     @property
@@ -210,8 +211,7 @@ def _own(metadata: Metadata) -> dict[str, Any]:
             "linear_value_heads_strided": True,
         }
     if metadata.architecture in _GRANITE:
-        is_rotated = metadata.get("rope.scaling.finetuned", True)
-        usual = metadata.head_dim**-0.5
+        usual, is_rotated = metadata.head_dim**-0.5, metadata.get("rope.scaling.finetuned", True)
         return {
             "attention_multiplier": metadata.number("attention.scale", 0) or usual,
             "embedding_multiplier": metadata.number("embedding_scale", 0) or 1.0,
