@@ -85,7 +85,7 @@ def test_both_rope_spellings(broken: Broken, case: str) -> None:
         assert DecoderConfig.from_pretrained(path) == newer
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", sorted(CASES.keys() - {"granite-unrotated"}))
 def test_rope_tables_are_transformers_own(checkpoint: Checkpoints, case: str) -> None:
     saved = checkpoint(case)
     config = DecoderConfig.from_pretrained(saved.path)
