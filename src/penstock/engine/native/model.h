@@ -24,8 +24,9 @@ struct LayerWeights {
   void *keys, *values;
   int32_t window;  // positions that a row sees, at most max_positions
   const float *rope_cos, *rope_sin;  // [max_positions, round_up(head_dim / 2, kLanes)]
-  // [num_experts (+ 1), hidden_size], float32; the last row gates the shared experts. With it gate, up and down are those of all experts, each
-  // expert's columns padded to whole panels. Null: a dense MLP.
+  // [num_experts (+ 1), hidden_size], float32; the last row gates the shared experts. With it gate,
+  // up and down are those of all experts, each expert's columns padded to whole panels. Null: a
+  // dense MLP.
   penstock::Matrix router;
   // Attention's gates, by head as the queries. Null: none.
   penstock::Matrix query_gate;

@@ -437,8 +437,8 @@ class Pass {
     return floats > model_.split_floats() ? 1 : splits;
   }
 
-  // residual += input x matrix (+ bias), or that product's RMSNorm, for which whole rows are needed.
-  // gated: a row's product is multiplied by its opening.
+  // residual += input x matrix (+ bias), or that product's RMSNorm, for which whole rows are
+  // needed. gated: a row's product is multiplied by its opening.
   void add_projection(const Buffer& input, size_t stride, int k_size, const Matrix& matrix,
                       const float* bias, const float* norm, bool gated = false) {
     const Chunks chunks = chunks_for(plan_.num_rows(), matrix, k_size);
@@ -494,8 +494,8 @@ class Pass {
         });
   }
 
-  // residual += the sum of what a row's experts give, each times its share, in ascending order; then
-  // what the shared ones give, computed from the same input
+  // residual += the sum of what a row's experts give, each times its share, in ascending order;
+  // then what the shared ones give, computed from the same input
   void mix_experts(const LayerWeights& layer) {
     const int num_rows = plan_.num_rows(), per_token = weights_.experts_per_token;
     const int most = std::min(chunk_rows(layer.gate, weights_.hidden_size),
