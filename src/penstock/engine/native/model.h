@@ -26,8 +26,8 @@ struct LayerWeights {
   // [max_positions, round_up(head_dim / 2, kLanes)]. Null: nothing is rotated.
   const float *rope_cos, *rope_sin;
   // [num_experts (+ 1), hidden_size], float32; the last row gates the shared experts. With it gate,
-  // up and down are those of all experts, each
-  // expert's columns padded to whole panels. Null: a dense MLP.
+  // up and down are those of all experts, each expert's columns padded to whole panels. Null: a
+  // dense MLP.
   penstock::Matrix router;
   // Attention's gates, by head as the queries. Null: none.
   penstock::Matrix query_gate;

@@ -659,8 +659,8 @@ class Pass {
         });
   }
 
-  // residual += the sum of what a row's experts give, each times its share, in ascending order; then
-  // what the shared ones give, computed from the same input
+  // residual += the sum of what a row's experts give, each times its share, in ascending order;
+  // then what the shared ones give, computed from the same input
   void mix_experts(const LayerWeights& layer) {
     const int num_rows = plan_.num_rows(), per_token = weights_.experts_per_token;
     const int most = std::min(chunk_rows(layer.gate, weights_.hidden_size),
