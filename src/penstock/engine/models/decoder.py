@@ -45,7 +45,7 @@ class Layer:
     o_norm, down_norm: norms of attention's and the MLP's output before the residual is added.
     delta: of a recurrent layer."""
 
-    input_norm: RmsNorm
+    input_norm: RmsNorm | None
     qkv: torch.Tensor
     qkv_bias: torch.Tensor | None
     qk_norm: RmsNorm | None
@@ -83,7 +83,7 @@ class Decoder:
         self.layers = [_layer(config, weights, i, device) for i in range(config.num_all_layers)]
         self.norm = RmsNorm(weights.pop("norm").to(device), config.rms_norm_eps)
         norm = partial(RmsNorm, eps=config.rms_norm_eps)
-        self.head = Head.from_weights(weights, device, norm) if config.has_head else None
+        self.head = Head.from_weights(config, weights, device, norm)
         if "lm_head" in weights:
             self.lm_head = weights.pop("lm_head").to(device).t().contiguous()
         else:
@@ -113,11 +113,16 @@ class Decoder:
         # A head needs the states of all rows.
         last = self.config.num_layers - 1 if self.head is None else -1
 
+        inputs: list[torch.Tensor] = []
+
         def compute(index: int, hidden: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
             layer = self.layers[index]
+            if self.head is not None and index in self.head.reads:
+                inputs.append(hidden)
             if layer.delta is not None:
                 assert states is not None
                 assert moves is not None
+                assert layer.input_norm is not None
                 normed = layer.input_norm(hidden)
                 qkv = torch.mm(normed, layer.qkv)
                 attended = states.mix(index, layer.delta, qkv, normed, batch, moves)
@@ -136,29 +141,21 @@ class Decoder:
         if self.head is None:
             return self.run(token_ids, positions, compute)
         normed = self.norm(self.hidden(token_ids, positions, compute))
-        self._write_head(batch, cache, token_ids, positions, slots, normed)
+        self._write_head(batch, cache, self.head.states(normed, inputs))
         return (normed.index_select(0, logits_rows) @ self.lm_head).float()
 
-    def _write_head(
-        self,
-        batch: RaggedBatch,
-        cache: PagedKVCache,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        states: torch.Tensor,
-    ) -> None:
-        """Write the head's keys and values of all rows. states: the model's, normed."""
+    def _write_head(self, batch: RaggedBatch, cache: PagedKVCache, states: torch.Tensor) -> None:
+        """Write the head's keys and values of all rows. states: the model's."""
         assert self.head is not None
+        token_ids, positions, slots, _ = _on_device(batch, cache)
         carry, starts = batch.carry, torch.from_numpy(batch.query_start[:-1]).to(cache.device)
         before = states.roll(1, 0)
         before[starts.long()] = 0.0 if carry is None else carry.before.to(states.dtype)
         if carry is not None:
-            rows = torch.from_numpy(carry.rows).to(cache.device)
-            carry.after = states.index_select(0, rows).float()
+            carry.after = states[torch.from_numpy(carry.rows).to(cache.device)].float()
         index, rotations = self.config.num_layers, self.rotations.index_select(0, positions)
-        hidden = self.head.join(self.embed(token_ids), before)
-        _, kv, _ = self.before_attention(self.layers[index], hidden, rotations)
+        given, _ = self.head.enter(self.embed(token_ids), before)
+        _, kv, _ = self.before_attention(self.layers[index], given, rotations)
         cache.write(index, slots, kv)
 
     def forward_head(
@@ -170,18 +167,18 @@ class Decoder:
         carry, index = batch.carry, self.config.num_layers
         embedded = self.embed(token_ids)
         before = torch.zeros_like(embedded) if carry is None else carry.before
-        layer, hidden = self.layers[index], self.head.join(embedded, before)
+        layer, (given, hidden) = self.layers[index], self.head.enter(embedded, before)
         rotations = self.rotations.index_select(0, positions)
-        q, kv, gate = self.before_attention(layer, hidden, rotations)
+        q, kv, gate = self.before_attention(layer, given, rotations)
         cache.write(index, slots, kv)
         attended = attention.attend(q, index, attention.prepare(batch)).flatten(1)
         if gate is not None:
             attended = attended * gate.sigmoid()
-        states, lm_head = self.head.norm(after_attention(layer, hidden, attended)), self.lm_head
+        states, normed = self.head.leave(after_attention(layer, hidden, attended))
         if carry is not None:
             carry.after = states.float()
-            lm_head = lm_head[:, : carry.vocab or lm_head.shape[1]]
-        return (states.index_select(0, logits_rows) @ lm_head).float()
+        vocab = 0 if carry is None else carry.vocab
+        return self.head.logits(normed.index_select(0, logits_rows), self.lm_head, vocab)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the embeddings of tokens, as they enter a layer."""
@@ -217,7 +214,7 @@ class Decoder:
         """Return rotated queries [num_tokens, num_heads, head_dim], and keys before values.
 
         With variant.gated also gates: [num_tokens, num_heads * head_dim]."""
-        normed = layer.input_norm(hidden)
+        normed = hidden if layer.input_norm is None else layer.input_norm(hidden)
         if layer.qkv_bias is None:
             flat = torch.mm(normed, layer.qkv)
         else:
@@ -298,7 +295,7 @@ def _layer(
     qkv = mine["linear_qkv"] if is_recurrent else _pair_rows(config, mine["qkv"])
     has_norms, bias = "q_norm" in mine, mine.get("qkv_bias")
     return Layer(
-        input_norm=RmsNorm(mine["input_norm"], config.rms_norm_eps),
+        input_norm=norm("input_norm"),
         qkv=qkv.t().contiguous(),
         qkv_bias=None if bias is None else _pair_rows(config, bias),
         qk_norm=_qk_norm(config, mine["q_norm"], mine["k_norm"]) if has_norms else None,
@@ -315,7 +312,7 @@ def _layer(
 def _make_mlp(config: DecoderConfig, weights: dict[str, torch.Tensor]) -> DenseMlp | ExpertMlp:
     """Build the MLP of one layer from its weights."""
     variant, gate_up, down = config.variant, weights["gate_up"], weights["down"]
-    if variant.experts is None:
+    if variant.experts is None or "router" not in weights:
         return DenseMlp(gate_up.t().contiguous(), down.t(), variant.activation)
     return ExpertMlp(weights["router"], gate_up, down, variant.experts, variant.activation)
 

@@ -56,7 +56,7 @@ class FolderTensors:
             out.copy_(grouped.values())
             return
         tensor = self._stored(name, tuple(out.shape))
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in DTYPES and tensor.dtype != out.dtype:
             allowed = ", ".join(map(str, DTYPES))
             raise CheckpointError(
                 f"{self._file_of[self._names[name]]}: tensor {name} is {tensor.dtype}; "

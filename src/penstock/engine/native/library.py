@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from penstock.config import ConfigError
 from penstock.core.learn.confidence import Floats, Stop
+from penstock.engine.models.head import HEAD_NORMS
 from penstock.engine.native.loading import load_library
 
 ERROR_BYTES = 256
@@ -25,7 +26,6 @@ LAYER_MATRICES = ("query", "key", "value", "o", "gate", "up", "down")
 DELTA_MATRICES = ("linear_qkv", "linear_z", "beta", "alpha")
 DELTA_VECTORS = ("conv", "dt_bias", "rate", "linear_norm")
 DELTA_SIZES = ("key_heads", "value_heads", "key_dim", "value_dim", "kernel", "strided")
-HEAD_NORMS = ("embed_norm", "hidden_norm", "norm")
 LAYER_VECTORS = (
     "input_norm",
     "post_norm",
@@ -90,6 +90,11 @@ class ModelWeights(Structure):
         *((name, c_int32) for name in (*DELTA_SIZES, "num_slots", "most_kept")),
         ("head_fc", Matrix),
         *((f"head_{name}", c_void_p) for name in HEAD_NORMS),
+        ("head_reads", c_int32 * 3),
+        ("head_intermediate_size", c_int32),
+        ("head_vocab", c_int32),
+        ("head_lm_head", Matrix),
+        ("head_tokens", c_void_p),
     ]
 
 

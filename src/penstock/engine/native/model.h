@@ -57,6 +57,13 @@ struct ModelWeights {
   // and the state before; norms of both, and behind the layer. Null: none.
   penstock::Matrix head_fc;
   const float *head_embed_norm, *head_hidden_norm, *head_norm;
+  // Of EAGLE-3: its states are head_fc, [hidden_size, 3 * hidden_size], over the inputs of three
+  // layers (their numbers; the first is -1 for a head of the other kind); its layer reads embedding
+  // and state side by side, and has an MLP and an output matrix of its own sizes.
+  int32_t head_reads[3];
+  int32_t head_intermediate_size, head_vocab;
+  penstock::Matrix head_lm_head;
+  const int32_t* head_tokens;  // [head_vocab], their ids
 };
 
 // RaggedBatch of batch.py. `values` holds its arrays one after the other, in the order below.
@@ -232,6 +239,7 @@ struct Model {
   Buffer states, joined;       // of a head: of the model's rows; its layer's input before head_fc
   Buffer chain;                // its own states in a draft, of this step and the one before
   Buffer no_state;             // zeros
+  Buffer read;                 // inputs of the layers that the head reads
   Routing routing;
 
   explicit Model(const ModelWeights& given)
@@ -248,7 +256,9 @@ struct Model {
   }
 
   bool has_head() const { return weights.head_fc.data; }
+  bool is_eagle() const { return has_head() && weights.head_reads[0] >= 0; }
   size_t joined_stride() const { return round_up(2 * weights.hidden_size, kPanel) + kPanel; }
+  size_t read_stride() const { return round_up(3 * weights.hidden_size, kPanel) + kPanel; }
 
   bool has_post_norms() const { return layers[0].o_norm; }
   int group() const { return weights.num_heads / weights.num_kv_heads; }
@@ -262,7 +272,10 @@ struct Model {
   int head_width() const { return round_up(weights.head_dim, kPanel); }
   // One panel more than needed: rows a power of two apart would share few cache sets.
   size_t residual_stride() const { return round_up(weights.hidden_size, kPanel) + kPanel; }
-  size_t hidden_stride() const { return round_up(weights.intermediate_size, kPanel) + kPanel; }
+  size_t hidden_stride() const {
+    const int widest = std::max(weights.intermediate_size, weights.head_intermediate_size);
+    return round_up(widest, kPanel) + kPanel;
+  }
   size_t router_stride() const { return round_up(weights.num_experts, kPanel); }
   int value_size() const { return weights.value_heads * weights.value_dim; }
   int conv_size() const { return 2 * weights.key_heads * weights.key_dim + value_size(); }
@@ -297,6 +310,7 @@ struct Model {
     if (has_head()) {
       states.reserve(rows * residual_stride());
       joined.reserve(rows * joined_stride());
+      if (is_eagle()) read.reserve(rows * read_stride());
     }
     if (weights.num_experts == 0) return;
     router.reserve(rows * router_stride());

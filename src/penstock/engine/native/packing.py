@@ -257,9 +257,13 @@ class Packer:
                 fields, sizes = ("query", "query_gate", "key", "value"), [config.q_size, *sizes]
         elif last == "gate_up":
             width = config.intermediate_size
+            if config.head is not None and prefix == f"layers.{config.num_layers}":
+                width = config.head.intermediate_size
             fields, sizes = ("gate", "up"), [width] * 2
         else:
             width = config.vocab_size if last == "lm_head" else config.hidden_size
+            if name == "head.lm_head" and config.head is not None:
+                width = config.head.vocab_size
             if last == "router" and config.variant.experts is not None:
                 width = config.variant.experts.count
             if last in DELTA_MATRICES and delta is not None:
