@@ -4,6 +4,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from tests.engine.small_family import VOCAB, small_llama, write_tokenizer
 from tests.engine.small_gguf import save_gguf
 from tests.engine.small_heads import EAGLE, ReferenceHead, add_head, in_gguf
-from tests.engine.small_models import CASES, Checkpoint, write_checkpoint
+from tests.engine.small_models import CASES, Checkpoint, Paging, tokens, write_checkpoint
 from tests.engine.test_exactness import (
     SAMPLINGS,
     Alone,
@@ -326,6 +327,44 @@ def test_rows_of_the_head_have_the_same_bits_alone(loaded, kind, count) -> None:
         )
         assert torch.equal(runner.forward_head(alone)[0], together[i])
         assert torch.equal(alone.carry.after[0], batch.carry.after[i])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_and_chunks_change_no_bit(loaded, kind) -> None:
+    """Of what passes write for the head, and of what it drafts by it."""
+    engine = loaded(kind, "native").engine
+    path, ids = engine.tokenizer_path, {f"s{i}": tokens(60 + i, seed=i) for i in range(9)}
+    head = path.parent / "head" if (path.parent / "head").is_dir() else path
+    found = []
+    for threads, cuts in ((1, (0, 60)), (2, (0, 60)), (2, (0, 7, 50, 60))):
+        runner = NativeRunner.load(path, torch.float32, 200, 8, threads, num_slots=9, head=head)
+        place, before = Paging(200, 8), torch.zeros(9, runner.config.hidden_size)
+        for start, stop in pairwise(cuts):
+            batch = place.batch(*((n, x, start, stop) for n, x in ids.items()), logits="last")
+            carry = Carry(before, batch.query_start[1:] - 1)
+            runner.forward(dataclasses.replace(batch, carry=carry))
+            before = carry.after
+        rows = np.arange(10, dtype=np.int32)
+        table = place.batch(*((n, x, 60, 65) for n, x in ids.items())).block_tables
+        first = RaggedBatch(
+            np.array([x[59] for x in ids.values()], dtype=np.int32),
+            np.full(9, 60, dtype=np.int32),
+            rows,
+            np.full(9, 61, dtype=np.int32),
+            table,
+            rows[:-1],
+            carry=Carry(before, rows[:-1]),
+        )
+        none = np.zeros(9)
+        steps = np.full(9, 5, dtype=np.int32)
+        seeds, salts = np.zeros(9, dtype=np.uint64), np.zeros(9, dtype=np.int32)
+        drafted = runner.draft(first, steps, none, seeds, salts, return_logits=True)
+        assert drafted.logits is not None
+        found.append((before, drafted.logits))
+    for states, logits in found[1:]:
+        assert torch.equal(states, found[0][0])
+        assert torch.equal(logits, found[0][1])
+        assert logits.isfinite().any()
 
 
 def test_a_head_refuses_what_it_cannot_compute(loaded) -> None:
