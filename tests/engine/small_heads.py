@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,31 +13,53 @@ from safetensors.torch import load_file, save_file
 from tests.engine.small_models import Checkpoint
 from transformers import PreTrainedModel
 
+from penstock.engine.models.checkpoint import EAGLE3
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.families import FAMILIES
+from penstock.engine.models.variant import HeadShape
 from penstock.engine.models.weights import head_specs
 
+EAGLE = HeadShape(72, (0, 1, 3), 100)
+"""An EAGLE-3 head of a model of four layers."""
 
-def head_tensors(path: Path, seed: int = 0) -> dict[str, torch.Tensor]:
+
+def head_tensors(
+    path: Path, seed: int = 0, shape: HeadShape | None = None
+) -> dict[str, torch.Tensor]:
     """Random tensors of a head for the model in a folder or file."""
-    config = dataclasses.replace(DecoderConfig.from_pretrained(path), has_head=True)
+    config = DecoderConfig.from_pretrained(path)
+    config = dataclasses.replace(config, head=shape or HeadShape(config.intermediate_size))
     offset = FAMILIES[config.architecture].norm_offset
     generator = torch.Generator().manual_seed(seed)
     found = {}
-    for name, shape in [source for spec in head_specs(config) for source in spec.sources]:
-        if len(shape) == 1:
-            found[name] = torch.rand(shape, generator=generator) + 0.5 - offset
+    for name, size in [source for spec in head_specs(config) for source in spec.sources]:
+        if name == "d2t":
+            ids = torch.randperm(config.vocab_size, generator=generator)[: size[0]].sort().values
+            found[name] = ids - torch.arange(size[0])
+        elif len(size) == 1:
+            found[name] = torch.rand(size, generator=generator) + 0.5 - offset
         else:
-            found[name] = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+            found[name] = torch.randn(size, generator=generator) * size[-1] ** -0.5
     return found
 
 
-def add_head(path: Path, seed: int = 0, beside: Path | None = None) -> dict[str, torch.Tensor]:
+def add_head(
+    path: Path, seed: int = 0, beside: Path | None = None, shape: HeadShape | None = None
+) -> dict[str, torch.Tensor]:
     """Write a random head into a model's folder, or into one `beside` it."""
-    tensors = head_tensors(path, seed)
+    tensors = head_tensors(path, seed, shape)
     own = {} if beside else load_file(path / "model.safetensors")
-    (beside or path).mkdir(exist_ok=True)
-    save_file(own | tensors, (beside or path) / "model.safetensors", {"format": "pt"})
+    folder = beside or path
+    folder.mkdir(exist_ok=True)
+    save_file(own | tensors, folder / "model.safetensors", {"format": "pt"})
+    if shape is not None:
+        content = {
+            "architectures": [EAGLE3],
+            "intermediate_size": shape.intermediate_size,
+            "draft_vocab_size": shape.vocab_size,
+            "eagle_aux_hidden_state_layer_ids": shape.reads,
+        }
+        (folder / "config.json").write_text(json.dumps(content))
     return tensors
 
 
@@ -47,48 +70,77 @@ class ReferenceHead:
         self._model: PreTrainedModel = saved.model
         config = copy.deepcopy(saved.model.config)
         self._offset = 1.0 if config.model_type == "qwen3_5_text" else 0.0
+        self._is_eagle = "d2t" in tensors
         config.num_hidden_layers = 1
         if hasattr(config, "layer_types"):
             config.layer_types = ["full_attention"]
+        if self._is_eagle:
+            config.intermediate_size = EAGLE.intermediate_size
         self._layer = type(saved.model)(config).model.eval()
         self._tensors = tensors
-        own = {
-            name.removeprefix("mtp."): values
-            for name, values in tensors.items()
-            if name.startswith(("mtp.layers", "mtp.norm"))
-        }
-        missing, unknown = self._layer.load_state_dict(own, strict=False)
-        assert not unknown
-        assert all("embed_tokens" in name for name in missing), missing
+        prefix = "midlayer." if self._is_eagle else "mtp.layers.0."
+        layer = self._layer.layers[0]
+        own = {n.removeprefix(prefix): x for n, x in tensors.items() if n.startswith(prefix)}
+        if self._is_eagle:
+            for name in ("q_proj", "k_proj", "v_proj"):
+                weight = own.pop(f"self_attn.{name}.weight")
+                getattr(layer.self_attn, name).weight = torch.nn.Parameter(weight)
+            self._embed_norm = own.pop("input_layernorm.weight")
+            self._hidden_norm = own.pop("hidden_norm.weight")
+            layer.input_layernorm = torch.nn.Identity()
+            own["input_layernorm.weight"] = torch.empty(0)
+        else:
+            self._embed_norm = tensors["mtp.pre_fc_norm_embedding.weight"]
+            self._hidden_norm = tensors["mtp.pre_fc_norm_hidden.weight"]
+        missing, _ = layer.load_state_dict(own, strict=False)
+        assert all("q_proj" in n or "k_proj" in n or "v_proj" in n for n in missing), missing
 
     @torch.inference_mode()
     def draft(self, text: Sequence[int], count: int, front: Sequence[int] = ()) -> list[int]:
         """The likeliest tokens behind a text and a draft's looked-up front."""
-        ids = torch.tensor([*text, *front])
-        known = self._model.model(input_ids=torch.tensor(text)[None]).last_hidden_state[0]
+        ids, known = torch.tensor([*text, *front]), self._known(torch.tensor(text)[None])
         states = torch.cat((torch.zeros_like(known[:1]), known[:-1]))
         drafted: list[int] = []
         while len(drafted) < count:
             for _ in range(len(ids) - len(states) + 1):
-                here = ids[: len(states)]
-                own = self._layer(inputs_embeds=self._join(here, states)[None])
-                last = own.last_hidden_state[0, -1:]
-                states = torch.cat((states, last))
-            drafted.append(int(self._model.lm_head(last).argmax()))
+                state, told = self._rows(ids[: len(states)], states)
+                states = torch.cat((states, state[-1:]))
+            drafted.append(told)
             ids = torch.cat((ids, torch.tensor(drafted[-1:])))
         return drafted
 
-    def _join(self, ids: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        embedded = self._model.model.embed_tokens(ids)
-        parts = [
-            self._normed(embedded, "mtp.pre_fc_norm_embedding.weight"),
-            self._normed(states, "mtp.pre_fc_norm_hidden.weight"),
-        ]
-        return torch.cat(parts, dim=1) @ self._tensors["mtp.fc.weight"].t()
+    def _known(self, ids: torch.Tensor) -> torch.Tensor:
+        """The model's own states."""
+        out = self._model.model(input_ids=ids, output_hidden_states=self._is_eagle)
+        if not self._is_eagle:
+            return out.last_hidden_state[0]
+        read = torch.cat([out.hidden_states[i][0] for i in EAGLE.reads], dim=1)
+        return read @ self._tensors["fc.weight"].t()
 
-    def _normed(self, x: torch.Tensor, name: str) -> torch.Tensor:
+    def _rows(self, ids: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """The head's own states of all rows, and the likeliest token behind the last."""
+        embedded = self._model.model.embed_tokens(ids)
+        parts = self._normed(embedded, self._embed_norm), self._normed(states, self._hidden_norm)
+        joined, layer = torch.cat(parts, dim=1), self._layer.layers[0]
+        if not self._is_eagle:
+            joined = joined @ self._tensors["mtp.fc.weight"].t()
+            norm = self._tensors["mtp.norm.weight"]
+            places = torch.arange(len(ids))[None]
+            angles = self._layer.rotary_emb(joined[None], places)
+            out = layer(joined[None], position_embeddings=angles)
+            normed = self._normed((out[0] if isinstance(out, tuple) else out)[0], norm)
+            return normed, int(self._model.lm_head(normed[-1]).argmax())
+        angles = self._layer.rotary_emb(states[None], torch.arange(len(ids))[None])
+        attended = layer.self_attn(joined[None], angles, None)[0][0]
+        hidden = states + attended
+        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        logits = self._normed(hidden[-1], self._tensors["norm.weight"])
+        place = int((self._tensors["lm_head.weight"] @ logits).argmax())
+        return hidden, place + int(self._tensors["d2t"][place])
+
+    def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         scale = (x.square().mean(-1, keepdim=True) + self._model.config.rms_norm_eps).rsqrt()
-        return x * scale * (self._tensors[name] + self._offset)
+        return x * scale * (weight + self._offset)
 
 
 def in_gguf(tensors: dict[str, torch.Tensor], layer: int) -> dict[str, np.ndarray]:

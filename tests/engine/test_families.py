@@ -335,7 +335,7 @@ def test_experts_as_they_are_published(tmp_path: Path) -> None:
     new = published(tmp_path, whole | {"text_config": of_text})
     shared = {"shared_size": 512, "gates_shared": True}
     assert new.variant.experts == Experts(256, 8, norm_topk_prob=True, **shared)
-    assert new.intermediate_size == new.inner_size(0) == 512
+    assert new.intermediate_size == new.shape(0).inner_size == 512
     older = published(tmp_path, QWEN_3_NEXT)
     assert older.variant.experts == Experts(512, 10, norm_topk_prob=True, **shared)
     assert older.variant.delta is not None
@@ -345,7 +345,7 @@ def test_experts_as_they_are_published(tmp_path: Path) -> None:
     dense = {"dense": frozenset([0]), "dense_size": 10944}
     by_sigmoid = {"sigmoid_scores": True, "chosen_with_bias": True, "shared_size": 1408}
     assert glm.variant.experts == Experts(128, 8, norm_topk_prob=True, **dense, **by_sigmoid)
-    assert (glm.inner_size(0), glm.inner_size(1)) == (10944, 1408)
+    assert (glm.shape(0).inner_size, glm.shape(1).inner_size) == (10944, 1408)
     assert (glm.variant.bias, glm.variant.qk_norm) == ("qkv", False)
     assert glm.rope == Rope(1e6, partial_rotary_factor=0.5)
 

@@ -1,8 +1,10 @@
 """Heads inside the target: drafts as the reference's, and the target's own text."""
 
 import dataclasses
+import json
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,8 @@ import pytest
 import torch
 from tests.engine.small_family import VOCAB, small_llama, write_tokenizer
 from tests.engine.small_gguf import save_gguf
-from tests.engine.small_heads import ReferenceHead, add_head, in_gguf
-from tests.engine.small_models import CASES, Checkpoint, write_checkpoint
+from tests.engine.small_heads import EAGLE, ReferenceHead, add_head, in_gguf
+from tests.engine.small_models import CASES, Checkpoint, Paging, tokens, write_checkpoint
 from tests.engine.test_exactness import (
     SAMPLINGS,
     Alone,
@@ -26,7 +28,7 @@ from tests.engine.test_exactness import (
 from tests.products import covering
 
 from penstock.cli.models import with_models
-from penstock.config import NGRAM, ConfigError, EngineConfig
+from penstock.config import NGRAM, EngineConfig
 from penstock.core.learn import Estimators
 from penstock.core.policies.base import AllocationPolicy, DraftCandidate, View
 from penstock.core.state import DrafterKind, Grant, RequestState
@@ -46,7 +48,8 @@ from penstock.engine.runner import Carry, RaggedBatch
 from penstock.engine.sequences import TokenBuffer
 from penstock.engine.verifier import Decided
 
-KINDS = ("qwen3-5", "llama")
+HEADS = ("qwen3-5", "llama")
+KINDS = (*HEADS, "eagle3")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,14 +62,15 @@ class Loaded:
 
 
 def load(root: Path, kind: str, backend: str = "auto", **settings: Any) -> Loaded:
-    """A hybrid target with a head in its folder, or a Llama with one beside it, and look-up and a
-    small model that is hardly ever right."""
-    case = CASES[kind]
+    """A hybrid target with a head in its folder, or a Llama with one of either kind beside it,
+    and look-up and a small model that is hardly ever right."""
+    is_eagle = kind == "eagle3"
+    case = CASES["llama" if is_eagle else kind]
     changes = case.changes | {"vocab_size": VOCAB, "max_position_embeddings": 512}
-    changes |= {"eos_token_id": None}
+    changes |= {"eos_token_id": None} | ({"num_hidden_layers": 4} if is_eagle else {})
     saved = write_checkpoint(root / "target", dataclasses.replace(case, changes=changes))
-    beside = root / "head" if kind == "llama" else None
-    tensors = add_head(root / "target", beside=beside)
+    beside = None if kind == "qwen3-5" else root / "head"
+    tensors = add_head(root / "target", beside=beside, shape=EAGLE if is_eagle else None)
     small_llama(1, seed=3).save_pretrained(root / "far")
     for name in ("target", "far"):
         write_tokenizer(root / name)
@@ -240,6 +244,17 @@ def test_preempted_cancelled_and_chunked(loaded, by_itself, kind, pipeline) -> N
     assert not carried._known
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_default_policies_choose_among_heads_and_others(loaded, by_itself, kind) -> None:
+    engine, sampling = loaded(kind).engine, "coupled"
+    calibrate(engine.executor, engine.scheduler.learn, engine.clock, budget_s=0.05)
+    before = engine.executor.totals.drafter_seconds["mtp"]
+    requests = make_requests(SAMPLINGS[sampling], 16, "auto")
+    outputs, _ = run(engine.loop, predicted(requests, by_itself(kind)[sampling]))
+    assert outputs == by_itself(kind)[sampling]
+    assert engine.executor.totals.drafter_seconds["mtp"] > before
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "sampling"), covering(KINDS, ["greedy", "coupled"], strength=2))
 def test_many_requests(loaded, kind, sampling) -> None:
@@ -314,6 +329,44 @@ def test_rows_of_the_head_have_the_same_bits_alone(loaded, kind, count) -> None:
         assert torch.equal(alone.carry.after[0], batch.carry.after[i])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_and_chunks_change_no_bit(loaded, kind) -> None:
+    """Of what passes write for the head, and of what it drafts by it."""
+    engine = loaded(kind, "native").engine
+    path, ids = engine.tokenizer_path, {f"s{i}": tokens(60 + i, seed=i) for i in range(9)}
+    head = path.parent / "head" if (path.parent / "head").is_dir() else path
+    found = []
+    for threads, cuts in ((1, (0, 60)), (2, (0, 60)), (2, (0, 7, 50, 60))):
+        runner = NativeRunner.load(path, torch.float32, 200, 8, threads, num_slots=9, head=head)
+        place, before = Paging(200, 8), torch.zeros(9, runner.config.hidden_size)
+        for start, stop in pairwise(cuts):
+            batch = place.batch(*((n, x, start, stop) for n, x in ids.items()), logits="last")
+            carry = Carry(before, batch.query_start[1:] - 1)
+            runner.forward(dataclasses.replace(batch, carry=carry))
+            before = carry.after
+        rows = np.arange(10, dtype=np.int32)
+        table = place.batch(*((n, x, 60, 65) for n, x in ids.items())).block_tables
+        first = RaggedBatch(
+            np.array([x[59] for x in ids.values()], dtype=np.int32),
+            np.full(9, 60, dtype=np.int32),
+            rows,
+            np.full(9, 61, dtype=np.int32),
+            table,
+            rows[:-1],
+            carry=Carry(before, rows[:-1]),
+        )
+        none = np.zeros(9)
+        steps = np.full(9, 5, dtype=np.int32)
+        seeds, salts = np.zeros(9, dtype=np.uint64), np.zeros(9, dtype=np.int32)
+        drafted = runner.draft(first, steps, none, seeds, salts, return_logits=True)
+        assert drafted.logits is not None
+        found.append((before, drafted.logits))
+    for states, logits in found[1:]:
+        assert torch.equal(states, found[0][0])
+        assert torch.equal(logits, found[0][1])
+        assert logits.isfinite().any()
+
+
 def test_a_head_refuses_what_it_cannot_compute(loaded) -> None:
     runner = loaded("llama", "native").engine.executor.target
     batch, _ = head_rows(runner, 2)
@@ -343,7 +396,7 @@ def test_common_tokens_follow_the_outputs() -> None:
     assert CommonTokens(700).limit == 700
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", HEADS)
 def test_common_tokens_alone_are_drafted(loaded, by_itself, monkeypatch, kind) -> None:
     """By both backends alike, at any temperature; other tokens have probability 0."""
     monkeypatch.setattr(CommonTokens, "limit", 70)
@@ -421,8 +474,8 @@ def test_a_gguf_file_has_the_same_head_as_a_folder(folder: Path, tmp_path: Path)
     tensors, file = add_head(folder), tmp_path / "model.gguf"
     more = {"tensors": in_gguf(tensors, 3), "block_count": 4, "nextn_predict_layers": 1}
     save_gguf(file, saved.model, **more)
-    assert open_checkpoint(folder).has_head()
-    assert open_checkpoint(file).has_head()
+    assert open_checkpoint(folder).head() == {}
+    assert open_checkpoint(file).head() == {}
     heads = []
     for path in (folder, file):
         config = DecoderConfig.from_pretrained(path).within(None, path)
@@ -452,11 +505,12 @@ def test_a_target_with_a_head_drafts_with_it_and_with_look_up(folder: Path) -> N
 
 def test_what_is_no_head_is_refused_in_one_line(folder: Path) -> None:
     config = EngineConfig(target=folder, drafters={"mtp": "mtp"}, kv_tokens=256, num_threads=1)
-    with pytest.raises(ConfigError, match=r"drafter mtp: .* has no head \(mtp\.fc\.weight\)"):
+    with pytest.raises(CheckpointError, match=r"has no head \(mtp\.fc\.weight, or LlamaForCausal"):
         load_engine(config, calibrated=False)
     for settings, told in (
         ({"drafters": {"mtp": {"path": "mtp", "device": "cpu:0"}}}, "it takes no device"),
         ({"drafters": {"mtp": "ngram+mtp"}}, "'mtp' is a part of the target"),
+        ({"drafters": {"mtp": "mtp", "eagle3": "x"}}, "a target has one head at most"),
         ({"drafters": {"mtp": "mtp"}, "vllm": {}}, "is a part of the target, not with vLLM"),
     ):
         with pytest.raises(ValueError, match=told):
@@ -488,3 +542,29 @@ def test_calibration_measures_a_head_by_itself(loaded) -> None:
     assert not drafter.can_replay
     assert not dataclasses.replace(drafter, has_lane=True).has_lane
     assert engine.describe()["drafters"][0] == "mtp"
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 4]}, r"the inputs of layers \[0, 1, 4\] of 4"),
+        ({"draft_vocab_size": None}, "tells None tokens"),
+        ({"draft_vocab_size": 59}, r"tensor lm_head\.weight has shape \(60, 48\)"),
+        ({"vocab": 40}, r"d2t: ids of tokens must differ, within 0\.\.39"),
+    ],
+)
+def test_other_eagle_heads_are_refused(tmp_path: Path, changes, told) -> None:
+    own = CASES["llama"].changes | {"num_hidden_layers": 4}
+    write_checkpoint(tmp_path / "target", dataclasses.replace(CASES["llama"], changes=own))
+    head = tmp_path / "head"
+    add_head(tmp_path / "target", beside=head, shape=dataclasses.replace(EAGLE, vocab_size=60))
+    if (vocab := changes.pop("vocab", None)) is not None:
+        own |= {"vocab_size": vocab}
+        write_checkpoint(tmp_path / "target", dataclasses.replace(CASES["llama"], changes=own))
+    file = head / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    config = EngineConfig(
+        target=tmp_path / "target", drafters={"eagle3": str(head)}, kv_tokens=256, num_threads=1
+    )
+    with pytest.raises(CheckpointError, match=told):
+        load_engine(config, calibrated=False)

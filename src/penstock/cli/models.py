@@ -56,7 +56,7 @@ def with_models(engine: dict[str, Any], *, download: bool = True) -> dict[str, A
                 drafters[name] = {**own, "path": found} if len({*own, "path"}) > 1 else found
     else:
         drafters = _drafters_of(target)
-        if not drafters and is_added and open_checkpoint(path).has_head():
+        if not drafters and is_added and open_checkpoint(path).head() == {}:
             drafters = {HEADS[0]: HEADS[0]}
         elif not drafters and is_added:
             drafters = automatic_drafter(path, target, say, download=False)

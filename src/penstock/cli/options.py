@@ -58,10 +58,9 @@ DrafterOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME=PATH",
-        help="A drafter; may be repeated. A bare NAME is a bundled one, `ngram`, `suffix` or `mtp` "
-        "(the target's own head); "
-        "`ngram+MODEL` tries a look-up before the model; `auto` fetches a small model of the "
-        "target's family from the hub.",
+        help="A drafter; may be repeated. A bare NAME is a bundled one, `ngram`, `suffix`, or "
+        "`mtp` (the target's own head); `ngram+MODEL` tries a look-up before the model; `auto` "
+        "fetches a small model of the target's family from the hub.",
     ),
 ]
 NoSpeculationOption = Annotated[

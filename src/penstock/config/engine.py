@@ -32,7 +32,7 @@ SUFFIX = "suffix"
 """Drafter paths without a model: look-up in a request's text, or in its tenant's outputs, too."""
 LOOK_UPS = (NGRAM, SUFFIX)
 
-HEADS = ("mtp",)
+HEADS = ("mtp", "eagle3")
 """Names of drafters that are layers of the target: theirs is the path, or a folder beside it."""
 
 _CHAIN = "+"
@@ -264,9 +264,8 @@ class ModelsConfig(Model):
     def head(self) -> tuple[str, Path] | None:
         """Name of the drafter that is a part of the target, and the checkpoint that holds it."""
         for name in HEADS:
-            if name in self.drafters:
-                path = self.drafters[name].path
-                return name, self.target if path == name else Path(path)
+            if (own := self.drafters.get(name)) is not None:
+                return name, self.target if own.path == name else Path(own.path)
         return None
 
 
@@ -363,6 +362,8 @@ class EngineConfig(ModelsConfig):
         if selected is not None and selected not in self.drafters:
             known = ", ".join(self.drafters) or "none is configured"
             raise ValueError(f"selection names an unknown drafter {selected!r}; drafters: {known}")
+        if sum(name in self.drafters for name in HEADS) > 1:
+            raise ValueError(f"drafters {' and '.join(HEADS)}: a target has one head at most")
         if self.head is not None and self.vllm is not None:
             raise ValueError(f"drafter {self.head[0]!r} is a part of the target, not with vLLM")
         return self

@@ -96,20 +96,18 @@ class Drafter:
     vocab_size: int | None = None
     is_remote: bool = field(init=False)
     """True if it always drafts beside the target, and answers orders one by one."""
+    ends_early: bool = field(init=False)
+    """True if it ends a draft where the rest does not pay."""
 
     def __post_init__(self) -> None:
         self.is_remote = self.kind in (DrafterKind.SERVER, DrafterKind.COMPLETIONS)
+        self.ends_early = self.kind in (DrafterKind.ENDING, DrafterKind.HEAD)
         self.has_lane = self.has_lane and self.kind is not DrafterKind.HEAD
 
     @property
     def is_up(self) -> bool:
         """True if it takes orders."""
         return self.status is DrafterStatus.UP
-
-    @property
-    def ends_early(self) -> bool:
-        """True if it ends a draft where the rest does not pay."""
-        return self.kind in (DrafterKind.ENDING, DrafterKind.HEAD)
 
     @property
     def can_replay(self) -> bool:

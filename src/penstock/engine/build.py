@@ -16,7 +16,6 @@ import torch
 from penstock.config import (
     DEFAULT_TENANT,
     SUFFIX,
-    ConfigError,
     EngineConfig,
     as_tenants,
     key_variable,
@@ -48,9 +47,7 @@ from penstock.engine.ends import LazyTokenizer
 from penstock.engine.executor import LocalExecutor
 from penstock.engine.grammar import GrammarCompiler
 from penstock.engine.kv_cache import state_bytes
-from penstock.engine.models.checkpoint import HEAD_PROJECTION
 from penstock.engine.models.config import DecoderConfig
-from penstock.engine.models.formats import open_checkpoint
 from penstock.engine.native.loading import loaded_instruction_set
 from penstock.engine.state import StateFile
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer, unlike_tokenizers
@@ -305,10 +302,7 @@ def _has_lane(config: EngineConfig, models: Models, name: str) -> bool:
 def _shapes(config: EngineConfig) -> dict[str, DecoderConfig]:
     target = DecoderConfig.from_pretrained(config.target)
     if config.head is not None:
-        _, path = config.head
-        if not open_checkpoint(path).has_head():
-            raise ConfigError(f"drafter {config.head[0]}: {path} has no head ({HEAD_PROJECTION})")
-        target = target.within(None, path)
+        target = target.within(None, config.head[1])
     return {TARGET: target, **_drafter_shapes(config)}
 
 

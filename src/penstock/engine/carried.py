@@ -27,8 +27,8 @@ class CarriedStates:
         """Return the states before positions `starts`: [num_requests, width] float32."""
         states = torch.zeros(len(request_ids), self._width, device=self._device)
         for state, request_id, start in zip(states, request_ids, starts, strict=True):
-            first, rows = self._known.get(request_id, (0, states))
-            if request_id in self._known and 0 <= start - 1 - first < len(rows):
+            first, rows = self._known.get(request_id, (start, states))
+            if 0 <= start - 1 - first < len(rows):
                 state.copy_(rows[start - 1 - first])
         return states
 

@@ -300,7 +300,6 @@ class LocalExecutor(ABC):
             plan = job.plan
             started_at = self._clock.now()
             drafted = DraftsAtHand()
-            self._extend_tables(plan)
             replays = self._carry_out(job, drafted)
             drafted_at = self._clock.now()
             for held in job.recalled:
@@ -321,9 +320,6 @@ class LocalExecutor(ABC):
                 drafter.learn(job.texts[verdict.request_id].request.sampling, draft, verdict)
 
     # --- the target -----------------------------------------------------------------------------
-
-    def _extend_tables(self, plan: StepPlan) -> None:  # noqa: B027
-        """Take in a plan's new blocks, which a drafter may use that is a part of the target."""
 
     @abstractmethod
     def _compute(
@@ -451,9 +447,10 @@ class RunnerExecutor(LocalExecutor):
             ]
         return Computed(sampled, decided, batch.num_tokens, built_at, verified_at)
 
-    def _extend_tables(self, plan: StepPlan) -> None:
-        for item in plan.items:
+    def _carry_out(self, job: StepJob, drafted: DraftsAtHand) -> tuple[Replayed, ...]:
+        for item in job.plan.items:  # a head drafts in the step's own blocks
             self._tables.extend(item.request_id, item.epoch, item.new_blocks)
+        return super()._carry_out(job, drafted)
 
     def _drop_table(self, request_id: str) -> None:
         self._tables.drop(request_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -233,13 +234,5 @@ class HeadRunner(ModelRunner):
     def limit_threads(self, num_threads: int) -> None:
         self._model.limit_threads(num_threads)
 
-    def propose(
-        self,
-        first: RaggedBatch,
-        limits: IntArray,
-        params: SamplingRows,
-        ratio: BoolArray,
-        starts: npt.NDArray[np.int64],
-        stop: Stop | None = None,
-    ) -> Drafts | None:
-        return self._model.propose(first, limits, params, ratio, starts, stop)
+    def propose(self, *order: Any, **kwargs: Any) -> Drafts | None:
+        return self._model.propose(*order, **kwargs)

@@ -16,12 +16,9 @@ from penstock.engine.runner import Carry, HeadRunner, ModelRunner, RaggedBatch
 from penstock.engine.sampling.params import IntArray
 from penstock.engine.sequences import BlockTables, TokenBuffer
 
-_BIN = 1024
-"""Token ids that are counted together."""
-_MEMORY = 4096
-"""Tokens of output that count."""
-_COVERED = 0.97
-"""Share of them that a draft may consist of: with so many ids its product takes much less time."""
+_BIN = 1024  # ids that are counted together
+_MEMORY = 4096  # tokens of output that count
+_COVERED = 0.97  # share of them that may be drafted: a choice, as is what comes before
 
 
 class CommonTokens:
@@ -59,14 +56,17 @@ class HeadDrafter(ModelDrafter):
         """tables, carried: of the target's requests; used in its steps only."""
         super().__init__(name, HeadRunner(target), 1, tables=tables)
         self._carried = carried
+        head = target.config.head
         self._common = CommonTokens(target.config.vocab_size)
+        self._has_own_tokens = head is not None and head.vocab_size > 0
         self._states = torch.empty(0)
         """State before each order's next row: [num_orders, hidden_size]."""
         self._jobs = torch.empty(0)
         """Orders of the latest rows."""
 
     def draft(self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]) -> Drafts:
-        self._num_guessed = self._common.limit
+        if not self._has_own_tokens:
+            self._num_guessed = self._common.limit
         return super().draft(orders, texts)
 
     def learn(self, sampling: SamplingParams, draft: Draft, verdict: Verdict) -> None:

@@ -19,7 +19,9 @@ _GGUF_SUFFIX = ".gguf"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 HEAD_PROJECTION = "mtp.fc.weight"
-"""Tensor that every head has."""
+"""Tensor of a head for multi-token prediction."""
+EAGLE3 = "LlamaForCausalLMEagle3"
+"""Architecture of a folder with an EAGLE-3 head."""
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.\w+$")
 """Suffix of the parts of a split model."""
 
@@ -85,11 +87,11 @@ class Checkpoint(ABC):
     @abstractmethod
     def tensors(self) -> AbstractContextManager[Tensors]: ...
 
-    def has_head(self) -> bool:
-        """Return whether there is a head that predicts further tokens (`models.head`).
+    def head(self) -> dict[str, Any] | None:
+        """Return config.json of an EAGLE-3 head (`models.head`); of another head nothing.
 
-        Read without PyTorch."""
-        return False
+        None where there is none. Read without PyTorch."""
+        return None
 
     @abstractmethod
     def tokenizer_source(self) -> bytes:

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from penstock.engine.models.checkpoint import CheckpointError, one_line
+from penstock.engine.models.checkpoint import EAGLE3, HEAD_PROJECTION, CheckpointError, one_line
 from penstock.engine.models.dtypes import DTYPES
 from penstock.engine.models.families import FAMILIES, MISSING, TEXT_PARTS, rope_of
 from penstock.engine.models.fields import are_ids, check_fields, in_words, token_ids
 from penstock.engine.models.formats import open_checkpoint
 from penstock.engine.models.ordinary import ordinary_config
 from penstock.engine.models.rope import WHOLE_HEADS, Rope
-from penstock.engine.models.variant import LLAMA, LayerShape, Variant
+from penstock.engine.models.variant import LLAMA, HeadShape, LayerShape, Variant
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class DecoderConfig:
     eos_token_ids:  end-of-text ids (config.json, then generation_config.json)
     dtype:          the checkpoint's own
     architecture:   a key of FAMILIES, which names a checkpoint's tensors
-    has_head:       it drafts with one layer more (`models.head`), behind the others"""
+    head:           it drafts with one layer more (`models.head`), behind the others"""
 
     vocab_size: int
     hidden_size: int
@@ -47,7 +47,7 @@ class DecoderConfig:
     eos_token_ids: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
     architecture: str = "LlamaForCausalLM"
-    has_head: bool = False
+    head: HeadShape | None = None
 
     def __post_init__(self) -> None:
         sizes = {f.name: getattr(self, f.name) for f in fields(self)[:9]}
@@ -77,7 +77,7 @@ class DecoderConfig:
     @property
     def num_all_layers(self) -> int:
         """Layers, with that of the head."""
-        return self.num_layers + self.has_head
+        return self.num_layers + (self.head is not None)
 
     @property
     def kv_layers(self) -> list[int]:
@@ -87,10 +87,12 @@ class DecoderConfig:
 
     def shape(self, index: int) -> LayerShape:
         """Return the sizes of a layer."""
-        if self.variant.shapes:
-            return self.variant.shapes[index]
         experts, inner = self.variant.experts, self.intermediate_size
-        if experts is not None and index in experts.dense:
+        if index == self.num_layers and self.head is not None:
+            inner = self.head.intermediate_size
+        elif self.variant.shapes:
+            return self.variant.shapes[index]
+        elif experts is not None and index in experts.dense:
             inner = experts.dense_size
         return LayerShape(self.head_dim, self.num_kv_heads, inner, index)
 
@@ -119,12 +121,11 @@ class DecoderConfig:
         return window.rope
 
     def within(self, max_model_len: int | None, head: Path | None = None) -> DecoderConfig:
-        """Return the configuration for texts of at most `max_model_len` tokens, if given.
-
-        head: checkpoint of the model's head, if it has one."""
-        most, has_head = self.max_position_embeddings, head is not None
+        """Return it for shorter texts, and with a checkpoint's head. Raises: CheckpointError."""
+        most = self.max_position_embeddings
         least = min(most, max_model_len or most)
-        return replace(self, max_position_embeddings=least, has_head=has_head)
+        shape = None if head is None else _head_shape(head, self)
+        return replace(self, max_position_embeddings=least, head=shape)
 
     @classmethod
     def from_pretrained(cls, path: Path) -> DecoderConfig:
@@ -143,6 +144,25 @@ class DecoderConfig:
             return _from_transformers(architecture, hf_config, described.eos_token_ids)
         except Exception as error:
             raise CheckpointError(f"{described.file}: {one_line(error)}") from error
+
+
+def _head_shape(path: Path, config: DecoderConfig) -> HeadShape:
+    """Return the shape of a head beside a model. Raises: CheckpointError."""
+    content = open_checkpoint(path).head()
+    if content is None:
+        raise CheckpointError(f"{path}: has no head ({HEAD_PROJECTION}, or {EAGLE3})")
+    inner, last = config.intermediate_size, config.num_layers
+    if not content:
+        return HeadShape(inner)
+    reads = content.get("eagle_aux_hidden_state_layer_ids") or (2, last // 2, last - 3)
+    vocab, inner = content.get("draft_vocab_size"), content.get("intermediate_size", inner)
+    in_order = len(reads) == 3 and sorted({*reads, -1, last}) == [-1, *reads, last]
+    if config.variant.gated or not in_order or not isinstance(vocab, int) or vocab < 1:
+        raise CheckpointError(
+            f"{path}: reads the inputs of layers {[*reads]} of {last} and tells {vocab!r} tokens; "
+            "three are expected, ascending, of a model without gated attention"
+        )
+    return HeadShape(inner, tuple(reads), vocab)
 
 
 def _in_transformers(content: dict[str, Any]) -> Any:

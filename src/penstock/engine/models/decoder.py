@@ -66,7 +66,7 @@ class Layer:
 
     head_dim: int
     num_kv_heads: int
-    input_norm: RmsNorm
+    input_norm: RmsNorm | None
     qkv: torch.Tensor
     qkv_bias: torch.Tensor | None
     qk_norm: RmsNorm | None
@@ -108,7 +108,7 @@ class Decoder:
         self.layers = [_layer(config, weights, i, device) for i in range(config.num_all_layers)]
         self.norm = RmsNorm(weights.pop("norm").to(device), config.rms_norm_eps)
         norm = partial(RmsNorm, eps=config.rms_norm_eps)
-        self.head = Head.from_weights(weights, device, norm) if config.has_head else None
+        self.head = Head.from_weights(config, weights, device, norm)
         if "lm_head" in weights:
             self.lm_head = weights.pop("lm_head").to(device).t().contiguous()
         else:
@@ -145,11 +145,16 @@ class Decoder:
         # A head needs the states of all rows.
         last = self.config.num_layers - 1 if self.head is None else -1
 
+        inputs: list[torch.Tensor] = []
+
         def compute(index: int, hidden: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
             layer = self.layers[index]
+            if self.head is not None and index in self.head.reads:
+                inputs.append(hidden)
             if layer.delta is not None:
                 assert states is not None
                 assert moves is not None
+                assert layer.input_norm is not None
                 normed = layer.input_norm(hidden)
                 qkv = torch.mm(normed, layer.qkv)
                 attended = states.mix(index, layer.delta, qkv, normed, batch, moves)
@@ -169,29 +174,26 @@ class Decoder:
         if self.head is None:
             return self.run(token_ids, positions, compute, logits_rows)
         normed = self.norm(self.hidden(token_ids, positions, compute))
-        self._write_head(batch, cache, token_ids, positions, slots, normed)
+        self._write_head(batch, cache, self.head.states(normed, inputs))
         return self._logits(normed.index_select(0, logits_rows))
 
-    def _write_head(
-        self,
-        batch: RaggedBatch,
-        cache: PagedKVCache,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        states: torch.Tensor,
-    ) -> None:
-        """Write the head's keys and values of all rows. states: the model's, normed."""
+    def _logits(self, normed: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits."""
+        logits, cap = (normed @ self.lm_head).float(), self.config.variant.softcap
+        return torch.tanh(logits / cap) * cap if cap else logits
+
+    def _write_head(self, batch: RaggedBatch, cache: PagedKVCache, states: torch.Tensor) -> None:
+        """Write the head's keys and values of all rows. states: the model's."""
         assert self.head is not None
+        token_ids, positions, slots, _ = _on_device(batch, cache)
         carry, starts = batch.carry, torch.from_numpy(batch.query_start[:-1]).to(cache.device)
         before = states.roll(1, 0)
         before[starts.long()] = 0.0 if carry is None else carry.before.to(states.dtype)
         if carry is not None:
-            rows = torch.from_numpy(carry.rows).to(cache.device)
-            carry.after = states.index_select(0, rows).float()
+            carry.after = states[torch.from_numpy(carry.rows).to(cache.device)].float()
         index, rotations = self.config.num_layers, self._rotated(positions)[-1]
-        hidden = self.head.join(self.embed(token_ids), before)
-        _, kv, _ = self.before_attention(self.layers[index], hidden, rotations)
+        given, _ = self.head.enter(self.embed(token_ids), before)
+        _, kv, _ = self.before_attention(self.layers[index], given, rotations)
         cache.write(index, slots, kv)
 
     def forward_head(
@@ -203,21 +205,17 @@ class Decoder:
         carry, index = batch.carry, self.config.num_layers
         embedded = self.embed(token_ids)
         before = torch.zeros_like(embedded) if carry is None else carry.before
-        layer, hidden = self.layers[index], self.head.join(embedded, before)
-        q, kv, gate = self.before_attention(layer, hidden, self._rotated(positions)[-1])
+        layer, (given, hidden) = self.layers[index], self.head.enter(embedded, before)
+        q, kv, gate = self.before_attention(layer, given, self._rotated(positions)[-1])
         cache.write(index, slots, kv)
         attended = attention.attend(q, index, attention.prepare(batch)).flatten(1)
         if gate is not None:
             attended = attended * gate.sigmoid()
-        states, vocab = self.head.norm(after_attention(layer, hidden, attended)), None
+        states, normed = self.head.leave(after_attention(layer, hidden, attended))
         if carry is not None:
-            carry.after, vocab = states.float(), carry.vocab or None
-        return self._logits(states.index_select(0, logits_rows), vocab)
-
-    def _logits(self, normed: torch.Tensor, vocab: int | None = None) -> torch.Tensor:
-        """Return float32 logits of the first `vocab` tokens, of all by default."""
-        logits, cap = (normed @ self.lm_head[:, :vocab]).float(), self.config.variant.softcap
-        return torch.tanh(logits / cap) * cap if cap else logits
+            carry.after = states.float()
+        vocab = 0 if carry is None else carry.vocab
+        return self.head.logits(normed.index_select(0, logits_rows), self.lm_head, vocab)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the embeddings of tokens, as they enter a layer."""
@@ -283,7 +281,7 @@ class Decoder:
         """Return rotated queries [num_tokens, num_heads, head_dim], and keys before values.
 
         With variant.gated also gates: [num_tokens, num_heads * head_dim]."""
-        normed = layer.input_norm(hidden)
+        normed = hidden if layer.input_norm is None else layer.input_norm(hidden)
         if layer.qkv_bias is None:
             flat = torch.mm(normed, layer.qkv)
         else:
@@ -386,7 +384,7 @@ def _layer(
     return Layer(
         head_dim=config.head_dim,
         num_kv_heads=num_kv_heads,
-        input_norm=RmsNorm(mine["input_norm"], config.rms_norm_eps),
+        input_norm=norm("input_norm"),
         qkv=qkv.t().contiguous(),
         qkv_bias=None if bias is None else _pair_rows(config, bias),
         qk_norm=_qk_norm(config, mine, num_kv_heads) if has_norms else None,
@@ -414,7 +412,7 @@ def _make_mlp(
         gate_up, down = weights[f"{own}gate_up"], weights[f"{own}down"]
         return DenseMlp(gate_up.t().contiguous(), down.t(), activation)
 
-    if experts is None or index in experts.dense:
+    if experts is None or "router" not in weights:
         return dense()
     biases = None
     if experts.bias:

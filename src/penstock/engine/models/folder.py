@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.engine.models.checkpoint import (
+    EAGLE3,
     HEAD_PROJECTION,
     INDEX_FILE,
     SINGLE_FILE,
@@ -60,15 +61,19 @@ class FolderCheckpoint(Checkpoint):
             packed = self._packed_format(_read_json(config)) if config.exists() else None
             yield FolderTensors(self.path, stack, packed)
 
-    def has_head(self) -> bool:
-        return HEAD_PROJECTION in self._tensor_names()
+    def head(self) -> dict[str, Any] | None:
+        if HEAD_PROJECTION in self._tensor_names():
+            return {}
+        file = self.path / "config.json"
+        content = _read_json(file) if file.is_file() else {}
+        return content if content.get("architectures") == [EAGLE3] else None
 
     def _tensor_names(self) -> Collection[str]:
         """Return the names of all tensors; none where the files cannot be read."""
-        single, index = self.path / SINGLE_FILE, self.path / INDEX_FILE
+        single = self.path / SINGLE_FILE
         try:
             if not single.is_file():
-                return list(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+                return list(json.loads((self.path / INDEX_FILE).read_bytes())["weight_map"])
             with single.open("rb") as file:
                 size = int.from_bytes(file.read(8), "little")
                 return list(json.loads(file.read(min(size, single.stat().st_size))))

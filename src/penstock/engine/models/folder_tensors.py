@@ -75,7 +75,7 @@ class FolderTensors:
 
     def _fill(self, name: str, tensor: torch.Tensor, out: torch.Tensor) -> None:
         """Copy a tensor of the type that it may have. Raises CheckpointError."""
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in DTYPES and tensor.dtype != out.dtype:
             allowed = ", ".join(map(str, DTYPES))
             raise CheckpointError(
                 f"{self._where(name)}: tensor {name} is {tensor.dtype}; allowed: {allowed}"

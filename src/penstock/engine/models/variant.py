@@ -133,6 +133,19 @@ class LayerShape:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadShape:
+    """Layer behind the model's that predicts further tokens.
+
+    intermediate_size: of its MLP
+    reads: layers whose inputs EAGLE-3 joins; none: it reads what is behind the model's last norm
+    vocab_size: tokens of EAGLE-3's own output matrix; 0: it has the model's"""
+
+    intermediate_size: int
+    reads: tuple[int, ...] = ()
+    vocab_size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Variant:
     """Differences from Llama; the defaults are Llama's.
 

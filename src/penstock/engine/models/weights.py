@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.families import FAMILIES, Family
 from penstock.engine.models.formats import open_checkpoint
 from penstock.engine.models.quantized import QuantizedMatrix, Stored, Weight
-from penstock.engine.models.variant import DeltaNet, LayerShape
+from penstock.engine.models.variant import LLAMA, DeltaNet, LayerShape
 
 _log = logging.getLogger(__name__)
 
@@ -27,6 +28,14 @@ _HEAD_NORMS = {
     "hidden_norm": "pre_fc_norm_hidden",
     "norm": "norm",
 }
+_EAGLE_NORMS = {
+    "head.embed_norm": "midlayer.input_layernorm",
+    "head.hidden_norm": "midlayer.hidden_norm",
+    "head.norm": "norm",
+    "{}.post_norm": "midlayer.post_attention_layernorm",
+}
+_PLAIN: dict[str, Any] = {"architecture": "LlamaForCausalLM", "variant": LLAMA}
+"""An EAGLE-3 head's layer, whatever the model's are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,27 +157,31 @@ def _usual_specs(config: DecoderConfig) -> Iterator[WeightSpec]:
 
 
 def head_specs(config: DecoderConfig) -> Iterator[WeightSpec]:
-    """Yield the tensors of a model's head, if it has one.
+    """Yield the tensors of a model's head, if it has one: those of a layer more, and its own.
 
-    They are those of a layer more, and
-
-    head.fc           [hidden_size, 2 * hidden_size]: of a token's embedding, then of what the model
-                      gives for the token before
-    head.embed_norm, hidden_norm, norm  [hidden_size]: before it, and behind the layer"""
-    if not config.has_head:
+    EAGLE-3's layer has no input_norm, and reads embeddings and states, [..., 2 * hidden_size]."""
+    head, hidden, ours = config.head, config.hidden_size, f"layers.{config.num_layers}"
+    if head is None:
         return
-    hidden = config.hidden_size
-    yield _spec("head.fc", (HEAD_PROJECTION, (hidden, 2 * hidden)))
-    for ours, theirs in _HEAD_NORMS.items():
-        yield _norm_spec(config, f"head.{ours}", f"mtp.{theirs}.weight", hidden)
-    yield from _layer_specs(config, config.num_layers, "mtp.layers.0")
+    if not head.reads:
+        yield _spec("head.fc", (HEAD_PROJECTION, (hidden, 2 * hidden)))
+        for name, theirs in _HEAD_NORMS.items():
+            yield _norm_spec(config, f"head.{name}", f"mtp.{theirs}.weight", hidden)
+        yield from _layer_specs(config, config.num_layers, "mtp.layers.0")
+        return
+    llama = replace(config, intermediate_size=head.intermediate_size, **_PLAIN)
+    yield _spec("head.fc", ("fc.weight", (hidden, len(head.reads) * hidden)))
+    for name, theirs in _EAGLE_NORMS.items():
+        yield _norm_spec(llama, name.format(ours), f"{theirs}.weight", hidden)
+    yield _spec("head.lm_head", (_HEAD, (head.vocab_size, hidden)))
+    yield _spec("head.d2t", ("d2t", (head.vocab_size,)))
+    qkv = FAMILIES[llama.architecture].qkv
+    yield from _attention_specs(llama, ours, "midlayer", qkv, 2 * hidden)
+    yield from _mlp_specs(llama, config.num_layers, ours, "midlayer")
 
 
 def load_weights(
-    path: Path,
-    config: DecoderConfig,
-    dtype: torch.dtype | None = None,
-    head: Path | None = None,
+    path: Path, config: DecoderConfig, dtype: torch.dtype | None = None, head: Path | None = None
 ) -> dict[str, torch.Tensor]:
     """Read a checkpoint's tensors on the CPU. head: the checkpoint that holds the model's head.
 
@@ -198,8 +211,8 @@ def stored_weights(
     with a warning, and so are experts' matrices that do not share one. Raises as
     `load_weights`."""
     widened: set[str] = set()
-    with opened(path, config, head) as every:
-        found = {s.name: _stored(tensors, s, dtype, kinds, widened) for tensors, s in every}
+    with opened(path, config, head) as specs:
+        found = {s.name: _stored(tensors, s, dtype, kinds, widened) for tensors, s in specs}
         if widened:
             _log.warning(
                 "%s: %s matrices are widened to %s, as the kernels do not read them",
@@ -312,8 +325,13 @@ def _heads_of(family: Family, shape: LayerShape, index: int) -> tuple[str, ...]:
 
 
 def _attention_specs(
-    config: DecoderConfig, ours: str, theirs: str, projections: tuple[str, ...]
+    config: DecoderConfig,
+    ours: str,
+    theirs: str,
+    projections: tuple[str, ...],
+    width: int | None = None,
 ) -> Iterator[WeightSpec]:
+    """width: of what queries, keys and values are products of, if not hidden_size."""
     variant, is_fused = config.variant, FAMILIES[config.architecture].qkv == projections[:1]
     hidden, q_size = config.hidden_size, config.q_size
     orders = _head_orders(config)[: None if is_fused else len(projections)]
@@ -324,7 +342,8 @@ def _attention_specs(
     elif is_fused:
         starts = (0, q_size, q_size + config.kv_size)
         orders = (torch.cat([start + o for start, o in zip(starts, orders, strict=True)]),)
-    qkv = _spec(f"{ours}.qkv", *((f"{x}.weight", (n, hidden)) for x, n in rows))
+    width = width or hidden
+    qkv = _spec(f"{ours}.qkv", *((f"{x}.weight", (n, width)) for x, n in rows))
     yield replace(qkv, orders=orders)
     if variant.qkv_bias:
         bias = _spec(f"{ours}.qkv_bias", *((f"{x}.bias", (n,)) for x, n in rows))
@@ -446,7 +465,8 @@ def _gate_up_down(
 
 
 def _assemble(tensors: Tensors, spec: WeightSpec, dtype: torch.dtype) -> torch.Tensor:
-    out = torch.empty(spec.shape, dtype=torch.float32 if spec.stays_float32 else dtype)
+    dtype = torch.float32 if spec.stays_float32 else dtype
+    out = torch.empty(spec.shape, dtype=torch.int64 if spec.name.endswith(".d2t") else dtype)
     rows = out.view(-1, *spec.sources[0][1][1:])
     start = 0
     for index, (name, shape) in enumerate(spec.sources):

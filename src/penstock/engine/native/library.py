@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from penstock.config import ConfigError
 from penstock.core.learn.confidence import Floats, Stop
+from penstock.engine.models.head import HEAD_NORMS
 from penstock.engine.native.loading import load_library
 
 ERROR_BYTES = 256
@@ -28,7 +29,6 @@ SHARED_MATRICES = ("shared_gate", "shared_up", "shared_down")
 OWN_VECTORS = ("sinks", "router_bias", "gate_bias", "up_bias", "down_bias", "choice_bias")
 """Of some models with experts."""
 DELTA_SIZES = ("key_heads", "value_heads", "key_dim", "value_dim", "kernel", "strided")
-HEAD_NORMS = ("embed_norm", "hidden_norm", "norm")
 LAYER_VECTORS = (
     "input_norm",
     "post_norm",
@@ -118,6 +118,10 @@ class ModelWeights(Structure):
         ("ple_size", c_int32),
         *((name, Matrix) for name in ("ple_embed", "ple_proj")),
         ("ple_norm", c_void_p),
+        ("head_reads", c_int32 * 3),
+        ("head_vocab", c_int32),
+        ("head_lm_head", Matrix),
+        ("head_tokens", c_void_p),
     ]
 
 

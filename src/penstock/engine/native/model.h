@@ -87,6 +87,13 @@ struct ModelWeights {
   // a projection of the embedding, each layer's columns padded to whole panels.
   penstock::Matrix ple_embed, ple_proj;
   const float* ple_norm;
+  // Of EAGLE-3: its states are head_fc, [hidden_size, 3 * hidden_size], over the inputs of three
+  // layers (their numbers; the first is -1 for a head of the other kind); its layer reads embedding
+  // and state side by side, and has an MLP and an output matrix of its own sizes.
+  int32_t head_reads[3];
+  int32_t head_vocab;
+  penstock::Matrix head_lm_head;
+  const int32_t* head_tokens;  // [head_vocab], their ids
 };
 
 // RaggedBatch of batch.py. `values` holds its arrays one after the other, in the order below.
@@ -267,6 +274,7 @@ struct Model {
   Buffer states, joined;       // of a head: of the model's rows; its layer's input before head_fc
   Buffer chain;                // its own states in a draft, of this step and the one before
   Buffer no_state;             // zeros
+  Buffer read;                 // inputs of the layers that the head reads
   Routing routing;
   size_t hidden_floats = 0;  // of a row, in the layer that needs the most
 
@@ -290,7 +298,9 @@ struct Model {
   }
 
   bool has_head() const { return weights.head_fc.data; }
+  bool is_eagle() const { return has_head() && weights.head_reads[0] >= 0; }
   size_t joined_stride() const { return round_up(2 * weights.hidden_size, kPanel) + kPanel; }
+  size_t read_stride() const { return round_up(3 * weights.hidden_size, kPanel) + kPanel; }
 
   bool has_post_norms() const { return layers[0].o_norm; }
   int group() const { return weights.num_heads / weights.num_kv_heads; }
@@ -346,6 +356,7 @@ struct Model {
     if (has_head()) {
       states.reserve(rows * residual_stride());
       joined.reserve(rows * joined_stride());
+      if (is_eagle()) read.reserve(rows * read_stride());
     }
     if (weights.num_experts == 0) return;
     router.reserve(rows * router_stride());

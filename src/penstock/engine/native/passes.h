@@ -102,8 +102,8 @@ class Pass {
   static int num_phases(const Model& model) {
     const int by_layer = model.weights.num_experts ? 12 : model.has_post_norms() ? 8 : 6;
     const int ple = model.weights.ple_size ? 3 : 0;
-    // Gated and recurrent layers have one more, and a head four behind the model's.
-    return 7 + ple + (by_layer + 1 + ple) * model.weights.num_layers;
+    // Gated and recurrent layers have one more, and a head at most eight beside the model's.
+    return 11 + ple + (by_layer + 1 + ple) * model.weights.num_layers;
   }
 
   void run() {
@@ -114,6 +114,7 @@ class Pass {
     for (int i = 0; i < weights_.num_layers; ++i) {
       const LayerWeights& layer = model_.layers[i];
       const bool is_recurrent = layer.linear_qkv.data;
+      if (model_.is_eagle()) read_input(i);
       if (!is_recurrent)
         attend_in(layer);
       else
@@ -164,31 +165,49 @@ class Pass {
     finish_layer(layer, weights_.num_heads * layer.head_dim);
     if (!plan_.logits_rows.empty()) unembed(weights_.head_norm);
     if (!plan_.sampling.empty()) sample();
-    keep_states(weights_.head_norm);
+    keep_states(model_.is_eagle() ? nullptr : weights_.head_norm);
   }
 
   // The head's keys and values of the model's rows, after the model's layers.
   void write_head() {
-    keep_states(weights_.norm);
+    if (model_.is_eagle())
+      fuse(model_.read, model_.read_stride(), 3 * weights_.hidden_size);
+    keep_states(model_.is_eagle() ? nullptr : weights_.norm);
     join();
     const LayerWeights& layer = model_.layers[weights_.num_layers];
     project_heads(layer, weights_.num_heads, 2 * layer.num_kv_heads);
   }
 
-  // states = RMSNorm(residual), and a copy of those that are kept
+  // read = the input of a layer, if EAGLE-3 reads it
+  void read_input(int layer) {
+    const int width = weights_.hidden_size;
+    for (int place = 0; place < 3; ++place)
+      if (weights_.head_reads[place] == layer)
+        worker_.for_each(plan_.num_rows(), [&](int64_t row) {
+          std::memcpy(model_.read.get() + row * model_.read_stride() + (size_t)place * width,
+                      residual((int)row), width * sizeof(float));
+        });
+  }
+
+  // states = RMSNorm(residual), or residual, and a copy of those that are kept
   void keep_states(const float* norm) {
     const int width = weights_.hidden_size;
     worker_.for_each(plan_.num_rows(), [&](int64_t row) {
       float* state = model_.states.get() + row * model_.residual_stride();
-      rms_norm(residual((int)row), norm, width, weights_.rms_norm_eps, state);
+      if (norm)
+        rms_norm(residual((int)row), norm, width, weights_.rms_norm_eps, state);
+      else
+        std::memcpy(state, residual((int)row), width * sizeof(float));
       if (plan_.after[row]) std::memcpy(plan_.after[row], state, width * sizeof(float));
     });
   }
 
-  // residual = head_fc x (RMSNorm(embedding), RMSNorm(state before))
+  // joined = RMSNorm(embedding), RMSNorm(state before); residual = head_fc x joined, or of EAGLE-3
+  // the state before
   void join() {
     const int width = weights_.hidden_size;
     const size_t stride = model_.joined_stride();
+    const bool is_eagle = model_.is_eagle();
     worker_.for_each(plan_.num_rows(), [&](int64_t row) {
       const float* before = plan_.before[row];
       if (!before) before = model_.states.get() + (row - 1) * model_.residual_stride();
@@ -197,13 +216,19 @@ class Pass {
       rms_norm(x, weights_.head_embed_norm, width, weights_.rms_norm_eps, out);
       std::memcpy(x, before, width * sizeof(float));  // behind which there may be anything
       rms_norm(x, weights_.head_hidden_norm, width, weights_.rms_norm_eps, out + width);
+      if (is_eagle) std::memcpy(residual((int)row), x, round_up(width, kPanel) * sizeof(float));
     });
+    if (!is_eagle) fuse(model_.joined, stride, 2 * width);
+  }
+
+  // residual = head_fc x rows of `input`
+  void fuse(const Buffer& input, size_t stride, int k_size) {
     const Matrix& matrix = weights_.head_fc;
-    const Chunks chunks = chunks_for(plan_.num_rows(), matrix, 2 * width);
-    const int panels = round_up(width, kPanel) / kPanel;
+    const Chunks chunks = chunks_for(plan_.num_rows(), matrix, k_size);
+    const int panels = round_up(weights_.hidden_size, kPanel) / kPanel;
     project(
-        chunks, {&matrix}, 2 * width, panels, group_for(chunks, matrix, panels), stride,
-        [&](int chunk) { return model_.joined.get() + chunks.first(chunk) * stride; },
+        chunks, {&matrix}, k_size, panels, group_for(chunks, matrix, panels), stride,
+        [&](int chunk) { return input.get() + chunks.first(chunk) * stride; },
         [&](int row, int height, int panel, int columns, const float* tile) {
           for (int r = 0; r < height; ++r)
             std::memcpy(residual(row + r) + panel * kPanel, tile + r * kTileStride,
@@ -337,7 +362,9 @@ class Pass {
 
   // `heads` of these alone.
   void project_heads(const LayerWeights& layer, int first_head, int heads) {
-    const Chunks chunks = chunks_for(plan_.num_rows(), layer.query, weights_.hidden_size);
+    // EAGLE-3's layer has no norm, as the two parts of what it reads are normed.
+    const int k_size = layer.input_norm ? weights_.hidden_size : 2 * weights_.hidden_size;
+    const Chunks chunks = chunks_for(plan_.num_rows(), layer.query, k_size);
     const int panels = head_width(layer) / kPanel;
     const int stride = head_width(layer) + kPanel;
     float* product = scratch_.head.get();
@@ -345,14 +372,17 @@ class Pass {
     worker_.for_each((int64_t)chunks.count * heads, [&](int64_t task) {
       const int chunk = (int)(task / heads), head = first_head + (int)(task % heads);
       const int first = chunks.first(chunk), size = chunks.size(chunk);
-      if (chunk != held)
+      if (chunk != held && layer.input_norm)
         inputs_.hold(normed(size, layer.input_norm, [&](int i) { return first + i; }),
-                     model_.residual_stride(), size, weights_.hidden_size);
+                     model_.residual_stride(), size, k_size);
+      else if (chunk != held)
+        inputs_.hold(model_.joined.get() + first * model_.joined_stride(),
+                     model_.joined_stride(), size, k_size);
       held = chunk;
       const auto [matrix, start] = matrix_of(layer, head);
       const Product products[] = {inputs_.times(*matrix)};
-      multiply(products, size, weights_.hidden_size, (head - start) * panels,
-               (head - start + 1) * panels, upcoming_,
+      multiply(products, size, k_size, (head - start) * panels, (head - start + 1) * panels,
+               upcoming_,
                [&, begin = (head - start) * panels](int row, int height, int panel, int width,
                                                     const float* tile) {
                  float* target = product + row * stride + (panel - begin) * kPanel;
@@ -720,10 +750,16 @@ class Pass {
   }
 
   void unembed(const float* norm) {
-    const Matrix& matrix = weights_.lm_head;
+    const bool is_own = plan_.is_head && model_.is_eagle();
+    const Matrix& matrix = is_own ? weights_.head_lm_head : weights_.lm_head;
+    const int vocab = is_own ? weights_.head_vocab : plan_.vocab;
+    if (is_own)  // of the other tokens
+      worker_.for_each(plan_.logits_rows.size(), [&](int64_t row) {
+        std::fill_n(plan_.logits[row], plan_.vocab, -std::numeric_limits<float>::infinity());
+      });
     const int num_rows = (int)plan_.logits_rows.size();
     const Chunks chunks = chunks_for(num_rows, matrix, weights_.hidden_size);
-    const int panels = round_up(plan_.vocab, kPanel) / kPanel;
+    const int panels = round_up(vocab, kPanel) / kPanel;
     project(
         chunks, {&matrix}, weights_.hidden_size, panels, kMaxPanels, model_.residual_stride(),
         [&](int chunk) {
@@ -732,16 +768,20 @@ class Pass {
         },
         [&](int row, int height, int panel, int width, const float* tile) {
           const int token = panel * kPanel;
-          const int count = std::min(width * kPanel, plan_.vocab - token);
+          const int count = std::min(width * kPanel, vocab - token);
           for (int r = 0; r < height; ++r) {
-            const float* found = tile + r * kTileStride;
+            float* logits = plan_.logits[row + r];
+            const float* own = tile + r * kTileStride;
             float capped[kTileStride];
             if (weights_.softcap) {
               for (int i = 0; i < count; i += kLanes)
-                store(capped + i, softcap(load(found + i), weights_.softcap));
-              found = capped;
+                store(capped + i, softcap(load(own + i), weights_.softcap));
+              own = capped;
             }
-            std::memcpy(plan_.logits[row + r] + token, found, count * sizeof(float));
+            if (is_own)
+              for (int i = 0; i < count; ++i) logits[weights_.head_tokens[token + i]] = own[i];
+            else
+              std::memcpy(logits + token, own, count * sizeof(float));
           }
         });
   }

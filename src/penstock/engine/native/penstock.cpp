@@ -147,8 +147,9 @@ bool check_moves(const Model& model, const Batch& batch, const DraftOrder* order
 bool check_head(const Model& model, const Batch& batch, char* error) {
   if (batch.is_head && !(model.has_head() && batch.before))
     return refuse(error, "this model has no head, or the batch no states before its rows");
-  if (batch.vocab < 1 || batch.vocab > model.weights.vocab_size)
-    return refuse(error, "vocab is %d; allowed: 1..%d", batch.vocab, model.weights.vocab_size);
+  const int most = model.weights.vocab_size, least = model.is_eagle() ? most : 1;
+  if (batch.vocab < least || batch.vocab > most)
+    return refuse(error, "vocab is %d; allowed: %d..%d", batch.vocab, least, most);
   for (int seq = 0; batch.is_head && seq < batch.num_seqs; ++seq)
     if (batch.query_start[seq + 1] != seq + 1)
       return refuse(error, "sequence %d has not one row of the head", seq);

@@ -18,6 +18,7 @@ from penstock.config import DrafterWeights
 from penstock.core.learn.confidence import EDGES, Stop
 from penstock.engine.drafters.drafts import Draft, Drafts
 from penstock.engine.models.config import DecoderConfig
+from penstock.engine.models.head import HEAD_NORMS, ids_of
 from penstock.engine.models.quantized import Weight
 from penstock.engine.models.rounding import is_large, round_weights
 from penstock.engine.models.variant import DeltaNet
@@ -92,6 +93,11 @@ class NativeRunner(ModelRunner):
         pairs = dtype == torch.bfloat16 and bool(self._library.penstock_has_bf16_pairs())
         if kv_dtype == torch.int8:
             weights = {**weights, **dict(channel_scales(config, weights))}
+        self._head_tokens = torch.empty(0, dtype=torch.int32)
+        if (offsets := weights.get("head.d2t")) is not None:
+            weights = {name: w for name, w in weights.items() if name != "head.d2t"}
+            assert isinstance(offsets, torch.Tensor)
+            self._head_tokens = ids_of(offsets, config.vocab_size).to(torch.int32)
         packer = Packer(weights, layout, bf16_pairs=pairs)
         self._matrices, self._vectors = packer.pack(num_threads)
         positions = min(config.max_position_embeddings, num_blocks * block_size)
@@ -215,16 +221,16 @@ class NativeRunner(ModelRunner):
         self, function: Any, batch: RaggedBatch, order: Any, *, of_head: bool = False
     ) -> None:
         """Call the library with a batch. Raises ValueError where it refuses."""
-        has_moves = self._states is not None and not of_head
-        moves = self._states.moves(batch) if self._states is not None and has_moves else None
+        states = None if of_head else self._states
+        moves = None if states is None else states.moves(batch)
         _values, described = _flatten(batch, moves)
         described.is_head, described.vocab = of_head, self.config.vocab_size
         if batch.carry is not None:
             _describe(batch.carry, described)
         if function(self._model, ctypes.byref(described), order, self._error):
             raise ValueError(self._error.value.decode())
-        if self._states is not None and moves is not None:
-            self._states.moved(batch, moves)
+        if states is not None and moves is not None:
+            states.moved(batch, moves)
 
     def draft(
         self,
@@ -375,21 +381,16 @@ class NativeRunner(ModelRunner):
             **({} if delta is None else {name: getattr(delta, name) for name in c.DELTA_SIZES}),
             num_slots=0 if self.num_slots is None else self.num_slots,
             most_kept=MOST_KEPT,
-            head_fc=matrices.get("head.fc", c.Matrix()),
-            **{
-                f"head_{n}": vectors[f"head.{n}"].data_ptr()
-                for n in c.HEAD_NORMS
-                if config.has_head
-            },
+            **self._head_fields(matrices),
             sigmoid_scores=experts is not None and experts.sigmoid_scores,
             gates_shared=experts is not None and experts.gates_shared,
             expert_scale=1.0 if experts is None else experts.scale,
-            clamped=config.variant.activation == "clamped",
+            clamped=variant.activation == "clamped",
             query_scale=1.0 if variant.qk_norm else variant.query_scale,  # else of q_norm
             query_growth=variant.query_growth,
             query_period=variant.query_period,
-            softcap=config.variant.softcap,
-            ple_size=config.variant.ple_size,
+            softcap=variant.softcap,
+            ple_size=variant.ple_size,
             ple_embed=matrices.get("ple_embed", c.Matrix()),
             ple_proj=matrices.get("ple_proj", c.Matrix()),
             ple_norm=None if ple_norm is None else ple_norm.data_ptr(),
@@ -398,6 +399,20 @@ class NativeRunner(ModelRunner):
         if not model:
             raise MemoryError("no memory for the native runner's buffers")
         return int(model)
+
+    def _head_fields(self, matrices: dict[str, c.Matrix]) -> dict[str, Any]:
+        head = self.config.head
+        if head is None:
+            return {}
+        norms = {f"head_{n}": self._vectors[f"head.{n}"].data_ptr() for n in HEAD_NORMS}
+        return {
+            **norms,
+            "head_fc": matrices["head.fc"],
+            "head_reads": head.reads or (-1, -1, -1),
+            "head_vocab": head.vocab_size,
+            "head_lm_head": matrices.get("head.lm_head", c.Matrix()),
+            "head_tokens": self._head_tokens.data_ptr(),
+        }
 
 
 def _allocate_cache(

@@ -32,12 +32,12 @@ class GgufCheckpoint(Checkpoint):
         tensors.check_all_known()
         file.drop_pages()
 
-    def has_head(self) -> bool:
+    def head(self) -> dict[str, Any] | None:
         try:
             names = open_gguf(self.path).tensors
         except (CheckpointError, OSError):
-            return False  # whoever reads it says why
-        return any(name.endswith(".nextn.eh_proj.weight") for name in names)
+            return None  # whoever reads it says why
+        return {} if any(name.endswith(".nextn.eh_proj.weight") for name in names) else None
 
     def tokenizer_source(self) -> bytes:
         file, digest = open_gguf(self.path), hashlib.sha256()
