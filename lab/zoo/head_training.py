@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,20 +30,11 @@ from penstock.engine.tokenizer import load_tokenizer
 COMPARED = 8192
 """The commonest tokens of a large vocabulary, of which a head learns the target's distribution."""
 
+FIRST_ROWS = 8
+"""Of each source, from which a head's first weights are fitted."""
+
 HELD_ROWS = 2
 """Of each source, on which a head is measured while it is trained."""
-
-
-class Drafts(NamedTuple):
-    """One chained step: its logits, [chains, tokens], and what the target says in their place.
-
-    is_there: [chains], whether this and all drafts before it are of tokens that are drafted
-    tokens, probs: [chains, KEPT], the target's likeliest tokens, numbered as the logits"""
-
-    logits: Tensor
-    is_there: Tensor
-    tokens: Tensor
-    probs: Tensor
 
 
 class HeadRun(Run):
@@ -80,6 +71,12 @@ class HeadRun(Run):
         mask[:, :-1] = True
         return mask
 
+    def _starts(self, keep: Tensor) -> Tensor:
+        """[rows, ROW] where a chain can start: its first token is the target's own, too."""
+        starts = keep & keep.roll(1, dims=1)
+        starts[:, 0] = False
+        return starts
+
     def _commonest(self, num: int) -> Tensor:
         """The numbers of the `num` commonest drafted tokens, ascending."""
         ids = np.concatenate([*self.train.values()])
@@ -87,16 +84,29 @@ class HeadRun(Run):
         counts = torch.bincount(drafted, minlength=self.target.config.vocab_size)
         return counts.sort(descending=True, stable=True).indices[:num].sort().values
 
-    def drafts(self, ids: Ids) -> Iterator[Drafts]:
-        """Read `ids`, [rows, ROW], and draft from everywhere in it, step by step."""
+    def resume(self) -> bool:
+        """Continue from the checkpoint; without one begin with what some rows tell."""
+        if super().resume():
+            return True
+        ids = np.concatenate([ids[:FIRST_ROWS] for ids in self.train.values()])
+        tokens, places = as_tensor(ids), self._starts(self._drafted(ids))
+        parts = [read(self.target, some) for some in torch.split(tokens, HELD_ROWS)]
+        states = [torch.cat(state) for state in zip(*parts, strict=True)]
+        self.model.fit(embed(self.target, tokens), states, places)
+        return False
+
+    def drafts(self, ids: Ids) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Read `ids`, [rows, ROW], and draft from everywhere in it, step by step.
+
+        Yields logits [chains, tokens], whether this draft and all before it are of drafted tokens
+        [chains], and the target's likeliest tokens in its place, numbered as the logits, with their
+        probabilities [chains, KEPT]."""
         tokens, keep, steps = as_tensor(ids), self._drafted(ids), self.spec.chained
         states = read(self.target, tokens)
         top = functional.linear(states[-1][keep], self._lm_head).softmax(-1).topk(KEPT, dim=-1)
         number = torch.zeros(keep.shape, dtype=torch.int64)
         number[keep] = torch.arange(len(top.indices))
-        # The token that a chain starts with is the target's own, too.
-        starts = keep & keep.roll(1, dims=1)
-        starts[:, 0] = False
+        starts = self._starts(keep)
         starts[:, -steps:] = False
         row, place = starts.nonzero(as_tuple=True)
         own = self.model.lm_head.weight if self.model.reads else self._lm_head
@@ -107,16 +117,17 @@ class HeadRun(Run):
         for step, logits in enumerate(told):
             is_there = is_there & keep[row, place + step]
             at = number[row, place + step]
-            yield Drafts(logits.float(), is_there, top.indices[at], top.values[at])
+            yield logits.float(), is_there, top.indices[at], top.values[at]
 
     def loss(self) -> Tensor:
         """Of all drafts, each less than the one before it."""
         share = min(0.8, 1.6 * self.step / self.steps)
         losses, weights = [], []
-        for step, drafts in enumerate(self.drafts(batch_of(self.train, self.plan[self.step]))):
-            logits, tokens, probs = (x[drafts.is_there] for x in (drafts[0], *drafts[2:]))
+        drafts = self.drafts(batch_of(self.train, self.plan[self.step]))
+        for step, (logits, is_there, tokens, probs) in enumerate(drafts):
+            there = (x[is_there] for x in (logits, tokens, probs))
             weights.append(self.spec.fading**step)
-            losses.append(weights[-1] * distil_loss(logits, tokens, probs, share))
+            losses.append(weights[-1] * distil_loss(*there, share))
         return torch.stack(losses).sum() / sum(weights)
 
     @torch.no_grad()
@@ -140,9 +151,7 @@ class HeadRun(Run):
         self.tell_done()
 
 
-def train_head(
-    target: Path, out: Path, steps: int, threads: int | None, show: bool = True
-) -> list[float]:
+def train_head(target: Path, out: Path, steps: int, threads: int | None = None) -> list[float]:
     """Train an MTP head beside any Llama and write it to `out`; an interrupted run continues.
 
     It learns the target's distributions along Python's own files and reference
@@ -164,7 +173,7 @@ def train_head(
     parts = {"text": rows[:-HELD_ROWS]}, {"text": rows[-HELD_ROWS:]}
     run = HeadRun(spec, model.train(False), *parts, out)
     run.resume()
-    run_to_end(run, checkpoint_s=120.0, evaluate_every=steps, show=show)
+    run_to_end(run, checkpoint_s=120.0, evaluate_every=steps)
     run.finish(out, open_checkpoint(target).description().content)
     accepted: list[float] = run.history[-1]["accepted"]["text"]
     return accepted

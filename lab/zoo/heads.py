@@ -35,6 +35,9 @@ from penstock.engine.models.checkpoint import SINGLE_FILE
 
 _LAYERS_READ = "eagle_aux_hidden_state_layer_ids"
 
+RIDGE = 1e-3
+"""Of the mean square of what `fc` reads, against which its first weights are small."""
+
 States = Sequence[Tensor]
 """A target's, [rows, length, hidden]: the inputs of its layers, then what its final norm makes."""
 
@@ -165,22 +168,34 @@ class Head(nn.Module):
 
     @torch.no_grad()
     def begin_like(self, target: LlamaForCausalLM) -> None:
-        """Take over what the target's last layer knows, for the last of the streams it reads."""
-        one = torch.eye(self.config.hidden_size)
-        zeros = [torch.zeros_like(one)] * (len(self.reads) - 1)
-        self.fc.weight.copy_(torch.cat((*zeros, one) if self.reads else (one / 2, one), dim=1))
+        """Take over what the target's last layer reads, for the last of the streams it reads; its
+        layer adds nothing at first."""
         self.norm.weight.copy_(target.model.norm.weight)
         last = target.model.layers[-1].state_dict()
         for name, own in self.layer.state_dict().items():
             # An MLP of fewer channels has the first.
             theirs = last[name][: own.shape[0], ...]
             own.zero_()
-            columns = own[..., -theirs.shape[-1] :]
-            columns.copy_(theirs[..., : columns.shape[-1]])
+            if name not in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+                own[..., -theirs.shape[-1] :] = theirs
         if self.tokens is not None:
             self.hidden_norm.weight.copy_(last["input_layernorm.weight"])
             self.layer.input_layernorm.weight.fill_(1.0)
             self.lm_head.weight.copy_(target.lm_head.weight[self.tokens])
+
+    @torch.no_grad()
+    def fit(self, embedded: Tensor, states: States, places: Tensor) -> None:
+        """Let `fc` alone tell the target's next state as well as it can, by least squares, at
+        `places`, [rows, length]."""
+        row, place = places.nonzero(as_tuple=True)
+        read = [states[index][row, place - 1] for index in self.reads]
+        if not self.reads:
+            read.append(self.pre_fc_norm_embedding(embedded[row, place]))
+            read.append(self.pre_fc_norm_hidden(states[-1][row, place - 1]))
+        given, wanted = torch.cat(read, dim=-1), states[-1][row, place] / self.norm.weight
+        gram = given.t() @ given
+        gram += RIDGE * gram.diagonal().mean() * torch.eye(len(gram))
+        self.fc.weight.copy_(torch.linalg.solve(gram, given.t() @ wanted).t())
 
     def checkpoint(self) -> dict[str, Tensor]:
         """Its tensors in bfloat16, under a checkpoint's names."""

@@ -62,14 +62,14 @@ class HeadSpec:
     tokens: int | None = None
     reads: tuple[int, ...] = ()
     rows_per_step: int = 2
-    muon_lr: float = 0.01
-    adam_lr: float = 3e-3
-    warmup: int = 20
+    muon_lr: float = 0.006
+    adam_lr: float = 1e-3
+    warmup: int = 10
     answers_alone: bool = True
     """Of the text, not the prompts."""
     chained: int = 3
     """Drafts in a row that are trained, each behind the head's own state."""
-    fading: float = 0.8
+    fading: float = 0.6
     """Weight of a draft over that of the one before it."""
 
 

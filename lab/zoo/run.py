@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 from lab.zoo.optim import Optimizers, cosine_factor
 from lab.zoo.recipe import HeadSpec, ModelSpec
+from penstock.cli.terminal import progress
 
 
 class Run(ABC):
@@ -91,37 +89,19 @@ class Run(ABC):
         (self.folder / "done.json").write_text(json.dumps(done))
 
 
-@contextlib.contextmanager
-def _bar(name: str, steps: int, show: bool) -> Iterator[Any]:
-    columns = (
-        TextColumn(name),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}"),
-    )
-    with Progress(*columns, disable=not show) as progress:
-        task = progress.add_task(name, total=steps, loss=float("nan"))
-        yield lambda step, loss: progress.update(task, completed=step, loss=loss)
-
-
 def run_to_end(
-    run: Run,
-    *,
-    checkpoint_s: float,
-    evaluate_every: int,
-    show: bool,
-    log: Path | None = None,
+    run: Run, *, checkpoint_s: float, evaluate_every: int, log: Path | None = None
 ) -> None:
     """Train until the last step, with checkpoints and held-back losses at intervals."""
     saved = time.monotonic()
     run.folder.mkdir(parents=True, exist_ok=True)
-    with _bar(run.name, run.steps, show) as update:
+    with progress(run.steps, run.name) as advance:
+        advance(run.step)
         while run.step < run.steps:
             began = time.monotonic()
             loss = run.advance()
             run.seconds += time.monotonic() - began
-            update(run.step, loss)
+            advance(1)
             if log is not None and run.step % 10 == 0:
                 with log.open("a") as file:
                     file.write(f"{run.name} {run.step} {loss:.4f} {run.seconds:.0f}s\n")

@@ -216,7 +216,6 @@ def train(
     work: Path | None = None,
     threads: int | None = None,
     checkpoint_s: float = 120.0,
-    show: bool = True,
     recipe: Recipe | None = None,
 ) -> None:
     """Train the family, or the models named in `only`, and write them to `out`.
@@ -238,7 +237,7 @@ def train(
     def to_end(run: Run) -> None:
         run.resume()
         log = work / "log.txt"
-        run_to_end(run, checkpoint_s=checkpoint_s, evaluate_every=240, show=show, log=log)
+        run_to_end(run, checkpoint_s=checkpoint_s, evaluate_every=240, log=log)
 
     models = [spec for spec in recipe.models if is_asked(spec)]
     pools = prepare(work, recipe) if models else None

@@ -154,6 +154,33 @@ def test_a_saved_head_is_the_same_head(kind, target, tmp_path):
         assert {"midlayer.hidden_norm.weight", "lm_head.weight"} <= {*tensors}
 
 
+@KINDS
+@torch.no_grad()
+def test_first_weights_tell_the_next_state_better_than_any_near_them(kind, target):
+    spec = SPECS[kind]
+    head = Head(target.config, spec.reads, torch.arange(5, 4096, 6) if spec.reads else None)
+    head.begin_like(target)
+    ids = torch.randint(6, 4096, (2, 250), generator=torch.Generator().manual_seed(3))
+    embedded, states = embed(target, ids), read(target, ids)
+    places = torch.ones(ids.shape, dtype=torch.bool)
+    places[:, 0] = False
+    head.fit(embedded, states, places)
+
+    def error():
+        # The layer adds nothing yet: what is passed through is what `fc` makes.
+        _, told = head.enter(embedded, head.before(states))
+        wanted = states[-1] / target.model.norm.weight
+        return (told - wanted)[:, 1:].square().mean().item()
+
+    best = error()
+    assert best < (states[-1] / target.model.norm.weight)[:, 1:].square().mean()
+    for seed in range(4):
+        nudge = torch.randn(head.fc.weight.shape, generator=torch.Generator().manual_seed(seed))
+        head.fc.weight.add_(nudge * 0.01)
+        assert error() > best
+        head.fc.weight.sub_(nudge * 0.01)
+
+
 @torch.no_grad()
 def test_what_a_head_cannot_tell_is_never_drafted(target):
     tokens = torch.tensor([7, 9, 4000])
@@ -170,14 +197,16 @@ def test_training_raises_what_is_accepted_and_goes_on_where_it_was_cut(
 ):
     spec = replace(SPECS[kind], steps=30)
     whole, cut = (run_of(spec, target, rows, tmp_path / name) for name in ("whole", "cut"))
+    assert not whole.resume()
     before = whole.measured()["overlap"]
-    run_to_end(whole, checkpoint_s=1e9, evaluate_every=10_000, show=False)
+    run_to_end(whole, checkpoint_s=1e9, evaluate_every=10_000)
+    assert not cut.resume()
     for _ in range(7):
         cut.advance()
     cut.save()
     rest = run_of(spec, target, rows, tmp_path / "cut")
     assert rest.resume()
-    run_to_end(rest, checkpoint_s=1e9, evaluate_every=10_000, show=False)
+    run_to_end(rest, checkpoint_s=1e9, evaluate_every=10_000)
     for name, tensor in whole.model.state_dict().items():
         assert torch.equal(tensor, rest.model.state_dict()[name]), name
     after = whole.history[-1]["overlap"]
@@ -199,13 +228,13 @@ def test_drafts_are_compared_with_what_the_target_says_in_their_place(kind, targ
     with torch.no_grad():
         drafts = list(run.drafts(ids))
     assert len(drafts) == SPECS[kind].chained
-    for step, found in enumerate(drafts):
-        assert len(found.logits) == len(places)
+    for step, (made, is_there, likeliest, _) in enumerate(drafts):
+        assert len(made) == len(places)
         for number, place in enumerate(places):
             there = all(answers[place : place + step + 1])
-            assert found.is_there[number] == there
+            assert is_there[number] == there
             if there:
-                assert found.tokens[number, 0] == logits[place + step].argmax()
+                assert likeliest[number, 0] == logits[place + step].argmax()
 
 
 @KINDS

@@ -49,7 +49,7 @@ def spec():
 
 
 def _finish(run):
-    run_to_end(run, checkpoint_s=1e9, evaluate_every=10_000, show=False)
+    run_to_end(run, checkpoint_s=1e9, evaluate_every=10_000)
 
 
 @pytest.mark.slow
