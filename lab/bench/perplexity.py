@@ -253,8 +253,8 @@ def verdicts(found: Sequence[Read], near: str | None) -> Iterator[ClaimVerdict]:
     for eight in (read for read in found if read.program == KV8):
         claim = f"{eight.model} with KV in 8 bits {{}} of itself without"
         yield within(eight, ours[eight.model], WITHIN_KV, claim)
-    for name, mine in ours.items() if near is not None else ():
-        if name != near:
+    for name, mine in ours.items():
+        if near is not None and name != near:
             yield within(mine, ours[near], WITHIN_BASE, f"{name} {{}} of {near}")
 
 

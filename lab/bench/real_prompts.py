@@ -104,7 +104,7 @@ class _Module:
 
 def real_prompts() -> list[RealPrompt]:
     """All prompts, kind by kind, the part `learn` first."""
-    made = []
+    made: list[RealPrompt] = []
     modules = [_read(*found) for found in _files()]
     for part in PARTS:
         mine = sorted(

@@ -125,9 +125,9 @@ class HeadRun(Run):
         losses, weights = [], []
         drafts = self.drafts(batch_of(self.train, self.plan[self.step]))
         for step, (logits, is_there, tokens, probs) in enumerate(drafts):
-            there = (x[is_there] for x in (logits, tokens, probs))
+            told = logits[is_there], tokens[is_there], probs[is_there]
             weights.append(self.spec.fading**step)
-            losses.append(weights[-1] * distil_loss(*there, share))
+            losses.append(weights[-1] * distil_loss(*told, share))
         return torch.stack(losses).sum() / sum(weights)
 
     @torch.no_grad()
