@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,16 +57,16 @@ class FolderCheckpoint(Checkpoint):
 
         with ExitStack() as stack:
             config = self.path / "config.json"
-            # A folder with a head alone may have none.
             packed = self._packed_format(_read_json(config)) if config.exists() else None
             yield FolderTensors(self.path, stack, packed)
 
     def head(self) -> dict[str, Any] | None:
         if HEAD_PROJECTION in self._tensor_names():
             return {}
-        file = self.path / "config.json"
-        content = _read_json(file) if file.is_file() else {}
-        return content if content.get("architectures") == [EAGLE3] else None
+        with suppress(CheckpointError):  # whoever reads it says why
+            content = _read_json(self.path / "config.json")
+            return content if content.get("architectures") == [EAGLE3] else None
+        return None
 
     def _tensor_names(self) -> Collection[str]:
         """Return the names of all tensors; none where the files cannot be read."""
