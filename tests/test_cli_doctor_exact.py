@@ -139,7 +139,7 @@ def test_recurrent_layers(cli: Cli, tmp_path: Path) -> None:
 
 def test_pytorch_compares_tokens(cli: Cli, family: dict[str, Path]) -> None:
     given = ("--no-speculation", "--set", "backend=eager", "--dtype", "float32")
-    code, receipt = checked(cli, family["target"], *given)
+    code, receipt = checked(cli, family["target"], *given, tokens=40)
     assert (code, {*verdicts(receipt).values()}) == (0, {"same", "found"})
     assert "drafters beside" not in verdicts(receipt)
 
