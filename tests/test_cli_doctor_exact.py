@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.conftest import Cli
 from tests.engine.small_family import VOCAB, small_llama, write_tokenizer
+from tests.engine.small_heads import add_head
 from tests.engine.small_models import CASES, write_checkpoint
 
 from penstock.engine.native.runner import NativeRunner
@@ -116,10 +117,11 @@ def test_a_comparison_that_sees_nothing(
 
 
 def write_hybrid(root: Path) -> None:
-    """A target with recurrent layers, and a drafter that is hardly ever right."""
+    """A target with recurrent layers and a head, and a drafter that is hardly ever right."""
     changes = CASES["qwen3-5"].changes | {"vocab_size": VOCAB, "max_position_embeddings": 512}
     changes |= {"eos_token_id": None}
     write_checkpoint(root / "target", dataclasses.replace(CASES["qwen3-5"], changes=changes))
+    add_head(root / "target")
     small_llama(1, seed=3).save_pretrained(root / "far")
     for name in ("target", "far"):
         write_tokenizer(root / name)
@@ -128,9 +130,10 @@ def write_hybrid(root: Path) -> None:
 def test_recurrent_layers(cli: Cli, tmp_path: Path) -> None:
     write_hybrid(tmp_path)
     torch.set_num_threads(2)
-    drafters = ("--drafter", f"far={tmp_path / 'far'}", "--drafter", "ngram")
+    drafters = ("--drafter", f"far={tmp_path / 'far'}", "--drafter", "mtp", "--drafter", "ngram")
     code, receipt = checked(cli, tmp_path / "target", *drafters, tokens=40)
     found = verdicts(receipt)
+    assert found["drafter mtp"] == "same"
     assert (code, found.pop("drafter ngram")) == (0, "not tested")
     assert {*found.values()} == {"same", "found"}
     assert receipt["engine"]["state_slots"] >= 33

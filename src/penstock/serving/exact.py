@@ -216,15 +216,16 @@ def _parts(config: EngineConfig, kv_tokens: int) -> list[Part]:
     cut = {**plain, "admission": few, "prefix_caching": True}
     beside, little = {**cut, "pipeline": "async"}, {**cut, "kv_tokens": kv_tokens}
     models, auto, most = tuple(config.drafter_models), (AUTO_DRAFTER,), max(_COMPANY)
+    head = () if config.head is None else config.head[:1]
     own = () if config.text_look_up is None else config.text_look_up[:1]
     return [
         Part("alone", plain, most, 1, "at_once"),
         *(Part(f"{n} at once", plain, min(most, max(4 * n, 9)), n, "at_once") for n in _COMPANY),
-        *(Part(f"drafter {d}", plain, 16, 4, "drafted", (d,)) for d in (*own, *models)),
+        *(Part(f"drafter {d}", plain, 16, 4, "drafted", (d,)) for d in (*own, *head, *models)),
         Part("predictions", plain, 16, 4, "drafted", auto, True),
         Part(_CONTROL, plain, 9, 9, "drafted", auto, True),
         Part("prompts in chunks", cut, most, 6, "at_once"),
         *(Part("drafters beside", beside, 16, 6, "drafted", models) for _ in models[:1]),
-        Part("little memory", little, 16, 9, "preemptions", (*models, *own, *auto), True),
+        Part("little memory", little, 16, 9, "preemptions", (*models, *head, *own, *auto), True),
         Part("auto, as served", {}, most, 6, "tokens", auto),
     ]
