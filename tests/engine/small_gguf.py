@@ -222,6 +222,9 @@ def _gemma4_metadata(config: Any, rope: dict[str, Any]) -> dict[str, Any]:
         "attention.shared_kv_layers": shared,
         "embedding_length_per_layer_input": config.hidden_size_per_layer_input,
         "final_logit_softcapping": config.final_logit_softcapping,
+        "expert_count": config.num_experts,
+        "expert_used_count": config.top_k_experts,
+        "expert_feed_forward_length": config.moe_intermediate_size,
         "rope.freq_base": float(rope["rope_theta"]),
         "rope.freq_base_swa": float(local["rope_theta"]),
         "rope.dimension_count": full,
@@ -294,6 +297,10 @@ def _add_tensors(
         writer.add_tensor(name, values)
     for name, parameter in _parameters(model):
         theirs = names.get_name(name, (".weight", ".bias"))
+        if "router." in name and parameter.dim() == 1:
+            layer, _, use = name.removesuffix(".weight").rpartition(".router.")
+            of = "experts.down_proj" if use == "per_expert_scale" else "router.proj"
+            theirs = f"{names.get_name(f'{layer}.{of}')}.scale"
         if "linear_attn." in name and _add_delta_values(writer, config, names, name, parameter):
             continue
         if parameter.dim() == 1:
@@ -350,7 +357,7 @@ def _strided(config: Any, name: str, shape: tuple[int, ...]) -> tuple[int, np.nd
 def _randomise(model: PreTrainedModel) -> None:
     for name, parameter in _parameters(model):
         if parameter.dim() == 1:
-            low, high = (0.5, 1.5) if "norm" in name or "_scalar" in name else (-1.0, 1.0)
+            low, high = (0.5, 1.5) if "norm" in name or "scal" in name else (-1.0, 1.0)
             parameter.uniform_(low, high)
         else:
             parameter.normal_(std=parameter.shape[-1] ** -0.5)
@@ -359,7 +366,7 @@ def _randomise(model: PreTrainedModel) -> None:
 def _parameters(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Experts' gates and ups apart."""
     for name, parameter in model.named_parameters():
-        if name.endswith("experts.gate_up_proj"):
+        if name.endswith("mlp.experts.gate_up_proj"):
             for half, part in zip(("gate", "up"), parameter.chunk(2, dim=1), strict=True):
                 yield name.replace("gate_up_proj", f"{half}_proj.weight"), part
         else:

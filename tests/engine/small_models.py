@@ -187,6 +187,17 @@ CASES = {
         Gemma4TextConfig,
         _GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
     ),
+    "gemma4-moe": Case(
+        Gemma4ForCausalLM,
+        Gemma4TextConfig,
+        _GEMMA4
+        | {
+            "enable_moe_block": True,
+            "num_experts": 5,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 40,
+        },
+    ),
     "gemma4-shared": Case(Gemma4ForCausalLM, Gemma4TextConfig, _GEMMA4 | _SHARED),
 }
 

@@ -24,8 +24,9 @@ from penstock.engine.backends import why_not_native
 from penstock.engine.build import Engine
 
 ARCHITECTURES = (
-    "mistral-window", "phi3-longrope", "gemma3-scaled", "qwen3-moe-norm", "gemma4", "gemma4-shared",
-)  # fmt: skip
+    *("mistral-window", "phi3-longrope", "gemma3-scaled", "qwen3-moe-norm"),
+    *("gemma4-moe", "gemma4-shared"),
+)
 
 needs_native = pytest.mark.skipif(why_not_native() is not None, reason="no native kernels")
 

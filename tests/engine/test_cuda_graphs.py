@@ -30,6 +30,7 @@ def test_logits_are_those_of_transformers(checkpoint: Checkpoints, name: str) ->
         expected = checkpoint(name).logits(ids)
         torch.testing.assert_close(found[sequence], expected, rtol=0, atol=2e-4)
     is_recorded = CASES[name].config.model_type not in ("qwen3_moe", "qwen3_5_text")
+    is_recorded = is_recorded and name != "gemma4-moe"
     assert bool(runner._steps) == is_recorded
 
 

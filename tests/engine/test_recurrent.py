@@ -338,14 +338,15 @@ def test_many_requests(engine: Engine, sampling: str) -> None:
 
 @pytest.mark.slow
 @needs_native
-def test_greedy_text_is_that_of_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["qwen3-5", "gemma4", "gemma4-shared"])
+def test_greedy_text_is_that_of_transformers(tmp_path: Path, case: str) -> None:
     """A prompt of 300, then 100 tokens one by one."""
-    changes = {
+    changes = CASES[case].changes | {
         "vocab_size": 2048,
         "hidden_size": 256,
         "intermediate_size": 640,
         "num_hidden_layers": 6,
-        "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+        "layer_types": [CASES[case].changes["layer_types"][0]] * 2 + ["full_attention"],
         "head_dim": 64,
         "num_attention_heads": 4,
         "max_position_embeddings": 1024,
@@ -355,7 +356,10 @@ def test_greedy_text_is_that_of_transformers(tmp_path: Path) -> None:
         "linear_value_head_dim": 32,
         "eos_token_id": None,
     }
-    saved = write_checkpoint(tmp_path, dataclasses.replace(CASES["qwen3-5"], changes=changes))
+    changes["layer_types"] *= 2
+    if case.startswith("gemma4"):
+        changes |= {"global_head_dim": 128, "vocab_size_per_layer_input": 2048}
+    saved = write_checkpoint(tmp_path, dataclasses.replace(CASES[case], changes=changes))
     prompt = np.random.default_rng(0).integers(2048, size=300)
     theirs = saved.model.generate(
         torch.from_numpy(prompt)[None], max_new_tokens=100, do_sample=False

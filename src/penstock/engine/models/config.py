@@ -173,7 +173,8 @@ def _from_transformers(
     if not getattr(hf_config, "is_causal", True):
         raise ValueError("is_causal is false; allowed: true")
     variant, rope = FAMILIES[architecture].variant(hf_config), rope_of(architecture, hf_config)
-    inner = "intermediate_size" if variant.experts is None else "moe_intermediate_size"
+    are_all = variant.experts is not None and not variant.experts.beside
+    inner = "moe_intermediate_size" if are_all else "intermediate_size"
     positions = hf_config.max_position_embeddings
     if not FAMILIES[architecture].counts_scaled:
         positions = rope.scaled_positions(positions)

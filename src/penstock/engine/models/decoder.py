@@ -13,7 +13,7 @@ from penstock.engine.attention import Attention
 from penstock.engine.kv_cache import PagedKVCache
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.delta import DeltaStates, DeltaWeights
-from penstock.engine.models.mlp import DenseMlp, ExpertMlp, PleMlp
+from penstock.engine.models.mlp import DenseMlp, ExpertMlp, ExpertsBeside, PleMlp
 from penstock.engine.models.rope_table import RopeTable
 from penstock.engine.runner import RaggedBatch
 from penstock.engine.states import StateMoves
@@ -76,6 +76,7 @@ class Layer:
     delta: DeltaWeights | None = None
     value_norm: RmsNorm | None = None
     ple: PleMlp | None = None
+    beside: ExpertsBeside | None = None
     scale: float = 1.0
 
 
@@ -265,7 +266,10 @@ def _mlp(layer: Layer, hidden: torch.Tensor) -> torch.Tensor:
     normed = layer.post_norm(hidden)
     if layer.down_norm is None:
         return layer.mlp.add_to(hidden, normed)
-    return hidden + layer.down_norm(layer.mlp.add_to(torch.zeros_like(hidden), normed))
+    out = layer.mlp.add_to(torch.zeros_like(hidden), normed)
+    if layer.beside is not None:
+        out = layer.beside.add_to(out, hidden)
+    return hidden + layer.down_norm(out)
 
 
 def _layer(
@@ -308,6 +312,7 @@ def _layer(
         delta=DeltaWeights.from_weights(mine) if is_recurrent else None,
         value_norm=value_norm,
         ple=ple,
+        beside=_beside(config, mine),
         scale=float(mine.get("scale", 1.0)),
     )
 
@@ -315,9 +320,22 @@ def _layer(
 def _make_mlp(config: DecoderConfig, weights: dict[str, torch.Tensor]) -> DenseMlp | ExpertMlp:
     """Build the MLP of one layer from its weights."""
     variant, gate_up, down = config.variant, weights["gate_up"], weights["down"]
-    if variant.experts is None:
+    if variant.experts is None or variant.experts.beside:
         return DenseMlp(gate_up.t().contiguous(), down.t(), variant.activation)
     return ExpertMlp(weights["router"], gate_up, down, variant.experts, variant.activation)
+
+
+def _beside(config: DecoderConfig, weights: dict[str, torch.Tensor]) -> ExpertsBeside | None:
+    """Build the experts that are beside a dense MLP; None without."""
+    experts = config.variant.experts
+    if experts is None or not experts.beside:
+        return None
+    weights["router_norm"] *= config.hidden_size**-0.5
+    router, gate_up, down = (weights[x] for x in ("router", "experts_gate_up", "experts_down"))
+    activation, scales = config.variant.activation, weights["experts_scale"]
+    mlp = ExpertMlp(router, gate_up, down, experts, activation, scales)
+    norms = ("router_norm", "experts_norm", "experts_out_norm", "dense_norm")
+    return ExpertsBeside(mlp, *(RmsNorm(weights[x], config.rms_norm_eps) for x in norms))
 
 
 def _pair_rows(config: DecoderConfig, qkv: torch.Tensor) -> torch.Tensor:

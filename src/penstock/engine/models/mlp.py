@@ -10,6 +10,8 @@ import torch.nn.functional as F
 
 from penstock.engine.models.variant import Activation, Experts
 
+Norm = Callable[[torch.Tensor], torch.Tensor]
+
 
 @dataclass(frozen=True, slots=True)
 class DenseMlp:
@@ -40,10 +42,13 @@ class ExpertMlp:
     down: torch.Tensor
     experts: Experts
     activation: Activation
+    scales: torch.Tensor | None = None  # of what each expert gives
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Return residual + MLP(x), both [num_tokens, hidden_size]."""
-        shares, chosen = self._route(x)
+    def add_to(
+        self, residual: torch.Tensor, x: torch.Tensor, routed: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return residual + MLP(x), [num_tokens, hidden_size]. routed: the router reads it."""
+        shares, chosen = self._route(x if routed is None else routed)
         order = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=self.experts.count).tolist()
         out = torch.zeros_like(x)
@@ -62,7 +67,26 @@ class ExpertMlp:
         shares, chosen = probabilities.topk(self.experts.per_token, dim=-1)
         if self.experts.norm_topk_prob:
             shares /= shares.sum(dim=-1, keepdim=True)
+        if self.scales is not None:
+            shares = shares * self.scales[chosen]
         return shares.to(x.dtype), chosen
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsBeside:
+    """Experts beside a dense MLP, whose router and they have norms of their own."""
+
+    mlp: ExpertMlp
+    router_norm: Norm
+    norm: Norm
+    out_norm: Norm
+    dense_norm: Norm
+
+    def add_to(self, dense: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the norm of what the dense MLP gives + that of what the experts give."""
+        x = self.norm(hidden)
+        found = self.mlp.add_to(torch.zeros_like(x), x, self.router_norm(hidden))
+        return self.dense_norm(dense) + self.out_norm(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +95,7 @@ class PleMlp:
 
     gate: torch.Tensor
     out: torch.Tensor
-    norm: Callable[[torch.Tensor], torch.Tensor]
+    norm: Norm
     activation: Activation
 
     def add_to(self, hidden: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:

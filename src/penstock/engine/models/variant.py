@@ -32,11 +32,13 @@ class SlidingWindow:
 class Experts:
     """Mixture of experts in every layer's MLP.
 
-    norm_topk_prob: the probabilities of the chosen experts are normalised to sum to 1."""
+    norm_topk_prob: the probabilities of the chosen experts are normalised to sum to 1.
+    beside:         their inner size, where they are beside a dense MLP, with norms of their own"""
 
     count: int
     per_token: int
     norm_topk_prob: bool
+    beside: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_token <= self.count:

@@ -39,7 +39,7 @@ class WeightSpec:
     @property
     def stays_float32(self) -> bool:
         """True for norms, routers and what a recurrent state depends on: float32 in any dtype."""
-        return self.name.endswith(("norm", "router", ".conv", ".dt_bias", ".a_log", ".scale"))
+        return self.name.endswith(("norm", "router", ".conv", ".dt_bias", ".a_log", "scale"))
 
 
 def weight_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
@@ -86,12 +86,14 @@ def weight_specs(config: DecoderConfig) -> Iterator[WeightSpec]:
     has neither their rows nor k_norm. Further, in some variants,
 
     ple_embed                 [vocab_size, num_layers * ple_size]: what a token adds to every layer
-    ple_proj                  [num_layers * ple_size, hidden_size]
-    ple_norm                  [ple_size]
-    layers.I.ple_gate         [ple_size, hidden_size]
-    layers.I.ple_out          [hidden_size, ple_size]
-    layers.I.ple_norm         [hidden_size]
-    layers.I.scale            [1]: of the layer's output"""
+    ple_proj                  [num_layers * ple_size, hidden_size]; ple_norm [ple_size]
+    layers.I.ple_gate         [ple_size, hidden_size]; ple_out its transpose; ple_norm [hidden_size]
+    layers.I.scale            [1]: of the layer's output
+    layers.I.experts_gate_up  and experts_down of experts beside a dense MLP (`Experts.beside`);
+                              experts_norm of their input, experts_out_norm of their sum
+    layers.I.experts_scale    [experts]: of what each gives
+    layers.I.router_norm      [hidden_size], to be multiplied by hidden_size ** -0.5
+    layers.I.dense_norm       [hidden_size]: of what the dense MLP gives"""
     hidden, vocab = config.hidden_size, config.vocab_size
     yield _spec("embed_tokens", (_EMBEDDINGS, (vocab, hidden)))
     if size := config.variant.ple_size:
@@ -190,7 +192,7 @@ def _norm_spec(config: DecoderConfig, name: str, source: str, size: int) -> Weig
 
 
 def _layer_specs(config: DecoderConfig, index: int) -> Iterator[WeightSpec]:
-    family, variant, shape = FAMILIES[config.architecture], config.variant, config.shape(index)
+    family, variant, sizes = FAMILIES[config.architecture], config.variant, config.shape(index)
     ours, theirs = f"layers.{index}", f"model.layers.{index}"
     hidden, config = config.hidden_size, config.at(index)
 
@@ -201,13 +203,24 @@ def _layer_specs(config: DecoderConfig, index: int) -> Iterator[WeightSpec]:
     if variant.is_recurrent(index):
         yield from _delta_specs(config, ours, f"{theirs}.linear_attn")
     else:
-        yield from _attention_specs(config, ours, theirs, _projections(family, shape, index))
+        yield from _attention_specs(config, ours, theirs, _projections(family, sizes, index))
     if variant.post_norms:
         yield norm("o_norm", "post_attention_layernorm")
     yield norm("post_norm", family.post_norm)
     yield from _mlp_specs(config, ours, theirs)
     if variant.post_norms:
         yield norm("down_norm", "post_feedforward_layernorm")
+    if variant.experts is not None and (inner := variant.experts.beside):
+        count, folder = variant.experts.count, f"{theirs}.experts"
+        yield _spec(f"{ours}.router", (f"{theirs}.router.proj.weight", (count, hidden)))
+        yield _spec(f"{ours}.router_norm", (f"{theirs}.router.scale", (hidden,)))
+        yield _spec(f"{ours}.experts_scale", (f"{theirs}.router.per_expert_scale", (count,)))
+        shape = (count, 2 * inner, hidden)
+        yield _spec(f"{ours}.experts_gate_up", (f"{folder}.gate_up_proj", shape))
+        yield _spec(f"{ours}.experts_down", (f"{folder}.down_proj", (count, hidden, inner)))
+        yield norm("experts_norm", "pre_feedforward_layernorm_2")
+        yield norm("experts_out_norm", "post_feedforward_layernorm_2")
+        yield norm("dense_norm", "post_feedforward_layernorm_1")
     if size := variant.ple_size:
         yield _spec(f"{ours}.ple_gate", (f"{theirs}.per_layer_input_gate.weight", (size, hidden)))
         yield _spec(f"{ours}.ple_out", (f"{theirs}.per_layer_projection.weight", (hidden, size)))
@@ -288,7 +301,7 @@ def _mlp_specs(config: DecoderConfig, ours: str, theirs: str) -> Iterator[Weight
     hidden, inner = config.hidden_size, config.intermediate_size
     own: tuple[int, ...] = ()
     folders = [f"{theirs}.mlp"]
-    if experts is not None:
+    if experts is not None and not experts.beside:
         own = (experts.count,)
         folders = [f"{theirs}.mlp.experts.{i}" for i in range(experts.count)]
         yield _spec(f"{ours}.router", (f"{theirs}.mlp.gate.weight", (experts.count, hidden)))

@@ -47,6 +47,8 @@ CONFIG_SIZES = (
 )
 LAYER_SIZES = ("head_dim", "num_kv_heads", "inner_size")
 PLE_MATRICES = ("ple_gate", "ple_out")
+BESIDE_MATRICES = ("experts_gate", "experts_up", "experts_down")
+BESIDE_VECTORS = ("router_norm", "experts_scale", "experts_norm", "experts_out_norm", "dense_norm")
 
 
 class Matrix(Structure):
@@ -72,6 +74,9 @@ class LayerWeights(Structure):
         ("v_norm", c_void_p),
         *((name, Matrix) for name in PLE_MATRICES),
         ("ple_norm", c_void_p),
+        *((name, Matrix) for name in BESIDE_MATRICES),
+        *((name, c_void_p) for name in BESIDE_VECTORS),
+        ("expert_size", c_int32),
     ]
 
 

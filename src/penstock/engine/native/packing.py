@@ -264,7 +264,7 @@ class Packer:
         config = layout.config
         prefix, _, last = name.rpartition(".")
         fields: tuple[str, ...]
-        delta = config.variant.delta
+        delta, experts = config.variant.delta, config.variant.experts
         if last == "qkv":
             sizes = [config.q_size, config.kv_size, config.kv_size]
             fields, width = ("query", "key", "value"), config.head_dim
@@ -275,10 +275,13 @@ class Packer:
         elif last == "gate_up":
             width = config.intermediate_size
             fields, sizes = ("gate", "up"), [width] * 2
+        elif last == "experts_gate_up" and experts is not None:
+            width = experts.beside
+            fields, sizes = ("experts_gate", "experts_up"), [width] * 2
         else:
             width = config.vocab_size if last == "lm_head" else config.hidden_size
-            if last == "router" and config.variant.experts is not None:
-                width = config.variant.experts.count
+            if last == "router" and experts is not None:
+                width = experts.count
             if last in ("ple_gate", "ple_proj"):
                 width = config.variant.ple_size
             if last in DELTA_MATRICES and delta is not None:
@@ -299,6 +302,8 @@ class Packer:
             return layout.conv(values)
         if name.endswith(".a_log"):
             values = -values.exp()
+        if name.endswith("router_norm"):
+            values = values.float() * layout.config.hidden_size**-0.5
         if name.endswith("q_norm"):
             values = values.float() * layout.config.variant.query_scale
         return (layout.head_vectors if of_heads else layout.vector)(values)

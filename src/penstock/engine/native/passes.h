@@ -100,7 +100,8 @@ class Pass {
         upcoming_(model, plan, worker.id, worker.size) {}
 
   static int num_phases(const Model& model) {
-    const int by_layer = model.weights.num_experts ? 10 : model.has_post_norms() ? 8 : 6;
+    const int experts = model.weights.num_experts ? 6 : 0;
+    const int by_layer = 6 + experts + (model.has_post_norms() ? 2 : 0);
     const int ple = model.weights.ple_size ? 3 : 0;
     // Gated and recurrent layers have one more.
     return 3 + ple + (by_layer + 1 + ple) * model.weights.num_layers;
@@ -124,14 +125,19 @@ class Pass {
       add_projection(model_.attended, model_.query_stride(),
                      is_recurrent ? model_.value_size() : weights_.num_heads * layer.head_dim,
                      layer.o, layer.o_bias, layer.o_norm);
-      if (layer.router.data) {
+      if (layer.router.data && !layer.experts_gate.data) {
         mix_experts(layer);
         continue;
       }
-      gate(layer, {&layer.gate, &layer.up}, layer.inner_size,
+      gate(layer.post_norm, {&layer.gate, &layer.up}, layer.inner_size,
            chunks_for(plan_.num_rows(), layer.gate, weights_.hidden_size));
-      add_projection(model_.hidden, model_.inner_stride(layer.inner_size), layer.inner_size,
-                     layer.down, nullptr, layer.down_norm, layer.ple_norm ? 1.0f : layer.scale);
+      project_out(model_.hidden, model_.inner_stride(layer.inner_size), layer.inner_size,
+                  layer.down, nullptr, layer.down_norm);
+      const float scale = layer.ple_norm ? 1.0f : layer.scale;
+      if (layer.experts_gate.data)
+        mix_experts(layer, scale);
+      else if (layer.down_norm)
+        add_normed(layer.down_norm, scale);
       if (layer.ple_norm) add_layer_inputs(layer, i);
     }
     if (!plan_.logits_rows.empty()) unembed();
@@ -503,6 +509,13 @@ class Pass {
   // with that the sum is multiplied by `scale`
   void add_projection(const Buffer& input, size_t stride, int k_size, const Matrix& matrix,
                       const float* bias, const float* norm, float scale = 1.0f) {
+    project_out(input, stride, k_size, matrix, bias, norm);
+    if (norm) add_normed(norm, scale);
+  }
+
+  // residual += input x matrix (+ bias); if it is to be normed, projected = that product
+  void project_out(const Buffer& input, size_t stride, int k_size, const Matrix& matrix,
+                   const float* bias, bool norm) {
     const Chunks chunks = chunks_for(plan_.num_rows(), matrix, k_size);
     const int panels = round_up(weights_.hidden_size, kPanel) / kPanel;
     project(
@@ -518,7 +531,6 @@ class Pass {
             }
           }
         });
-    if (norm) add_normed(norm, scale);
   }
 
   void add_normed(const float* weight, float scale) {
@@ -535,7 +547,7 @@ class Pass {
 
   // hidden = activated(first matrix's) * second's, of all rows or of every expert's
   template <class Cut>
-  void gate(const LayerWeights& layer, const Matrix* const (&matrices)[2], int inner_size,
+  void gate(const float* norm, const Matrix* const (&matrices)[2], int inner_size,
             const Cut& chunks) {
     const int panels = round_up(inner_size, kPanel) / kPanel;
     const size_t stride = model_.inner_stride(inner_size);
@@ -543,8 +555,7 @@ class Pass {
         chunks, matrices, weights_.hidden_size, panels, group_for(chunks, *matrices[0], panels),
         model_.residual_stride(),
         [&](int chunk) {
-          return normed(chunks.size(chunk), layer.post_norm,
-                        [&](int i) { return chunks.row(chunk, i); });
+          return normed(chunks.size(chunk), norm, [&](int i) { return chunks.row(chunk, i); });
         },
         [&](int row, int height, int panel, int width, const float* tile) {
           for (int r = 0; r < height; ++r) {
@@ -556,20 +567,25 @@ class Pass {
         });
   }
 
-  // residual += the sum of what a row's experts give, each times its share, in ascending order
-  void mix_experts(const LayerWeights& layer) {
+  // residual += the sum of what a row's experts give, each times its share, in ascending order. If
+  // they are beside a dense MLP, both outputs are normed, added and normed again before.
+  void mix_experts(const LayerWeights& layer, float scale = 1.0f) {
+    const bool beside = layer.experts_gate.data;
+    const Matrix& first = beside ? layer.experts_gate : layer.gate;
+    const Matrix& second = beside ? layer.experts_up : layer.up;
+    const Matrix& down = beside ? layer.experts_down : layer.down;
+    const int inner_size = beside ? layer.expert_size : layer.inner_size;
     const int num_rows = plan_.num_rows(), per_token = weights_.experts_per_token;
-    const int most = std::min(chunk_rows(layer.gate, weights_.hidden_size),
-                              chunk_rows(layer.down, layer.inner_size));
+    const int most =
+        std::min(chunk_rows(first, weights_.hidden_size), chunk_rows(down, inner_size));
     const ExpertChunks chunks(model_.routing, num_rows, most);
-    route(layer, most);
-    gate(layer, {&layer.gate, &layer.up}, layer.inner_size, chunks);
+    route(layer, beside ? layer.router_norm : layer.post_norm, most);
+    gate(beside ? layer.experts_norm : layer.post_norm, {&first, &second}, inner_size, chunks);
     const int panels = round_up(weights_.hidden_size, kPanel) / kPanel;
-    const size_t hidden_stride = model_.inner_stride(layer.inner_size);
+    const size_t hidden_stride = model_.inner_stride(inner_size);
     const size_t stride = model_.residual_stride();
     project(
-        chunks, {&layer.down}, layer.inner_size, panels,
-        group_for(chunks, layer.down, panels), hidden_stride,
+        chunks, {&down}, inner_size, panels, group_for(chunks, down, panels), hidden_stride,
         [&](int chunk) { return model_.hidden.get() + chunks.first(chunk) * hidden_stride; },
         [&](int row, int height, int panel, int width, const float* tile) {
           for (int r = 0; r < height; ++r)
@@ -577,25 +593,42 @@ class Pass {
                         tile + r * kTileStride, width * kPanel * sizeof(float));
         });
     worker_.for_each(num_rows, [&](int64_t row) {
-      float* target = residual((int)row);
+      float* target = beside ? scratch_.normed.get() : residual((int)row);
       const int32_t* places = model_.routing.places.data() + row * per_token;
       const float* shares = model_.routing.shares.data() + row * per_token;
       for (int i = 0; i < panels * kPanel; i += kLanes) {
         VecF sum = {};
         for (int j = 0; j < per_token; ++j)
           sum = fused(splat(shares[j]), load(model_.mixed.get() + places[j] * stride + i), sum);
-        store(target + i, load(target + i) + sum);
+        store(target + i, beside ? sum : load(target + i) + sum);
       }
+      if (beside) add_beside(layer, (int)row, target, scale);
     });
   }
 
+  // residual = (residual + norm(norm(projected) + norm(mixed))) * scale
+  void add_beside(const LayerWeights& layer, int row, float* mixed, float scale) {
+    const int width = weights_.hidden_size;
+    const float eps = weights_.rms_norm_eps;
+    float *target = residual(row), *dense = projected(row);
+    rms_norm(dense, layer.dense_norm, width, eps, dense);
+    rms_norm(mixed, layer.experts_out_norm, width, eps, mixed);
+    for (int i = 0; i < width; i += kLanes) store(dense + i, load(dense + i) + load(mixed + i));
+    rms_norm(dense, layer.down_norm, width, eps, dense);
+    for (int i = 0; i < width; i += kLanes)
+      store(target + i, (load(target + i) + load(dense + i)) * splat(scale));
+  }
+
   // model.routing = each row's experts, and each expert's rows in chunks of at most `most`
-  void route(const LayerWeights& layer, int most) {
+  void route(const LayerWeights& layer, const float* norm, int most) {
     const size_t stride = model_.router_stride();
-    project_normed<1>(layer.post_norm, {&layer.router}, weights_.num_experts,
+    project_normed<1>(norm, {&layer.router}, weights_.num_experts,
                       [&](int row, int) { return model_.router.get() + row * stride; });
     worker_.for_each(plan_.num_rows(), [&](int64_t row) {
-      model_.routing.choose((int)row, model_.router.get() + row * stride);
+      Routing& routing = model_.routing;
+      routing.choose((int)row, model_.router.get() + row * stride);
+      for (int i = (int)row * routing.per_token; i < ((int)row + 1) * routing.per_token; ++i)
+        if (layer.experts_scale) routing.shares[i] *= layer.experts_scale[routing.chosen[i]];
     });
     worker_.for_each(1, [&](int64_t) { model_.routing.group(plan_.num_rows(), most); });
   }

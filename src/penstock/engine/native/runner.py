@@ -309,10 +309,22 @@ class NativeRunner(ModelRunner):
         }
         layers = (c.LayerWeights * config.num_layers)()
         for index, (layer, (keys, values)) in enumerate(zip(layers, self._cache, strict=True)):
-            others = ("router", "query_gate", *c.DELTA_MATRICES, *c.PLE_MATRICES)
+            others = (
+                "router",
+                "query_gate",
+                *c.DELTA_MATRICES,
+                *c.PLE_MATRICES,
+                *c.BESIDE_MATRICES,
+            )
             for name in (*c.LAYER_MATRICES, *others):
                 setattr(layer, name, matrices.get(f"layers.{index}.{name}", c.Matrix()))
-            for name in (*c.LAYER_VECTORS, *c.DELTA_VECTORS, "v_norm", "ple_norm"):
+            for name in (
+                *c.LAYER_VECTORS,
+                *c.DELTA_VECTORS,
+                *c.BESIDE_VECTORS,
+                "v_norm",
+                "ple_norm",
+            ):
                 tensor = vectors.get(f"layers.{index}.{name}")
                 setattr(layer, name, None if tensor is None else tensor.data_ptr())
             if index in self._state_memory:
@@ -322,6 +334,7 @@ class NativeRunner(ModelRunner):
             shape, scale = config.shape(index), vectors.get(f"layers.{index}.scale")
             for name in c.LAYER_SIZES:
                 setattr(layer, name, getattr(shape, name))
+            layer.expert_size = 0 if experts is None else experts.beside
             layer.scale = 1.0 if scale is None else float(scale[0])
             cos, sin = self._ropes[config.layer_rope(index), shape.head_dim]
             layer.rope_cos, layer.rope_sin, layer.window = cos.data_ptr(), sin.data_ptr(), positions

@@ -33,6 +33,7 @@ _COMPUTED = {
     "gemma4": {
         "attention.sliding_window",
         "attention.sliding_window_pattern",
+        "expert_count",
         "final_logit_softcapping",
     },
 }
@@ -242,6 +243,10 @@ def _gemma4(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
         if value != only:
             raise file.error(f"{metadata.key(name)} is {value}; allowed: {only}")
     return {
+        "enable_moe_block": bool(metadata.get("expert_count")),
+        "num_experts": metadata.get("expert_count") or None,
+        "top_k_experts": metadata.get("expert_used_count") or None,
+        "moe_intermediate_size": metadata.get("expert_feed_forward_length") or None,
         "head_dim": size,
         "num_key_value_heads": kv_heads[windowed],
         "per_layer_config": {i: own for i in range(count) if not pattern[i]},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from functools import partial
@@ -23,6 +24,17 @@ from penstock.engine.models.quantized import (
 _ROTATED = (".self_attn.q_proj", ".self_attn.k_proj")
 _DECAY, _CONV, _PLAIN_NORM = ".A_log", ".conv1d.weight", "linear_attn.norm.weight"
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)(\..*)")
+
+
+_SPELT = {
+    ".dt_bias": ".dt_proj.bias",
+    ".layer_scalar": ".layer_scalar.weight",
+    ".experts.gate_up_proj": ".experts.gate_up_proj.weight",
+    ".experts.down_proj": ".experts.down_proj.weight",
+    ".router.scale": ".router.proj.scale",
+    ".router.per_expert_scale": ".experts.down_proj.scale",
+}
+"""Names of tensors as matrices and vectors are called here."""
 
 
 class GgufTensors:
@@ -77,7 +89,8 @@ class GgufTensors:
         self._require(are_blocks_finite(entry.kind, data), entry)
         if self._is_rotated(name):
             data = data[self._order(name, len(data))]
-        rows, columns = shape
+        *axes, columns = shape
+        rows = math.prod(axes)
         drop = partial(self._file.drop_pages, entry)
         return QuantizedMatrix(entry.kind, rows, columns, data, drop)
 
@@ -97,7 +110,8 @@ class GgufTensors:
     def _name(self, name: str) -> str:
         if name.endswith(_DECAY):
             return str(self._names.get_name(name))
-        name = name.replace(".dt_bias", ".dt_proj.bias").replace("_scalar", "_scalar.weight")
+        for theirs, ours in _SPELT.items():
+            name = name.replace(theirs, ours)
         base, _, suffix = name.rpartition(".")
         return f"{self._names.get_name(base)}.{suffix}"
 
