@@ -11,6 +11,7 @@ from tests.api.conftest import client_of
 from tests.api.tool_servers import HERMES, tool_server
 
 from penstock.api.reasoning import (
+    GEMMA,
     HARMONY,
     MAGISTRAL,
     THINK,
@@ -36,6 +37,8 @@ SPLIT: list[tuple[ReasoningFormat, bool, str, str, str]] = [
     (THINK, True, "Hm.\n", "Hm.\n", ""),
     (THINK, True, "</think>Yes.", "", "Yes."),
     (MAGISTRAL, False, "[THINK]Hm.[/THINK]Yes.", "Hm.", "Yes."),
+    (GEMMA, False, "<|channel>thought\nHm.\n<channel|>Yes.", "Hm.", "Yes."),
+    (GEMMA, False, "<|channel>other", "", "<|channel>other"),
     (HARMONY, False, f"{ANALYSIS}Hm.{NEXT}{FINAL}Yes.<|return|>", "Hm.", "Yes."),
     (HARMONY, False, f"{FINAL}Yes.", "", "Yes."),
     (HARMONY, False, f"{ANALYSIS}Hm.{NEXT}{PREAMBLE}Wait.{NEXT}{ANALYSIS}So.{NEXT}{FINAL}Yes.",

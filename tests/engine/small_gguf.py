@@ -10,7 +10,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from tests.engine.small_models import SHAPE, Case, Checkpoint, parameters
+from tests.engine.small_models import SHAPE, Case, Checkpoint, parameters, randomise
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
@@ -106,8 +106,7 @@ def write_gguf(
     config = case.config(**SHAPE | case.changes | rows)
     config.pad_token_id = None
     model = case.model(config).eval()
-    with torch.no_grad():
-        _randomise(model)
+    randomise(model, mild=True)
     return save_gguf(file, model, kind, tokenizer, pre, split, tensors, fused, **changes)
 
 
@@ -240,6 +239,9 @@ def _gemma4_metadata(config: Any, rope: dict[str, Any]) -> dict[str, Any]:
         "attention.shared_kv_layers": shared,
         "embedding_length_per_layer_input": config.hidden_size_per_layer_input,
         "final_logit_softcapping": config.final_logit_softcapping,
+        "expert_count": config.num_experts,
+        "expert_used_count": config.top_k_experts,
+        "expert_feed_forward_length": config.moe_intermediate_size,
         "rope.freq_base": float(rope["rope_theta"]),
         "rope.freq_base_swa": float(local["rope_theta"]),
         "rope.dimension_count": full,
@@ -369,6 +371,10 @@ def _add_tensors(
         writer.add_tensor(name, values)
     for name, parameter in _parameters(model, fused):
         theirs = names.get_name(name, (".weight", ".bias"))
+        if ".router." in name and "scale" in name:
+            layer, _, use = name.removesuffix(".weight").rpartition(".router.")
+            of = "experts.down_proj" if use == "per_expert_scale" else "router.proj"
+            theirs = f"{names.get_name(f'{layer}.{of}')}.scale"
         if "linear_attn." in name and _add_delta_values(writer, config, names, name, parameter):
             continue
         if name.endswith("shared_expert_gate.weight"):
@@ -443,15 +449,6 @@ def _unmixed(config: Any) -> Iterator[tuple[str, np.ndarray]]:
     yield "z", z.flatten()
 
 
-def _randomise(model: PreTrainedModel) -> None:
-    for name, parameter in _parameters(model):
-        if parameter.dim() == 1 or name.endswith(".bias"):
-            low, high = (0.5, 1.5) if "norm" in name or "_scalar" in name else (-1.0, 1.0)
-            parameter.uniform_(low, high)
-        else:
-            parameter.normal_(std=parameter.shape[-1] ** -0.5)
-
-
 def _parameters(model: PreTrainedModel, fused: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
     """Gates and ups apart, of experts unless they are fused, and of Granite's shared MLP."""
     of_gpt_oss = model.config.model_type == "gpt_oss"
@@ -461,7 +458,7 @@ def _parameters(model: PreTrainedModel, fused: bool = False) -> Iterator[tuple[s
             yield from _alternating(name, parameter)
         elif name.endswith("correction_bias"):
             yield name.replace("_correction_bias", "_correction.bias"), parameter
-        elif name.endswith("experts.gate_up_proj") and not fused:
+        elif name.endswith("mlp.experts.gate_up_proj") and not fused:
             for half, part in zip(("gate", "up"), parameter.chunk(2, dim=1), strict=True):
                 yield name.replace("gate_up_proj", f"{half}_proj.weight"), part
         elif "shared_mlp.input_linear" in name:
@@ -469,9 +466,6 @@ def _parameters(model: PreTrainedModel, fused: bool = False) -> Iterator[tuple[s
                 yield name.replace("shared_mlp.input_linear", f"mlp.{half}_proj"), part
         else:
             yield name if name.endswith((".weight", ".bias")) else f"{name}.weight", parameter
-    for name, buffer in model.named_buffers():
-        if name.endswith("layer_scalar"):
-            yield f"{name}.weight", buffer
 
 
 def _alternating(name: str, parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

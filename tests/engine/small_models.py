@@ -298,6 +298,17 @@ CASES = {
         _GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
     ),
     "gemma4-shared": Case(Gemma4ForCausalLM, Gemma4TextConfig, _GEMMA4 | _SHARED_KV),
+    "gemma4-moe": Case(
+        Gemma4ForCausalLM,
+        Gemma4TextConfig,
+        _GEMMA4
+        | {
+            "enable_moe_block": True,
+            "num_experts": 5,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 40,
+        },
+    ),
 }
 
 
@@ -330,28 +341,33 @@ def tokens(count: int, seed: int = 0) -> npt.NDArray[np.int64]:
 
 
 def parameters(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Everything that a checkpoint has, also the routers' biases, which are no parameters."""
+    """Everything that a checkpoint has, also what is learned and yet no parameter."""
     yield from model.named_parameters()
-    yield from ((n, b) for n, b in model.named_buffers() if n.endswith("correction_bias"))
+    others = ("correction_bias", "layer_scalar")
+    yield from ((n, b) for n, b in model.named_buffers() if n.endswith(others))
+
+
+@torch.no_grad()
+def randomise(model: PreTrainedModel, *, mild: bool = False) -> None:
+    """Set random weights, large enough that an error in any of them moves the logits.
+
+    mild: biases and decays within 1, as distant ones magnify what quantised matrices err by."""
+    for name, parameter in parameters(model):
+        if "norm" in name or "scal" in name:
+            parameter.uniform_(0.5, 1.5)
+        elif parameter.dim() == 1 or name.endswith("_bias"):
+            parameter.uniform_(-1.0, 1.0) if mild else parameter.normal_()
+        else:
+            parameter.normal_(std=parameter.shape[-1] ** -0.5)
 
 
 def write_checkpoint(path: Path, case: Case, **save_options: Any) -> Checkpoint:
-    """Write random weights, large enough that an error in any of them moves the logits."""
+    """Write a model with random weights."""
     torch.manual_seed(0)
     config = case.config(**SHAPE | case.changes)
     config.pad_token_id = None
     model = case.model(config).eval()
-    with torch.no_grad():
-        for name, parameter in parameters(model):
-            if name.endswith("norm.weight"):
-                parameter.uniform_(0.5, 1.5)
-            elif parameter.dim() == 1 or name.endswith("_bias"):
-                parameter.normal_()
-            else:
-                parameter.normal_(std=parameter.shape[-1] ** -0.5)
-        for name, buffer in model.named_buffers():
-            if name.endswith("layer_scalar"):
-                buffer.uniform_(0.5, 1.5)
+    randomise(model)
     model.save_pretrained(path, **save_options)
     return Checkpoint(path, model)
 

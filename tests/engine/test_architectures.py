@@ -25,7 +25,7 @@ from penstock.engine.build import Engine
 
 ARCHITECTURES = (
     *("mistral-window", "phi3-longrope", "gemma3-scaled", "qwen3-moe-norm"),
-    *("ministral3", "granite", "glm4-moe", "gpt-oss", "gemma4", "gemma4-shared"),
+    *("ministral3", "granite", "glm4-moe", "gpt-oss", "gemma4-moe", "gemma4-shared"),
 )
 
 needs_native = pytest.mark.skipif(why_not_native() is not None, reason="no native kernels")
@@ -44,7 +44,8 @@ def write_family(root: Path, name: str) -> dict[str, Path]:
         torch.manual_seed(2)
         with torch.no_grad():
             for _, parameter in parameters(model):
-                parameter.add_(noise * parameter.std() * torch.randn_like(parameter))
+                spread = parameter.std(correction=0)
+                parameter.add_(noise * spread * torch.randn_like(parameter))
         model.save_pretrained(paths[drafter])
         write_tokenizer(paths[drafter])
     return paths

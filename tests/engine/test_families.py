@@ -21,9 +21,10 @@ from tests.engine.test_loading import CPU, Broken, edit_json, refusal
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from penstock.engine.eager import EagerRunner
+from penstock.engine.kv_cache import kv_bytes_per_token
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.rope import Rope
-from penstock.engine.models.variant import Experts, SlidingWindow
+from penstock.engine.models.variant import Experts, LayerShape, SlidingWindow
 
 GEMMA_3_1B = {
     "architectures": ["Gemma3ForCausalLM"],
@@ -65,6 +66,61 @@ GEMMA_3_27B = {
     },
 }
 
+
+GEMMA_4_E2B = {
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "model_type": "gemma4",
+    "dtype": "bfloat16",
+    "eos_token_id": [1, 106],
+    "tie_word_embeddings": True,
+    "vision_config": {"hidden_size": 768},
+    "text_config": {
+        "model_type": "gemma4_text",
+        "attention_k_eq_v": False,
+        "enable_moe_block": False,
+        "final_logit_softcapping": 30.0,
+        "global_head_dim": 512,
+        "head_dim": 256,
+        "hidden_size": 1536,
+        "hidden_size_per_layer_input": 256,
+        "intermediate_size": 6144,
+        "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+        "max_position_embeddings": 131072,
+        "moe_intermediate_size": None,
+        "num_attention_heads": 8,
+        "num_experts": None,
+        "num_global_key_value_heads": None,
+        "num_hidden_layers": 35,
+        "num_key_value_heads": 1,
+        "num_kv_shared_layers": 20,
+        "rms_norm_eps": 1e-06,
+        "sliding_window": 512,
+        "top_k_experts": None,
+        "use_double_wide_mlp": True,
+        "vocab_size": 262144,
+        "vocab_size_per_layer_input": 262144,
+    },
+}
+GEMMA_4_31B = GEMMA_4_E2B | {
+    "text_config": GEMMA_4_E2B["text_config"]
+    | {
+        "attention_k_eq_v": True,
+        "hidden_size": 5376,
+        "hidden_size_per_layer_input": 0,
+        "intermediate_size": 21504,
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 10,
+        "max_position_embeddings": 262144,
+        "num_attention_heads": 32,
+        "num_global_key_value_heads": 4,
+        "num_hidden_layers": 60,
+        "num_key_value_heads": 16,
+        "num_kv_shared_layers": 0,
+        "sliding_window": 1024,
+        "use_bidirectional_attention": "vision",
+        "use_double_wide_mlp": False,
+        "vocab_size_per_layer_input": 262144,
+    }
+}
 
 QWEN_3_5 = {
     "architectures": ["Qwen3_5ForConditionalGeneration"],
@@ -194,7 +250,7 @@ def test_a_window_as_long_as_the_model_reads_is_none(broken: Broken) -> None:
         ("lfm2", {"conv_bias": True}, ["conv_bias is true; allowed: false"]),
         ("lfm2", {"conv_L_cache": 0}, ["conv_L_cache is 0; must be a whole number above 0"]),
         ("gemma4", {"use_bidirectional_attention": "all"}, ["is_causal is false; allowed: true"]),
-        ("gemma4", {"enable_moe_block": True}, ["enable_moe_block is true; allowed: false"]),
+        ("gemma4-moe", {"top_k_experts": 6}, ["is 6; allowed: 1..5 (num_experts)"]),
         ("gemma4-shared", {"num_kv_shared_layers": 5}, ["leaves no layer of full_attention"]),
         ("gemma4-shared", {"vocab_size_per_layer_input": 90}, ["differs from vocab_size"]),
     ],
@@ -224,6 +280,31 @@ def test_gemma_3_as_it_is_published(tmp_path: Path) -> None:
     assert (small.variant.query_scale, large.variant.query_scale) == (1, (128 / 168) ** 0.5)
 
 
+def test_gemma_4_as_it_is_published(tmp_path: Path) -> None:
+    small, large = published(tmp_path, GEMMA_4_E2B), published(tmp_path, GEMMA_4_31B)
+    for config in (small, large):
+        assert config.rope == Rope(1e6, "proportional", partial_rotary_factor=0.25)
+        assert config.layer_rope(0) == Rope(1e4)
+        assert (config.eos_token_ids, config.dtype) == ((1, 106), torch.bfloat16)
+        assert config.variant.softcap == 30
+        full = config.num_layers - 1
+        assert config.at(0).variant.query_scale == 16
+        assert config.at(full).variant.query_scale == pytest.approx(512**0.5)
+    assert small.kv_layers == list(range(15))
+    assert [small.shape(i).kv_layer for i in (14, 15, 18, 19, 34)] == [14, 13, 13, 14, 14]
+    assert [small.at(i).intermediate_size for i in (14, 15)] == [6144, 12288]
+    assert small.at(19).kv_size == 512
+    assert large.shape(5) == LayerShape(512, 4, 21504, 5, keys_are_values=True)
+    assert large.shape(6) == LayerShape(256, 16, 21504, 6)
+    text = GEMMA_4_31B["text_config"] | {"enable_moe_block": True, "num_experts": 128}
+    text |= {"top_k_experts": 8, "moe_intermediate_size": 704}
+    mixed = published(tmp_path, GEMMA_4_31B | {"text_config": text})
+    assert mixed.variant.experts == Experts(128, 8, norm_topk_prob=True, beside=True)
+    assert (mixed.intermediate_size, mixed.shape(0).inner_size) == (704, 21504)
+    # A token of 31B: 50 layers of 16 heads of 256, 10 of 4 of 512.
+    assert kv_bytes_per_token(large, torch.bfloat16) == 2 * 2 * (50 * 4096 + 10 * 2048)
+
+
 def test_qwen_3_5_as_it_is_published(tmp_path: Path) -> None:
     config = published(tmp_path, QWEN_3_5)
     delta = config.variant.delta
@@ -249,17 +330,18 @@ def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:
     assert config.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("kind", ["", "-moe"])
-def test_the_text_part_of_qwen_3_5(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("case", ["qwen3-5", "qwen3-5-moe", "gemma4-shared", "gemma4-moe"])
+def test_the_text_part_of_a_model_that_sees(tmp_path: Path, case: str) -> None:
     """Its head that predicts further tokens, and what sees images, are left."""
-    saved, ids = write_checkpoint(tmp_path, CASES[f"qwen3-5{kind}"]), np.arange(40)
+    saved, ids = write_checkpoint(tmp_path, CASES[case]), np.arange(40)
     tensors = load_file(tmp_path / "model.safetensors")
     spelt = {re.sub(r"^model\.", "model.language_model.", n): t for n, t in tensors.items()}
     spelt |= {"mtp.fc.weight": torch.ones(2, 2), "model.visual.norm.weight": torch.ones(2)}
     save_file(spelt, tmp_path / "model.safetensors", {"format": "pt"})
     text = json.loads((tmp_path / "config.json").read_text())
-    name = f"Qwen3_5{kind[1:].capitalize()}ForConditionalGeneration"
-    whole = {"architectures": [name], "model_type": f"qwen3_5{kind.replace('-', '_')}"}
+    (name,) = text["architectures"]
+    whole = {"architectures": [name.replace("CausalLM", "ConditionalGeneration")]}
+    whole["model_type"] = text["model_type"].removesuffix("_text")
     (tmp_path / "config.json").write_text(json.dumps(whole | {"text_config": text}))
     runner = EagerRunner.load(tmp_path, torch.float32, CPU, 8, 8)
     ours = runner.forward(Paging(8, 8).batch(("a", ids, 0, 40)))

@@ -43,6 +43,7 @@ def wide(case: str) -> Case:
         "qwen3-5": {"linear_value_head_dim": 64},
         "lfm2": {"block_multiple_of": 256},
         "gemma4": {"global_head_dim": 128},
+        "gemma4-moe": {"global_head_dim": 128, "moe_intermediate_size": 256},
         "gemma4-shared": {"global_head_dim": 128, "hidden_size_per_layer_input": 256},
     }
     return dataclasses.replace(known, changes=known.changes | WIDE | own.get(case, {}))
@@ -75,7 +76,7 @@ def test_every_type_gives_the_values_that_were_stored(kind: str, tmp_path: Path)
         "gpt-oss",
         *("smollm3", "ministral3", "granite", "granite-hybrid", "granite-unrotated"),
         *("lfm2", "lfm2-even"),
-        *("gemma4", "gemma4-shared"),
+        *("gemma4", "gemma4-shared", "gemma4-moe"),
     ],
 )
 def test_every_architecture(case: str, tmp_path: Path) -> None:
@@ -194,7 +195,10 @@ def test_a_matrix_dequantises_as_the_package_does(kind: str, tmp_path: Path) -> 
     ("kind", "case"),
     covering(
         QUANTIZED,
-        ["llama", "qwen2", "phi3-partial", "gemma3", "qwen3-5", "lfm2", "gemma4", "gemma4-shared"],
+        [
+            *("llama", "qwen2", "phi3-partial", "gemma3", "qwen3-5", "lfm2"),
+            *("gemma4-moe", "gemma4-shared"),
+        ],
         strength=1,
     ),
 )
@@ -202,13 +206,15 @@ def test_quantised_weights_stay_so_in_the_kernels(kind: str, case: str, tmp_path
     """Near the eager decoder, which dequantises them, and of no more memory than the file's."""
     saved = write_gguf(tmp_path / "model.gguf", wide(case), kind)
     native = NativeRunner.load(saved.path, torch.float32, 16, 16, 1)
-    held = sum(matrix.data.nbytes for matrix in native._matrices.values())
+    matrices = native._matrices.items()
+    # Without the routers, whose five columns pad a panel of up to 32.
+    held = sum(matrix.data.nbytes for name, matrix in matrices if "router" not in name)
     assert held < 1.2 * saved.path.stat().st_size
     expected = logits(eager(saved.path))
     error = (logits(native) - expected).abs().mean() / expected.std()
     # Random recurrent layers, and scores that nothing divides, magnify it: in bfloat16 they err by
     # 0.045 and 0.08, where Llama's err by 0.009.
-    assert 1e-5 < error < (0.15 if case in ("qwen3-5", "gemma4-shared") else 0.05)
+    assert 1e-5 < error < (0.15 if case.startswith(("qwen3-5", "gemma4-")) else 0.05)
 
 
 @pytest.mark.parametrize("kind", ["IQ4_NL", *WIDENED])

@@ -138,6 +138,8 @@ def test_fewer_bits_stay_near_float32(checkpoint, case, dtype) -> None:
         ("lfm2-even", torch.bfloat16, 16),
         ("gemma4", torch.float32, 8),
         ("gemma4", torch.int8, 16),
+        ("gemma4-moe", torch.float32, 8),
+        ("gemma4-moe", torch.bfloat16, 5),
         ("gemma4-shared", torch.bfloat16, 16),
         ("gemma4-shared", torch.int8, 5),
     ],

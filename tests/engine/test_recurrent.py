@@ -460,15 +460,22 @@ def test_many_requests(engine: Engine, sampling: str) -> None:
 
 @pytest.mark.slow
 @needs_native
-@pytest.mark.parametrize("case", ["qwen3-5", "qwen3-5-moe", "qwen3-next", "glm4-moe"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("qwen3-5", "qwen3-5-moe", "qwen3-next", "glm4-moe"),
+        *("gemma4", "gemma4-shared", "gemma4-moe"),
+    ],
+)
 def test_greedy_text_is_that_of_transformers(tmp_path: Path, case: str) -> None:
     """A prompt of 300, then 100 tokens one by one."""
+    first, *_ = CASES[case].changes.get("layer_types", ["full_attention"])
     changes = CASES[case].changes | {
         "vocab_size": 2048,
         "hidden_size": 256,
         "intermediate_size": 640,
         "num_hidden_layers": 6,
-        "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+        "layer_types": [first, first, "full_attention"] * 2,
         "head_dim": 64,
         "num_attention_heads": 4,
         "max_position_embeddings": 1024,
@@ -480,9 +487,12 @@ def test_greedy_text_is_that_of_transformers(tmp_path: Path, case: str) -> None:
     }
     if case == "glm4-moe":
         del changes["layer_types"]
-    if case != "qwen3-5":
+    if case.startswith("gemma4"):
+        changes |= {"global_head_dim": 128, "vocab_size_per_layer_input": 2048}
+    if "moe_intermediate_size" in CASES[case].changes:
         experts = "n_routed_experts" if case == "glm4-moe" else "num_experts"
-        changes |= {"moe_intermediate_size": 96, experts: 16, "num_experts_per_tok": 4}
+        chosen = "top_k_experts" if case == "gemma4-moe" else "num_experts_per_tok"
+        changes |= {"moe_intermediate_size": 96, experts: 16, chosen: 4}
     saved = write_checkpoint(tmp_path, dataclasses.replace(CASES[case], changes=changes))
     prompt = np.random.default_rng(0).integers(2048, size=300)
     theirs = saved.model.generate(

@@ -69,6 +69,7 @@ class ReasoningFormat:
 
 THINK = ReasoningFormat(("<think>",), ("</think>",))
 MAGISTRAL = ReasoningFormat(("[THINK]",), ("[/THINK]",))
+GEMMA = ReasoningFormat(("<|channel>", "thought"), ("<channel|>",))
 HARMONY = ReasoningFormat(
     ("<|channel|>", "analysis", "<|message|>"),
     ("<|end|>", "<|start|>", "assistant"),
@@ -87,7 +88,7 @@ def reasoning_of(template: str | None) -> ReasoningFormat | None:
         return None
     if "<|channel|>analysis<|message|>" in template:
         return HARMONY
-    return next((form for form in (THINK, MAGISTRAL) if form.closing[0] in template), None)
+    return next((form for form in (THINK, MAGISTRAL, GEMMA) if form.closing[0] in template), None)
 
 
 class ReasoningParser:

@@ -15,7 +15,7 @@ from penstock.engine.kv_cache import PagedKVCache
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.delta import ConvStates, ConvWeights, DeltaWeights
 from penstock.engine.models.head import Head
-from penstock.engine.models.mlp import DenseMlp, ExpertMlp, PleMlp
+from penstock.engine.models.mlp import DenseMlp, ExpertMlp, ExpertsBeside, PleMlp
 from penstock.engine.models.rope_table import RopeTable
 from penstock.engine.runner import RaggedBatch
 from penstock.engine.states import StateMoves
@@ -80,6 +80,7 @@ class Layer:
     sinks: torch.Tensor | None = None
     value_norm: RmsNorm | None = None
     ple: PleMlp | None = None
+    beside: ExpertsBeside | None = None
     scale: float = 1.0
 
 
@@ -349,7 +350,10 @@ def _mlp(layer: Layer, hidden: torch.Tensor) -> torch.Tensor:
     normed = layer.post_norm(hidden)
     if layer.down_norm is None:
         return layer.mlp.add_to(hidden, normed)
-    return hidden + layer.down_norm(layer.mlp.add_to(torch.zeros_like(hidden), normed))
+    out = layer.mlp.add_to(torch.zeros_like(hidden), normed)
+    if layer.beside is not None:
+        out = layer.beside.add_to(out, hidden)
+    return hidden + layer.down_norm(out)
 
 
 def _layer(
@@ -398,6 +402,7 @@ def _layer(
         sinks=mine.get("sinks"),
         value_norm=value_norm,
         ple=ple,
+        beside=_beside(config, mine),
         scale=float(mine.get("scale", 1.0)),
     )
 
@@ -412,7 +417,7 @@ def _make_mlp(
         gate_up, down = weights[f"{own}gate_up"], weights[f"{own}down"]
         return DenseMlp(gate_up.t().contiguous(), down.t(), activation)
 
-    if experts is None or "router" not in weights:
+    if experts is None or experts.beside or "router" not in weights:
         return dense()
     biases = None
     if experts.bias:
@@ -430,6 +435,26 @@ def _make_mlp(
         activation=activation,
         biases=biases,
     )
+
+
+def _beside(config: DecoderConfig, weights: dict[str, torch.Tensor]) -> ExpertsBeside | None:
+    """Build the experts that are beside a dense MLP; None without."""
+    experts = config.variant.experts
+    if experts is None or "experts_gate_up" not in weights:
+        return None
+    weights["router_norm"] *= config.hidden_size**-0.5
+    mlp = ExpertMlp(
+        router=weights["router"],
+        choice_bias=None,
+        gate_up=weights["experts_gate_up"],
+        down=weights["experts_down"],
+        shared=None,
+        experts=experts,
+        activation=config.variant.activation,
+        scales=weights["experts_scale"],
+    )
+    norms = ("router_norm", "experts_norm", "experts_out_norm", "dense_norm")
+    return ExpertsBeside(mlp, *(RmsNorm(weights[x], config.rms_norm_eps) for x in norms))
 
 
 def _pair_rows(config: DecoderConfig, qkv: torch.Tensor) -> torch.Tensor:

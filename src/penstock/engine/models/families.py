@@ -255,8 +255,9 @@ def _lfm2_fields(config: Any) -> dict[str, Any]:
 
 
 def _gemma4(config: Any) -> Variant:
+    experts = None
     if config.enable_moe_block:
-        raise ValueError("enable_moe_block is true; allowed: false")
+        experts = Experts(config.num_experts, config.top_k_experts, True, beside=True)
     ple_size = config.hidden_size_per_layer_input or 0
     if ple_size and config.vocab_size_per_layer_input != config.vocab_size:
         raise ValueError("vocab_size_per_layer_input differs from vocab_size; allowed: equal")
@@ -268,6 +269,7 @@ def _gemma4(config: Any) -> Variant:
         activation=_activation(config.hidden_activation),
         embedding_scale=math.sqrt(config.hidden_size),
         window=_window(config, _windowed_layers(config), _local_rope(config)),
+        experts=experts,
         value_norm=True,
         layer_scale=True,
         ple_size=ple_size,

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 
 from penstock.engine.models.variant import CLAMP, CLAMPED_SLOPE, Activation, Experts
 
+Norm = Callable[[torch.Tensor], torch.Tensor]
+
 
 @dataclass(frozen=True, slots=True)
 class DenseMlp:
@@ -35,7 +37,8 @@ class ExpertMlp:
     choice_bias: [experts], for the choice alone
     gate_up: [experts, 2 * intermediate_size, hidden_size]
     down:    [experts, hidden_size, intermediate_size]
-    biases:  of router, gate_up and down, [experts, …]"""
+    biases:  of router, gate_up and down, [experts, …]
+    scales:  [experts], of what each gives"""
 
     router: torch.Tensor
     choice_bias: torch.Tensor | None
@@ -45,11 +48,15 @@ class ExpertMlp:
     experts: Experts
     activation: Activation
     biases: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    scales: torch.Tensor | None = None
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Return residual + MLP(x), both [num_tokens, hidden_size]."""
+    def add_to(
+        self, residual: torch.Tensor, x: torch.Tensor, routed: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return residual + MLP(x), [num_tokens, hidden_size]. routed: the router reads it."""
         of_router, of_gate_up, of_down = self.biases or (None, None, None)
-        logits = F.linear(x.float(), self.router, of_router)
+        routed = x if routed is None else routed
+        logits = F.linear(routed.float(), self.router, of_router)
         shares, chosen = self._route(logits[:, : self.experts.count], x.dtype)
         order = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=self.experts.count).tolist()
@@ -78,6 +85,8 @@ class ExpertMlp:
         shares = scores.gather(1, chosen)
         if self.experts.norm_topk_prob:
             shares /= shares.sum(dim=-1, keepdim=True)
+        if self.scales is not None:
+            shares = shares * self.scales[chosen]
         return (shares * self.experts.scale).to(dtype), chosen
 
 
@@ -90,19 +99,32 @@ def _gated(activation: Activation, gate: torch.Tensor, up: torch.Tensor) -> torc
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsBeside:
+    """Experts beside a dense MLP, whose router and they have norms of their own."""
+
+    mlp: ExpertMlp
+    router_norm: Norm
+    norm: Norm
+    out_norm: Norm
+    dense_norm: Norm
+
+    def add_to(self, dense: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the norm of what the dense MLP gives + that of what the experts give."""
+        x = self.norm(hidden)
+        found = self.mlp.add_to(torch.zeros_like(x), x, self.router_norm(hidden))
+        return self.dense_norm(dense) + self.out_norm(found)
+
+
+@dataclass(frozen=True, slots=True)
 class PleMlp:
     """norm(out(act(gate x) * inputs)), of what a token adds to a layer. Matrices are [in, out]."""
 
     gate: torch.Tensor
     out: torch.Tensor
-    norm: Callable[[torch.Tensor], torch.Tensor]
+    norm: Norm
     activation: Activation
 
     def add_to(self, hidden: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
         """Return hidden + MLP(hidden). inputs: [num_tokens, ple_size]."""
-        gated = _activated(self.activation, torch.mm(hidden, self.gate)) * inputs
+        gated = _gated(self.activation, torch.mm(hidden, self.gate), inputs)
         return hidden + self.norm(torch.mm(gated, self.out))
-
-
-def _activated(activation: Activation, gate: torch.Tensor) -> torch.Tensor:
-    return F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")

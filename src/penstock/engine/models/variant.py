@@ -42,7 +42,8 @@ class Experts:
     shared_size:  inner size of the experts that every token has, together; 0: none
     gates_shared: what these give is multiplied by the sigmoid of a row of the router
     dense:        numbers of layers without experts, and their inner size
-    bias:         the router and the experts' matrices have one"""
+    bias:         the router and the experts' matrices have one
+    beside:       of a dense MLP, whose size is the layer's; with norms of their own"""
 
     count: int
     per_token: int
@@ -55,6 +56,7 @@ class Experts:
     dense: frozenset[int] = frozenset()
     dense_size: int = 0
     bias: bool = False
+    beside: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_token <= self.count:

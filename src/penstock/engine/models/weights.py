@@ -64,7 +64,7 @@ class WeightSpec:
             ".dt_bias",
             ".a_log",
             "sinks",
-            ".scale",
+            "scale",
         )
         return self.name.endswith(names)
 
@@ -127,12 +127,14 @@ def weight_specs(config: DecoderConfig) -> Iterator[WeightSpec]:
     has neither their rows nor k_norm. Further, in some variants,
 
     ple_embed                 [vocab_size, num_layers * ple_size]: what a token adds to every layer
-    ple_proj                  [num_layers * ple_size, hidden_size]
-    ple_norm                  [ple_size]
-    layers.I.ple_gate         [ple_size, hidden_size]
-    layers.I.ple_out          [hidden_size, ple_size]
-    layers.I.ple_norm         [hidden_size]
-    layers.I.scale            [1]: of the layer's output"""
+    ple_proj                  [num_layers * ple_size, hidden_size]; ple_norm [ple_size]
+    layers.I.ple_gate         [ple_size, hidden_size]; ple_out its transpose; ple_norm [hidden_size]
+    layers.I.scale            [1]: of the layer's output
+    layers.I.experts_gate_up  and experts_down of experts beside a dense MLP (`Experts.beside`);
+                              experts_norm of their input, experts_out_norm of their sum
+    layers.I.experts_scale    [experts]: of what each gives
+    layers.I.router_norm      [hidden_size], to be multiplied by hidden_size ** -0.5
+    layers.I.dense_norm       [hidden_size]: of what the dense MLP gives"""
     for spec in _usual_specs(config):
         sources = spec.sources
         for usual, theirs in FAMILIES[config.architecture].renamed:
@@ -290,7 +292,7 @@ def _layer_specs(
     """theirs: the checkpoint's name of the layer, where it is not one of the model's."""
     family, variant, shape = FAMILIES[config.architecture], config.variant, config.shape(index)
     ours, theirs = f"layers.{index}", theirs or f"model.layers.{index}"
-    hidden, config = config.hidden_size, config.at(index)
+    whole, hidden, config = config, config.hidden_size, config.at(index)
 
     def norm(name: str, source: str, size: int = hidden) -> WeightSpec:
         return _norm_spec(config, f"{ours}.{name}", f"{theirs}.{source}.weight", size)
@@ -309,6 +311,11 @@ def _layer_specs(
     yield from _mlp_specs(config, index, ours, theirs)
     if variant.post_norms:
         yield norm("down_norm", "post_feedforward_layernorm")
+    if variant.experts is not None and variant.experts.beside:
+        yield from _beside_specs(whole, variant.experts.count, ours, theirs)
+        yield norm("experts_norm", "pre_feedforward_layernorm_2")
+        yield norm("experts_out_norm", "post_feedforward_layernorm_2")
+        yield norm("dense_norm", "post_feedforward_layernorm_1")
     if size := variant.ple_size:
         yield _spec(f"{ours}.ple_gate", (f"{theirs}.per_layer_input_gate.weight", (size, hidden)))
         yield _spec(f"{ours}.ple_out", (f"{theirs}.per_layer_projection.weight", (hidden, size)))
@@ -423,7 +430,7 @@ def _conv_specs(
 def _mlp_specs(config: DecoderConfig, index: int, ours: str, theirs: str) -> Iterator[WeightSpec]:
     family, experts = FAMILIES[config.architecture], config.variant.experts
     hidden, inner, folder = config.hidden_size, config.shape(index).inner_size, f"{theirs}.mlp"
-    if experts is None or index in experts.dense:
+    if experts is None or experts.beside or index in experts.dense:
         yield from _gate_up_down(config, f"{ours}.", [folder], inner)
         return
     router = [(f"{folder}.{family.router}.weight", (experts.count, hidden))]
@@ -444,6 +451,19 @@ def _mlp_specs(config: DecoderConfig, index: int, ours: str, theirs: str) -> Ite
     if experts.shared_size:
         folders = [f"{folder}.{family.shared}"]
         yield from _gate_up_down(config, f"{ours}.shared_", folders, experts.shared_size)
+
+
+def _beside_specs(
+    config: DecoderConfig, count: int, ours: str, theirs: str
+) -> Iterator[WeightSpec]:
+    """config: of the whole model, as `at` a layer it has the dense MLP's size."""
+    hidden, inner, folder = config.hidden_size, config.intermediate_size, f"{theirs}.experts"
+    yield _spec(f"{ours}.router", (f"{theirs}.router.proj.weight", (count, hidden)))
+    yield _spec(f"{ours}.router_norm", (f"{theirs}.router.scale", (hidden,)))
+    yield _spec(f"{ours}.experts_scale", (f"{theirs}.router.per_expert_scale", (count,)))
+    gate_up = (f"{folder}.gate_up_proj", (count, 2 * inner, hidden))
+    yield _spec(f"{ours}.experts_gate_up", gate_up)
+    yield _spec(f"{ours}.experts_down", (f"{folder}.down_proj", (count, hidden, inner)))
 
 
 def _gate_up_down(

@@ -41,11 +41,16 @@ LAYER_VECTORS = (
     "down_norm",
 )
 PLE_MATRICES = ("ple_gate", "ple_out")
+BESIDE_MATRICES = ("experts_gate", "experts_up", "experts_down")
+BESIDE_VECTORS = ("router_norm", "experts_scale", "experts_norm", "experts_out_norm", "dense_norm")
 MATRICES = (
     *(*LAYER_MATRICES, "router", "query_gate"),
-    *(*DELTA_MATRICES, *SHARED_MATRICES, *PLE_MATRICES),
+    *(*DELTA_MATRICES, *SHARED_MATRICES, *PLE_MATRICES, *BESIDE_MATRICES),
 )
-VECTORS = (*LAYER_VECTORS, *DELTA_VECTORS, *OWN_VECTORS, "v_norm", "ple_norm")
+VECTORS = (
+    *(*LAYER_VECTORS, *DELTA_VECTORS, *OWN_VECTORS, "v_norm", "ple_norm"),
+    *BESIDE_VECTORS,
+)
 CONFIG_SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -84,6 +89,9 @@ class LayerWeights(Structure):
         ("v_norm", c_void_p),
         *((name, Matrix) for name in PLE_MATRICES),
         ("ple_norm", c_void_p),
+        *((name, Matrix) for name in BESIDE_MATRICES),
+        *((name, c_void_p) for name in BESIDE_VECTORS),
+        ("expert_size", c_int32),
     ]
 
 

@@ -52,6 +52,10 @@ struct LayerWeights {
   // Per-layer embeddings: norm(ple_out(activated(ple_gate x) * inputs)) is added to the output.
   penstock::Matrix ple_gate, ple_out;
   const float* ple_norm;
+  // Experts beside a dense MLP: the norms of both outputs are added, before down_norm. Null: none.
+  penstock::Matrix experts_gate, experts_up, experts_down;
+  const float *router_norm, *experts_scale, *experts_norm, *experts_out_norm, *dense_norm;
+  int32_t expert_size;
 };
 
 // head_dim, num_kv_heads and intermediate_size: with most memory of any layer.
@@ -289,8 +293,10 @@ struct Model {
     weights.layers = layers.data();
     hidden_floats = inner_stride(weights.ple_size);
     for (const LayerWeights& layer : layers) {
-      const size_t each = layer.router.data ? weights.experts_per_token : 1;
-      hidden_floats = std::max({hidden_floats, each * inner_stride(layer.inner_size),
+      const bool are_beside = layer.experts_gate.data;
+      const size_t each = layer.router.data && !are_beside ? weights.experts_per_token : 1;
+      const size_t beside = weights.experts_per_token * inner_stride(layer.expert_size);
+      hidden_floats = std::max({hidden_floats, each * inner_stride(layer.inner_size), beside,
                                 inner_stride(layer.shared_size)});
     }
     reserve_scratch();

@@ -284,6 +284,9 @@ class Packer:
             if last != "gate_up" and experts is not None:
                 width, own = experts.shared_size, "shared_"
             fields, sizes = (f"{own}gate", f"{own}up"), [width] * 2
+        elif last == "experts_gate_up":
+            width = self._layout.config.intermediate_size
+            fields, sizes = ("experts_gate", "experts_up"), [width] * 2
         elif last == "linear_in" and delta is not None:
             width = delta.value_size
             fields, sizes = ("beta", "linear_z", "linear_qkv"), [width] * 3
@@ -317,6 +320,8 @@ class Packer:
             values = values * math.log2(math.e)
         if name.endswith((".gate_bias", ".up_bias", ".down_bias")):
             return self._layout.expert_vectors(values)
+        if name.endswith("router_norm"):
+            values = values.float() * layout.config.hidden_size**-0.5
         if name.endswith("q_norm"):
             values = values.float() * layout.config.variant.query_scale
         return (layout.head_vectors if of_heads else layout.vector)(values)

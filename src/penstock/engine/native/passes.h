@@ -100,7 +100,8 @@ class Pass {
         upcoming_(model, plan, worker.id, worker.size) {}
 
   static int num_phases(const Model& model) {
-    const int by_layer = model.weights.num_experts ? 12 : model.has_post_norms() ? 8 : 6;
+    const int experts = model.weights.num_experts ? 6 : 0;
+    const int by_layer = 6 + experts + (model.has_post_norms() ? 2 : 0);
     const int ple = model.weights.ple_size ? 3 : 0;
     // Gated and recurrent layers have one more, and a head at most eight beside the model's.
     return 11 + ple + (by_layer + 1 + ple) * model.weights.num_layers;
@@ -148,11 +149,16 @@ class Pass {
   void finish_layer(const LayerWeights& layer, int attended_size) {
     add_projection(model_.attended, model_.query_stride(), attended_size, layer.o, layer.o_bias,
                    layer.o_norm);
-    if (layer.router.data) return mix_experts(layer);
-    gate(layer, {&layer.gate, &layer.up}, layer.inner_size,
+    if (layer.router.data && !layer.experts_gate.data) return mix_experts(layer);
+    gate(layer, layer.post_norm, {&layer.gate, &layer.up}, layer.inner_size,
          chunks_for(plan_.num_rows(), layer.gate, weights_.hidden_size));
-    add_projection(model_.hidden, model_.inner_stride(layer.inner_size), layer.inner_size,
-                   layer.down, nullptr, layer.down_norm, layer.ple_norm ? 1.0f : layer.scale);
+    project_out(model_.hidden, model_.inner_stride(layer.inner_size), layer.inner_size, layer.down,
+                nullptr, layer.down_norm);
+    const float scale = layer.ple_norm ? 1.0f : layer.scale;
+    if (layer.experts_gate.data)
+      mix_experts(layer, scale);
+    else if (layer.down_norm)
+      add_normed(layer.down_norm, scale);
   }
 
   // --- the head -----------------------------------------------------------------------------------
@@ -627,6 +633,13 @@ class Pass {
   void add_projection(const Buffer& input, size_t stride, int k_size, const Matrix& matrix,
                       const float* bias, const float* norm, float scale = 1.0f,
                       bool gated = false) {
+    project_out(input, stride, k_size, matrix, bias, norm, gated);
+    if (norm) add_normed(norm, scale);
+  }
+
+  // residual += input x matrix (+ bias); if it is to be normed, projected = that product
+  void project_out(const Buffer& input, size_t stride, int k_size, const Matrix& matrix,
+                   const float* bias, bool norm, bool gated = false) {
     const Chunks chunks = chunks_for(plan_.num_rows(), matrix, k_size);
     const int panels = round_up(weights_.hidden_size, kPanel) / kPanel;
     project(
@@ -643,7 +656,6 @@ class Pass {
             }
           }
         });
-    if (norm) add_normed(norm, scale);
   }
 
   void add_normed(const float* weight, float scale) {
@@ -663,16 +675,15 @@ class Pass {
 
   // hidden = gated(gate, up), of all rows or of every expert's
   template <class Cut>
-  void gate(const LayerWeights& layer, const Matrix* const (&matrices)[2], int inner_size,
-            const Cut& chunks) {
+  void gate(const LayerWeights& layer, const float* norm, const Matrix* const (&matrices)[2],
+            int inner_size, const Cut& chunks) {
     const int panels = round_up(inner_size, kPanel) / kPanel;
     const size_t stride = model_.inner_stride(inner_size);
     project(
         chunks, matrices, weights_.hidden_size, panels, group_for(chunks, *matrices[0], panels),
         model_.residual_stride(),
         [&](int chunk) {
-          return normed(chunks.size(chunk), layer.post_norm,
-                        [&](int i) { return chunks.row(chunk, i); });
+          return normed(chunks.size(chunk), norm, [&](int i) { return chunks.row(chunk, i); });
         },
         [&](int row, int height, int panel, int width, const float* tile) {
           for (int r = 0; r < height; ++r) {
@@ -690,20 +701,26 @@ class Pass {
   }
 
   // residual += the sum of what a row's experts give, each times its share, in ascending order;
-  // then what the shared ones give, computed from the same input
-  void mix_experts(const LayerWeights& layer) {
+  // then what the shared ones give, computed from the same input. If they are beside a dense MLP,
+  // both outputs are normed, added and normed again before.
+  void mix_experts(const LayerWeights& layer, float scale = 1.0f) {
+    const bool beside = layer.experts_gate.data;
+    const Matrix& first = beside ? layer.experts_gate : layer.gate;
+    const Matrix& second = beside ? layer.experts_up : layer.up;
+    const Matrix& down = beside ? layer.experts_down : layer.down;
+    const int inner_size = beside ? layer.expert_size : layer.inner_size;
     const int num_rows = plan_.num_rows(), per_token = weights_.experts_per_token;
-    const int most = std::min(chunk_rows(layer.gate, weights_.hidden_size),
-                              chunk_rows(layer.down, layer.inner_size));
+    const int most =
+        std::min(chunk_rows(first, weights_.hidden_size), chunk_rows(down, inner_size));
     const ExpertChunks chunks(model_.routing, num_rows, most);
-    route(layer, most);
-    gate(layer, {&layer.gate, &layer.up}, layer.inner_size, chunks);
+    route(layer, beside ? layer.router_norm : layer.post_norm, most);
+    gate(layer, beside ? layer.experts_norm : layer.post_norm, {&first, &second}, inner_size,
+         chunks);
     const int panels = round_up(weights_.hidden_size, kPanel) / kPanel;
-    const size_t hidden_stride = model_.inner_stride(layer.inner_size);
+    const size_t hidden_stride = model_.inner_stride(inner_size);
     const size_t stride = model_.residual_stride();
     project(
-        chunks, {&layer.down}, layer.inner_size, panels,
-        group_for(chunks, layer.down, panels), hidden_stride,
+        chunks, {&down}, inner_size, panels, group_for(chunks, down, panels), hidden_stride,
         [&](int chunk) { return model_.hidden.get() + chunks.first(chunk) * hidden_stride; },
         [&](int row, int height, int panel, int width, const float* tile) {
           for (int r = 0; r < height; ++r)
@@ -711,10 +728,10 @@ class Pass {
                         tile + r * kTileStride, width * kPanel * sizeof(float));
         });
     if (layer.shared_up.data)
-      gate(layer, {&layer.shared_gate, &layer.shared_up}, layer.shared_size,
+      gate(layer, layer.post_norm, {&layer.shared_gate, &layer.shared_up}, layer.shared_size,
            chunks_for(num_rows, layer.shared_gate, weights_.hidden_size));
     worker_.for_each(num_rows, [&](int64_t row) {
-      float* target = residual((int)row);
+      float* target = beside ? scratch_.normed.get() : residual((int)row);
       const int32_t* places = model_.routing.places.data() + row * per_token;
       const float* shares = model_.routing.shares.data() + row * per_token;
       const int32_t* experts = model_.routing.chosen.data() + row * per_token;
@@ -726,25 +743,42 @@ class Pass {
             value += load(layer.down_bias + (size_t)experts[j] * panels * kPanel + i);
           sum = fused(splat(shares[j]), value, sum);
         }
-        store(target + i, load(target + i) + sum);
+        store(target + i, beside ? sum : load(target + i) + sum);
       }
+      if (beside) add_beside(layer, (int)row, target, scale);
     });
     if (layer.shared_up.data)
       add_projection(model_.hidden, model_.inner_stride(layer.shared_size), layer.shared_size,
                      layer.shared_down, nullptr, nullptr, 1.0f, model_.routing.gates_shared);
   }
 
+  // residual = (residual + norm(norm(projected) + norm(mixed))) * scale
+  void add_beside(const LayerWeights& layer, int row, float* mixed, float scale) {
+    const int width = weights_.hidden_size;
+    const float eps = weights_.rms_norm_eps;
+    float *target = residual(row), *dense = projected(row);
+    rms_norm(dense, layer.dense_norm, width, eps, dense);
+    rms_norm(mixed, layer.experts_out_norm, width, eps, mixed);
+    for (int i = 0; i < width; i += kLanes) store(dense + i, load(dense + i) + load(mixed + i));
+    rms_norm(dense, layer.down_norm, width, eps, dense);
+    for (int i = 0; i < width; i += kLanes)
+      store(target + i, (load(target + i) + load(dense + i)) * splat(scale));
+  }
+
   // model.routing = each row's experts, and each expert's rows in chunks of at most `most`
-  void route(const LayerWeights& layer, int most) {
+  void route(const LayerWeights& layer, const float* norm, int most) {
     const size_t stride = model_.router_stride();
-    project_normed<1>(layer.post_norm, {&layer.router}, model_.routing.router_rows(),
+    project_normed<1>(norm, {&layer.router}, model_.routing.router_rows(),
                       [&](int row, int) { return model_.router.get() + row * stride; });
     worker_.for_each(plan_.num_rows(), [&](int64_t row) {
+      Routing& routing = model_.routing;
       float* logits = model_.router.get() + row * stride;
       if (layer.router_bias)
         for (int i = 0; i < weights_.num_experts; i += kLanes)
           store(logits + i, load(logits + i) + load(layer.router_bias + i));
-      model_.routing.choose((int)row, logits, layer.choice_bias);
+      routing.choose((int)row, logits, layer.choice_bias);
+      for (int i = (int)row * routing.per_token; i < ((int)row + 1) * routing.per_token; ++i)
+        if (layer.experts_scale) routing.shares[i] *= layer.experts_scale[routing.chosen[i]];
     });
     worker_.for_each(1, [&](int64_t) { model_.routing.group(plan_.num_rows(), most); });
   }

@@ -350,6 +350,7 @@ class NativeRunner(ModelRunner):
             shape, scale = config.shape(index), vectors.get(f"layers.{index}.scale")
             for name in c.LAYER_SIZES:
                 setattr(layer, name, getattr(shape, name))
+            layer.expert_size = config.intermediate_size
             layer.scale = 1.0 if scale is None else float(scale[0])
             layer.window = positions
             if (rope := self._ropes.get((config.layer_rope(index), shape.head_dim))) is not None:

@@ -48,6 +48,7 @@ _COMPUTED = {
     "gemma4": {
         "attention.sliding_window",
         "attention.sliding_window_pattern",
+        "expert_count",
         "final_logit_softcapping",
     },
 }
@@ -298,7 +299,7 @@ def _experts(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
         "moe_intermediate_size": inner,
         "norm_topk_prob": bool(metadata.get("expert_weights_norm", not is_glm)),
     }
-    if metadata.architecture == "qwen3moe":
+    if metadata.architecture in ("qwen3moe", "gemma4"):
         return fields
     if not is_glm:
         shared = metadata.whole("expert_shared_feed_forward_length")
@@ -345,6 +346,8 @@ def _gemma4(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
         if value != only:
             raise file.error(f"{metadata.key(name)} is {value}; allowed: {only}")
     return {
+        "enable_moe_block": bool(metadata.get("expert_count")),
+        "top_k_experts": metadata.get("expert_used_count"),
         "head_dim": size,
         "num_key_value_heads": kv_heads[windowed],
         "per_layer_config": {i: own for i in range(count) if not pattern[i]},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from functools import partial
@@ -28,13 +29,25 @@ _HEAD_NAMES = {
     "mtp.pre_fc_norm_hidden.weight": "hnorm",
     "mtp.norm.weight": "shared_head_norm",
 }
-_SHARED_GATE, _BIAS = ".shared_expert_gate.weight", ".e_score_correction_bias"
+_SHARED_GATE = ".shared_expert_gate.weight"
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(\w+)(\..*)")
-_SINKS = ".self_attn.sinks"
 _DECAY, _PLAIN_NORM = ".A_log", "linear_attn.norm.weight"
 _CONV = (".conv1d.weight", ".conv.conv.weight")
 _PAIRS = ("llama", "smollm3", "mistral3", "granite", "granitehybrid")
 """Architectures whose rotary pairs lie side by side."""
+
+
+_SPELT = {
+    ".dt_bias": ".dt_proj.bias",
+    ".layer_scalar": ".layer_scalar.weight",
+    ".experts.gate_up_proj": ".experts.gate_up_proj.weight",
+    ".experts.down_proj": ".experts.down_proj.weight",
+    ".router.scale": ".router.proj.scale",
+    ".router.per_expert_scale": ".experts.down_proj.scale",
+    ".e_score_correction_bias": ".e_score_correction.bias",
+    ".self_attn.sinks": ".self_attn.sinks.weight",
+}
+"""Ends of tensors' names, and what they are as names of matrices and vectors."""
 
 
 class GgufTensors:
@@ -92,7 +105,8 @@ class GgufTensors:
         self._require(are_blocks_finite(entry.kind, data), entry)
         if self._is_rotated(name):
             data = data[self._order(name, len(data))]
-        rows, columns = shape
+        *axes, columns = shape
+        rows = math.prod(axes)
         drop = partial(self._file.drop_pages, entry)
         return QuantizedMatrix(entry.kind, rows, columns, data, drop)
 
@@ -113,12 +127,11 @@ class GgufTensors:
         if (of_head := _HEAD_NAMES.get(name)) is not None:
             return f"blk.{self._head}.nextn.{of_head}.weight"
         name = name.replace("mtp.layers.0.", f"model.layers.{self._head}.")
-        if name.endswith(_SINKS):
-            name += ".weight"
         if name.endswith(_DECAY):
             return str(self._names.get_name(name))
-        name = name.replace(".dt_bias", ".dt_proj.bias").replace(_BIAS, ".e_score_correction.bias")
-        name = name.replace("_scalar", "_scalar.weight")
+        for theirs, ours in _SPELT.items():
+            if name.endswith(theirs):
+                name = name.removesuffix(theirs) + ours
         base, _, suffix = name.rpartition(".")
         return f"{self._names.get_name(base)}.{suffix}"
 
