@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from lab.bench.perplexity import texts
 from lab.zoo.data import Ids, Mixture, answer_mask, batch_of, fill
@@ -20,11 +20,11 @@ from lab.zoo.heads import Head, embed, read, save_head
 from lab.zoo.recipe import HeadSpec
 from lab.zoo.run import Run, run_to_end
 from penstock.config import ConfigError
-from penstock.engine.models.checkpoint import is_gguf
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.dtypes import resolve_dtype
 from penstock.engine.models.formats import open_checkpoint
 from penstock.engine.models.variant import LLAMA
+from penstock.engine.models.weights import load_weights, weight_specs
 from penstock.engine.tokenizer import load_tokenizer
 
 COMPARED = 8192
@@ -151,6 +151,20 @@ class HeadRun(Run):
         self.tell_done()
 
 
+def _dense(path: Path, config: DecoderConfig, shape: LlamaConfig) -> LlamaForCausalLM:
+    """A folder's or a GGUF file's model for transformers, with no matrix quantised."""
+    dtype = resolve_dtype("auto", torch.device("cpu"))
+    weights, state = load_weights(path, config, dtype), {}
+    for spec in weight_specs(config):
+        rows = [source_shape[0] for _, source_shape in spec.sources]
+        parts = torch.split(weights[spec.name], rows)
+        state |= {name: part for (name, _), part in zip(spec.sources, parts, strict=True)}
+    state["lm_head.weight"] = weights.get("lm_head", weights["embed_tokens"])
+    model = LlamaForCausalLM(shape).to(dtype)
+    model.load_state_dict(state)
+    return model
+
+
 def train_head(target: Path, out: Path, steps: int, threads: int | None = None) -> list[float]:
     """Train an MTP head beside any Llama and write it to `out`; an interrupted run continues.
 
@@ -163,9 +177,8 @@ def train_head(target: Path, out: Path, steps: int, threads: int | None = None) 
     if config.variant != LLAMA:
         raise ConfigError(f"{target}: heads are trained for Llamas; this is {config.architecture}")
     torch.set_num_threads(threads or torch.get_num_threads())
-    folder, file = (target.parent, target.name) if is_gguf(target) else (target, None)
-    dtype = resolve_dtype("auto", torch.device("cpu"))
-    model = LlamaForCausalLM.from_pretrained(folder, gguf_file=file, dtype=dtype)
+    content = open_checkpoint(target).description().content
+    model = _dense(target, config, LlamaConfig(**content))
     spec = HeadSpec(out.name, "", "", steps, tokens=COMPARED, answers_alone=False)
     tokenizer = load_tokenizer(target)
     pieces = (tokenizer.encode(text, add_special_tokens=False) for text in texts())
@@ -174,6 +187,6 @@ def train_head(target: Path, out: Path, steps: int, threads: int | None = None) 
     run = HeadRun(spec, model.train(False), *parts, out)
     run.resume()
     run_to_end(run, checkpoint_s=120.0, evaluate_every=steps)
-    run.finish(out, open_checkpoint(target).description().content)
+    run.finish(out, content)
     accepted: list[float] = run.history[-1]["accepted"]["text"]
     return accepted
