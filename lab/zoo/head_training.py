@@ -125,9 +125,9 @@ class HeadRun(Run):
         losses, weights = [], []
         drafts = self.drafts(batch_of(self.train, self.plan[self.step]))
         for step, (logits, is_there, tokens, probs) in enumerate(drafts):
-            there = (x[is_there] for x in (logits, tokens, probs))
+            logits, tokens, probs = (x[is_there] for x in (logits, tokens, probs))
             weights.append(self.spec.fading**step)
-            losses.append(weights[-1] * distil_loss(*there, share))
+            losses.append(weights[-1] * distil_loss(logits, tokens, probs, share))
         return torch.stack(losses).sum() / sum(weights)
 
     @torch.no_grad()
@@ -154,13 +154,14 @@ class HeadRun(Run):
 def _dense(path: Path, config: DecoderConfig, shape: LlamaConfig) -> LlamaForCausalLM:
     """A folder's or a GGUF file's model for transformers, with no matrix quantised."""
     dtype = resolve_dtype("auto", torch.device("cpu"))
-    weights, state = load_weights(path, config, dtype), {}
+    weights, state = load_weights(path, config, dtype), dict[str, Tensor]()
     for spec in weight_specs(config):
         rows = [source_shape[0] for _, source_shape in spec.sources]
         parts = torch.split(weights[spec.name], rows)
         state |= {name: part for (name, _), part in zip(spec.sources, parts, strict=True)}
     state["lm_head.weight"] = weights.get("lm_head", weights["embed_tokens"])
-    model = LlamaForCausalLM(shape).to(dtype)
+    model: LlamaForCausalLM = LlamaForCausalLM(shape)
+    model.to(dtype=dtype)  # type: ignore[call-arg]
     model.load_state_dict(state)
     return model
 
