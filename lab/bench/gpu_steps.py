@@ -33,7 +33,7 @@ from penstock.engine.kv_cache import kv_bytes_per_token
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.variant import Variant
-from penstock.engine.models.weights import weight_bytes, weight_specs
+from penstock.engine.models.weight_specs import weight_bytes, weight_specs
 from penstock.engine.runner import RaggedBatch
 
 _QWEN3: dict[str, Any] = {

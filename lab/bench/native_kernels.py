@@ -25,7 +25,7 @@ from lab.common.rehearsal import decoder_shape
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.quantized import GROUP_FORMATS, QuantizedMatrix, Stored, Weight
 from penstock.engine.models.variant import Experts, Variant
-from penstock.engine.models.weights import weight_specs
+from penstock.engine.models.weight_specs import weight_specs
 from penstock.engine.native.runner import NativeRunner
 from penstock.engine.runner import RaggedBatch
 

@@ -191,7 +191,7 @@ def dequantize(file: Path, folder: Path) -> None:
     from penstock.engine.models.checkpoint import SINGLE_FILE
     from penstock.engine.models.config import DecoderConfig
     from penstock.engine.models.formats import open_checkpoint
-    from penstock.engine.models.weights import weight_specs
+    from penstock.engine.models.weight_specs import weight_specs
 
     checkpoint, config = open_checkpoint(file), DecoderConfig.from_pretrained(file)
     values = {}

@@ -26,7 +26,8 @@ from penstock.engine.models.checkpoint import CheckpointError, Tensors, is_gguf
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.formats import open_checkpoint
 from penstock.engine.models.packed import WORD
-from penstock.engine.models.weights import WeightSpec, specs_in
+from penstock.engine.models.weight_specs import WeightSpec
+from penstock.engine.models.weights import specs_in
 
 _MATRICES = ("qkv", "o", "gate_up", "down", "shared_gate_up", "shared_down")
 

@@ -15,7 +15,7 @@ from penstock.engine.attention.packed import PackedAttention
 from penstock.engine.kv_cache import PagedKVCache
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.decoder import Decoder
-from penstock.engine.models.weights import weight_specs
+from penstock.engine.models.weight_specs import weight_specs
 from penstock.engine.runner import RaggedBatch
 
 CPU = torch.device("cpu")

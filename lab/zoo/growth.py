@@ -32,7 +32,7 @@ from lab.zoo.modeling import parameter_count
 from penstock.config import ConfigError
 from penstock.engine.models.checkpoint import SINGLE_FILE
 from penstock.engine.models.config import DecoderConfig
-from penstock.engine.models.weights import weight_specs
+from penstock.engine.models.weight_specs import weight_specs
 from penstock.zoo.registry import DEFAULT_TARGET, ModelCard, bundled_models, heads_of
 
 TOLERANCE = 0.015

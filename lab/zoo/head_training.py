@@ -24,7 +24,8 @@ from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.dtypes import resolve_dtype
 from penstock.engine.models.formats import open_checkpoint
 from penstock.engine.models.variant import LLAMA
-from penstock.engine.models.weights import load_weights, weight_specs
+from penstock.engine.models.weight_specs import weight_specs
+from penstock.engine.models.weights import load_weights
 from penstock.engine.tokenizer import load_tokenizer
 
 COMPARED = 8192

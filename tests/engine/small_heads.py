@@ -17,7 +17,7 @@ from penstock.engine.models.checkpoint import EAGLE3
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.families import FAMILIES
 from penstock.engine.models.variant import HeadShape
-from penstock.engine.models.weights import head_specs
+from penstock.engine.models.weight_specs import head_specs
 
 EAGLE = HeadShape(72, (0, 1, 3), 100)
 """An EAGLE-3 head of a model of four layers."""

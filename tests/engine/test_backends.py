@@ -11,7 +11,7 @@ from penstock.config import ConfigError, EngineConfig
 from penstock.engine import backends
 from penstock.engine.backends import affordable_blocks, resolve_placement
 from penstock.engine.kv_cache import kv_bytes_per_token
-from penstock.engine.models.weights import weight_bytes, weight_specs
+from penstock.engine.models.weight_specs import weight_bytes, weight_specs
 from penstock.engine.native.runner import NativeRunner
 
 GPU = torch.device("cuda")

@@ -26,7 +26,8 @@ from penstock.engine.models.checkpoint import CheckpointError
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.dtypes import resolve_dtype
 from penstock.engine.models.rope_table import RopeTable
-from penstock.engine.models.weights import load_weights, weight_specs
+from penstock.engine.models.weight_specs import weight_specs
+from penstock.engine.models.weights import load_weights
 
 CPU = torch.device("cpu")
 Broken = Callable[[str], Path]

@@ -42,7 +42,8 @@ from penstock.engine.drafters.head import CommonTokens, HeadDrafter
 from penstock.engine.models.checkpoint import CheckpointError
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.formats import open_checkpoint
-from penstock.engine.models.weights import head_specs, load_weights
+from penstock.engine.models.weight_specs import head_specs
+from penstock.engine.models.weights import load_weights
 from penstock.engine.native.runner import NativeRunner
 from penstock.engine.runner import Carry, RaggedBatch
 from penstock.engine.sequences import TokenBuffer

@@ -28,7 +28,7 @@ from lab.zoo.manifest import verify_manifest  # noqa: E402
 from lab.zoo.modeling import load_model, parameter_count  # noqa: E402
 from lab.zoo.recipe import FULL  # noqa: E402
 from penstock.engine.models.config import DecoderConfig  # noqa: E402
-from penstock.engine.models.weights import weight_bytes  # noqa: E402
+from penstock.engine.models.weight_specs import weight_bytes  # noqa: E402
 from penstock.engine.native.runner import NativeRunner  # noqa: E402
 from penstock.engine.tokenizer import load_tokenizer  # noqa: E402
 from penstock.zoo.registry import bundled_models, load_prompts  # noqa: E402

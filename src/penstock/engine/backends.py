@@ -29,7 +29,7 @@ from penstock.engine.lanes import use_cores
 from penstock.engine.memory import CPU_KV_SHARE, GPU_KV_SHARE, MemoryNeed, free_memory, model_bytes
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.dtypes import resolve_dtype
-from penstock.engine.models.weights import weight_bytes
+from penstock.engine.models.weight_specs import weight_bytes
 from penstock.engine.native.library import native_library
 from penstock.engine.native.loading import NativeUnavailableError
 from penstock.engine.native.runner import DTYPES, NativeRunner
