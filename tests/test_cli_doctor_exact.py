@@ -127,6 +127,7 @@ def write_hybrid(root: Path) -> None:
         write_tokenizer(root / name)
 
 
+@pytest.mark.slow
 def test_recurrent_layers(cli: Cli, tmp_path: Path) -> None:
     write_hybrid(tmp_path)
     torch.set_num_threads(2)
@@ -140,6 +141,7 @@ def test_recurrent_layers(cli: Cli, tmp_path: Path) -> None:
     assert receipt["engine"]["num_threads"] == receipt["fingerprint"]["threads"] == 2
 
 
+@pytest.mark.slow
 def test_pytorch_compares_tokens(cli: Cli, family: dict[str, Path]) -> None:
     given = ("--no-speculation", "--set", "backend=eager", "--dtype", "float32")
     code, receipt = checked(cli, family["target"], *given, tokens=40)
