@@ -171,8 +171,8 @@ def train_head(target: Path, out: Path, steps: int, threads: int | None = None) 
     """Train an MTP head beside any Llama and write it to `out`; an interrupted run continues.
 
     It learns the target's distributions along Python's own files and reference
-    (`texts` of `lab.bench.perplexity`), of which the last rows are held back. Its checkpoints are in
-    `out`, too. Returns the shares of drafts in a row that are right on the held-back rows.
+    (`texts` of `lab.bench.perplexity`), of which the last rows are held back. Its checkpoints are
+    in `out`, too. Returns the shares of drafts in a row that are right on the held-back rows.
 
     Raises: ConfigError, CheckpointError."""
     config = DecoderConfig.from_pretrained(target)

@@ -28,7 +28,7 @@ from tests.engine.test_exactness import (
 from tests.products import covering
 
 from penstock.cli.models import with_models
-from penstock.config import NGRAM, EngineConfig
+from penstock.config import NGRAM, ConfigError, EngineConfig
 from penstock.core.learn import Estimators
 from penstock.core.policies.base import AllocationPolicy, DraftCandidate, View
 from penstock.core.state import DrafterKind, Grant, RequestState
@@ -568,3 +568,13 @@ def test_other_eagle_heads_are_refused(tmp_path: Path, changes, told) -> None:
     )
     with pytest.raises(CheckpointError, match=told):
         load_engine(config, calibrated=False)
+
+
+@pytest.mark.parametrize("name", ["mtp", "eagle3"])
+def test_bundled_heads_have_names(name: str) -> None:
+    """Beside the target that they were trained with, and by their own."""
+    for given in (name, f"target-large-{name}"):
+        found = with_models({"target": "target-large", "drafters": {name: given}})
+        assert Path(found["drafters"][name]).name == f"target-large-{name}"
+    with pytest.raises(ConfigError, match="nor a bundled head; bundled are target-large-mtp"):
+        with_models({"target": "target-large", "drafters": {name: "nosuch"}}, download=False)

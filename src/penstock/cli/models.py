@@ -52,7 +52,7 @@ def with_models(engine: dict[str, Any], *, download: bool = True) -> dict[str, A
             if name == model == _AUTOMATIC:
                 drafters |= automatic_drafter(path, target, say, download=download)
             else:
-                found = _drafter_path(name, model, download)
+                found = _drafter_path(name, model, download, target)
                 drafters[name] = {**own, "path": found} if len({*own, "path"}) > 1 else found
     else:
         drafters = _drafters_of(target)
@@ -144,10 +144,15 @@ def named_drafters(options: Sequence[str]) -> dict[str, str]:
     return each_once(pairs, "--drafter")
 
 
-def _drafter_path(name: str, path: str, download: bool = True) -> str:
+def _drafter_path(name: str, path: str, download: bool = True, target: str = "") -> str:
+    """Return a drafter's path with the model resolved. target: whose bundled head a head is."""
+    role = "head" if name in HEADS else "drafter"
+    if role == "head" and path == name:
+        own = _cards(role).get(f"{target}-{name}")
+        return path if own is None else str(own.path)
     parts = DrafterParts.from_path(path)
     model = parts.model
-    if model is None or _is_checkpoint(model) or (name in HEADS and path == name):
+    if model is None or _is_checkpoint(model):
         return path
     told, where = f"drafter {name!r}: {model!r}", ("engine", "drafters", name)
-    return parts.with_model(str(_model_path(model, told, "drafter", where, download=download)))
+    return parts.with_model(str(_model_path(model, told, role, where, download=download)))
