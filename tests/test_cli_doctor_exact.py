@@ -86,6 +86,7 @@ def test_a_kernel_whose_rows_depend_on_the_batch(
     assert lines[-1].startswith("differs; for a report: ")
 
 
+@pytest.mark.slow
 def test_memory_that_no_kernel_has_written(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, small: tuple[object, ...]
 ) -> None:
@@ -108,6 +109,7 @@ def test_memory_that_no_kernel_has_written(
     assert any("not finite" in line for line in part["differing"]), part
 
 
+@pytest.mark.slow
 def test_a_comparison_that_sees_nothing(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, small: tuple[object, ...]
 ) -> None:

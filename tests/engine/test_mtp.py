@@ -396,6 +396,7 @@ def test_common_tokens_follow_the_outputs() -> None:
     assert CommonTokens(700).limit == 700
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", HEADS)
 def test_common_tokens_alone_are_drafted(loaded, by_itself, monkeypatch, kind) -> None:
     """By both backends alike, at any temperature; other tokens have probability 0."""

@@ -70,6 +70,7 @@ def chained(head, path, ids, steps=4):
     return torch.stack([head.logits(final, target.lm_head.weight) for final in finals])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", FULL.heads, ids=lambda spec: spec.name)
 def test_a_grown_head_drafts_the_same_beside_the_grown_target(tmp_path, spec):
     made = growth("target-large", 4)
