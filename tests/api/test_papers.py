@@ -91,7 +91,7 @@ def test_wait_plans_for_the_traffic_that_comes() -> None:
         ends = gauges(server, "segment_end", "segment")
         held = gauges(server, "segment_requests", "segment")
         text = httpx.get(f"{server.url}/metrics", timeout=60).text
-    assert thresholds["1"] >= 1
+    assert thresholds["1"] > 1 - 1e-9
     assert thresholds == dict(sorted(thresholds.items(), key=lambda n: -n[1])), "fewer go on"
     assert any(31 <= end <= 34 for end in ends.values()), "outputs have 32 tokens"
     assert sum(held.values()) == samples(text)["penstock:num_requests_running"] == 0

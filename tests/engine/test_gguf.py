@@ -213,8 +213,9 @@ def test_quantised_weights_stay_so_in_the_kernels(kind: str, case: str, tmp_path
     expected = logits(eager(saved.path))
     error = (logits(native) - expected).abs().mean() / expected.std()
     # Random recurrent layers, and scores that nothing divides, magnify it: in bfloat16 they err by
-    # 0.045 and 0.08, where Llama's err by 0.009.
-    assert 1e-5 < error < (0.15 if case.startswith(("qwen3-5", "gemma4-")) else 0.05)
+    # 0.045 and 0.08, where Llama's err by 0.009. A random router is nearly undecided, too.
+    most = {"qwen3-5": 0.15, "gemma4-shared": 0.15, "gemma4-moe": 0.2}.get(case, 0.05)
+    assert 1e-5 < error < most
 
 
 @pytest.mark.parametrize("kind", ["IQ4_NL", *WIDENED])
