@@ -47,6 +47,6 @@ def test_report_follows_heads_without_pricing_them():
         found = {c["drafter"]: c for c in data[mode]["cells"] if c["domain"] == "all"}
         for head in heads_of("target-large"):
             shares = found[head.name]["accepted_drafts"]
-            assert shares[0] > 0.5
+            assert shares[0] > 0.3
             assert (found[head.name]["best_draft_length"], len(shares)) == (0, 4)
         assert found["draft-base"]["tokens_per_s"] > 0
