@@ -121,7 +121,7 @@ class HeadRun(Run):
             yield logits.float(), is_there, top.indices[at], top.values[at]
 
     def loss(self) -> Tensor:
-        """Of all drafts, each less than the one before it."""
+        """Return the loss of all drafts, each less than the one before it."""
         share = min(0.8, 1.6 * self.step / self.steps)
         losses, weights = [], []
         drafts = self.drafts(batch_of(self.train, self.plan[self.step]))

@@ -29,7 +29,7 @@ class Run(ABC):
 
     @abstractmethod
     def loss(self) -> Tensor:
-        """Of the present step."""
+        """Return the loss of the present step."""
 
     @abstractmethod
     def measured(self) -> dict[str, Any]:

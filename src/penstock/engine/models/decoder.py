@@ -39,7 +39,7 @@ class RmsNorm:
 
 @dataclass(frozen=True, slots=True)
 class PleInputs:
-    """What a token adds to every layer: its row of a table, and a projection of its embedding.
+    """Per-layer embeddings: a token's row of a table, and a projection of its embedding.
 
     table: [vocab_size, num_layers * ple_size]; projection: [hidden_size, num_layers * ple_size]"""
 

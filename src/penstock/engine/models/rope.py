@@ -126,7 +126,7 @@ class Rope:
 
     @property
     def is_spread(self) -> bool:
-        """Whether pairs of a whole head lie half of its size apart in checkpoints."""
+        """True if pairs of a whole head lie half of its size apart in checkpoints."""
         return self.partial_rotary_factor == 1 or self.rope_type == "proportional"
 
     def scaled_positions(self, max_positions: int) -> int:

@@ -11,7 +11,7 @@ Activation = Literal["silu", "gelu_tanh", "clamped"]
 Bias = Literal["none", "qkv", "qkvo"]
 
 CLAMP, CLAMPED_SLOPE = 7.0, 1.702
-"""Of the clamped activation, as in gpt-oss (`clamped` in simd.h)."""
+"""Limit and slope of the clamped activation, as in gpt-oss (`clamped` in simd.h)."""
 
 
 @dataclass(frozen=True, slots=True)

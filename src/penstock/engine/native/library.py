@@ -27,7 +27,7 @@ DELTA_MATRICES = ("linear_qkv", "linear_z", "beta", "alpha")
 DELTA_VECTORS = ("conv", "dt_bias", "rate", "linear_norm")
 SHARED_MATRICES = ("shared_gate", "shared_up", "shared_down")
 OWN_VECTORS = ("sinks", "router_bias", "gate_bias", "up_bias", "down_bias", "choice_bias")
-"""Of some models with experts."""
+"""Vectors that some models with experts have."""
 DELTA_SIZES = ("key_heads", "value_heads", "key_dim", "value_dim", "kernel", "strided")
 LAYER_VECTORS = (
     "input_norm",

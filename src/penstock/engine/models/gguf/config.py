@@ -98,7 +98,7 @@ _END_TEXTS = frozenset(
 _HARMONY_ENDS = frozenset(("<|return|>", "<|call|>"))
 """The same of gpt-oss, where `<|end|>` ends only a message within the text."""
 _END_OF_CALLS = "<|tool_response>"
-"""Of any kind: what follows it is not the model's."""
+"""Ends a text, too, whatever its kind: what follows is not the model's."""
 
 _EMBEDDINGS = "token_embd.weight"
 _BIAS = "blk.0.attn_output.bias"
