@@ -127,14 +127,28 @@ def test_errors_would_be_seen(checkpoint: Checkpoints, attention: str) -> None:
     assert deviation(swap_blocks) > 1e-2
 
 
+_DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+_EXPERTS = {"moe_intermediate_size": 96, "num_experts": 16}
+_GEMMA: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "global_head_dim": 128,
+    "vocab_size_per_layer_input": 2048,
+}
 LARGER: dict[str, dict[str, Any]] = {
-    "qwen3-5": {
-        "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8,
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 32,
-    },
+    "qwen3-5": _DELTA,
+    "qwen3-5-moe": _DELTA | _EXPERTS | {"num_experts_per_tok": 4},
+    "qwen3-next": _DELTA | _EXPERTS | {"num_experts_per_tok": 4},
+    "glm4-moe": {"moe_intermediate_size": 96, "n_routed_experts": 16, "num_experts_per_tok": 4},
+    "gpt-oss": {"layer_types": ["sliding_attention", "full_attention"] * 3},
+    "gemma4": _GEMMA,
+    "gemma4-shared": _GEMMA,
+    "gemma4-moe": _GEMMA | _EXPERTS | {"top_k_experts": 4},
     "smollm3": {"no_rope_layers": [1, 1, 1, 0, 1, 1]},
     "ministral3": {},
     "granite": {"attention_multiplier": 1 / 64},
