@@ -10,7 +10,8 @@ command, date, machine
                 how, when and where
 commit          of what was measured, if it has changed since
 outdated        why the figures must be made again, if they must
-tables          each with a title (Markdown), a header and rows of cells
+tables          each with a title (Markdown), a header and rows of cells; one of more than twelve
+                rows becomes a CSV file beside the result file, which the page links to
 verdicts        a line for each claim (`ClaimVerdict.line`); a page tells of its control an
                 outcome other than `does not hold`; of its oracle what was measured, but only the
                 outcome if it `holds`, and nothing if the claim does, too
@@ -24,6 +25,8 @@ Pictures beside a result file, NAME.png and NAME_*.png beside NAME.json, are sho
 from __future__ import annotations
 
 import argparse
+import csv
+import io
 import json
 import re
 import sys
@@ -36,6 +39,8 @@ _GENERATED = "<!-- Written by `python -m lab.common.pages` from the files in {}:
 _CONTROL = re.compile(r"\. Control, .+? \[([a-z ]+)\]: .+?(?=\. Oracle, |\Z)", re.DOTALL)
 _ORACLE = re.compile(r"\. Oracle, (.+?) \[([a-z ]+)\]: (.+)", re.DOTALL)
 """What `ClaimVerdict.line` says of a control and of an oracle."""
+_LONGEST_TABLE = 12
+"""Rows. Longer tables are read by programs, so they are data files."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -55,15 +60,18 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def pages(docs: Path) -> Iterator[tuple[Path, str]]:
-    """Every page's file and text. Raises: OSError, ValueError for a file that is no JSON."""
+    """The file and text of every page and long table. Raises: OSError, ValueError for bad JSON."""
     for about in sorted(docs.glob(f"results/*/{_PAGE}")):
         folder = about.parent
         files = [path for path in sorted(folder.glob("*.json")) if path != about]
-        results = [{**_read(path), "pictures": _pictures(path)} for path in files]
+        results = [{**_read(path), "path": path, "pictures": _pictures(path)} for path in files]
         results.sort(key=lambda result: result.get("order", 1000))
         page = _read(about)
         parts = [f"# {page['title']}", _GENERATED.format(f"`results/{folder.name}`"), page["about"]]
-        parts += [part for result in results for part in _section(result)]
+        for result in results:
+            long_tables = dict(_long_tables(result))
+            yield from ((path, _csv(table)) for path, table in long_tables.items())
+            parts += _section(result, list(long_tables.items()))
         yield folder.with_suffix(".md"), "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -81,7 +89,23 @@ def _pictures(path: Path) -> list[str]:
     return [f"{path.parent.name}/{p.name}" for p in mine]
 
 
-def _section(result: dict[str, Any]) -> Iterator[str]:
+def _long_tables(result: dict[str, Any]) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Tables that become data files, and those files."""
+    path: Path = result["path"]
+    for number, table in enumerate(result["tables"], 1):
+        if len(table["rows"]) > _LONGEST_TABLE:
+            yield path.with_name(f"{path.stem}_table_{number}.csv"), table
+
+
+def _csv(table: dict[str, Any]) -> str:
+    file = io.StringIO()
+    csv.writer(file, lineterminator="\n").writerows([table["header"], *table["rows"]])
+    return file.getvalue()
+
+
+def _section(
+    result: dict[str, Any], long_tables: list[tuple[Path, dict[str, Any]]]
+) -> Iterator[str]:
     yield f"## {result['title']}"
     if "outdated" in result:
         yield f'!!! warning "To be made again"\n    {result["outdated"]}'
@@ -91,7 +115,9 @@ def _section(result: dict[str, Any]) -> Iterator[str]:
     yield from (f"![{result['title']}]({picture})" for picture in result["pictures"])
     for table in result["tables"]:
         yield table["title"]
-        yield _markdown(table["header"], table["rows"])
+        files = [path for path, long_table in long_tables if long_table is table]
+        links = [f"[{len(table['rows'])} rows]({path.parent.name}/{path.name})" for path in files]
+        yield links[0] if links else _markdown(table["header"], table["rows"])
     yield "\n".join(f"- {_verdict(line)}" for line in result.get("verdicts", ()))
     yield result.get("remarks", "")
 
