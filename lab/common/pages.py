@@ -13,8 +13,8 @@ outdated        why the figures must be made again, if they must
 tables          each with a title (Markdown), a header and rows of cells; one of more than twelve
                 rows becomes a CSV file beside the result file, which the page links to
 verdicts        a line for each claim (`ClaimVerdict.line`); a page tells of its control an
-                outcome other than `does not hold`; of its oracle what was measured, but only the
-                outcome if it `holds`, and nothing if the claim does, too
+                outcome other than `does not hold`, of its oracle the outcome, unless it and the
+                claim hold. `results/claims.csv` has all lines of all pages whole
 remarks         what the figures say, in Markdown, which is gone when they are measured again
 order           where in the page, by rising numbers
 
@@ -36,9 +36,14 @@ from typing import Any
 
 _PAGE = "page.json"
 _GENERATED = "<!-- Written by `python -m lab.common.pages` from the files in {}: change those. -->"
-_CONTROL = re.compile(r"\. Control, .+? \[([a-z ]+)\]: .+?(?=\. Oracle, |\Z)", re.DOTALL)
-_ORACLE = re.compile(r"\. Oracle, (.+?) \[([a-z ]+)\]: (.+)", re.DOTALL)
-"""What `ClaimVerdict.line` says of a control and of an oracle."""
+_LINE = re.compile(
+    r"\[(?P<outcome>[a-z ]+)\] (?P<claim>.+?)"
+    r"(?:\. Control, (?P<control>.+? \[(?P<control_outcome>[a-z ]+)\]: .+?))?"
+    r"(?:\. Oracle, (?P<oracle>.+? \[(?P<oracle_outcome>[a-z ]+)\]: .+))?",
+    re.DOTALL,
+)
+"""The parts of `ClaimVerdict.line`."""
+_CLAIMS_HEADER = ["page", "section", "command", "outcome", "claim", "control", "oracle"]
 _LONGEST_TABLE = 12
 """Rows. Longer tables are read by programs, so they are data files."""
 
@@ -61,6 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def pages(docs: Path) -> Iterator[tuple[Path, str]]:
     """The file and text of every page and long table. Raises: OSError, ValueError for bad JSON."""
+    claims = [_CLAIMS_HEADER]
     for about in sorted(docs.glob(f"results/*/{_PAGE}")):
         folder = about.parent
         files = [path for path in sorted(folder.glob("*.json")) if path != about]
@@ -70,9 +76,12 @@ def pages(docs: Path) -> Iterator[tuple[Path, str]]:
         parts = [f"# {page['title']}", _GENERATED.format(f"`results/{folder.name}`"), page["about"]]
         for result in results:
             long_tables = dict(_long_tables(result))
-            yield from ((path, _csv(table)) for path, table in long_tables.items())
+            for path, table in long_tables.items():
+                yield path, _csv([table["header"], *table["rows"]])
             parts += _section(result, list(long_tables.items()))
+            claims += _claims(folder.name, result)
         yield folder.with_suffix(".md"), "\n\n".join(filter(None, parts)) + "\n"
+    yield docs / "results" / "claims.csv", _csv(claims)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -97,9 +106,16 @@ def _long_tables(result: dict[str, Any]) -> Iterator[tuple[Path, dict[str, Any]]
             yield path.with_name(f"{path.stem}_table_{number}.csv"), table
 
 
-def _csv(table: dict[str, Any]) -> str:
+def _claims(page: str, result: dict[str, Any]) -> Iterator[list[str]]:
+    """A row of claims.csv for each verdict."""
+    for parts in map(_parts, result.get("verdicts", ())):
+        of_line = (parts[name] or "" for name in _CLAIMS_HEADER[3:])
+        yield [page, result["title"], result["command"], *of_line]
+
+
+def _csv(rows: list[list[str]]) -> str:
     file = io.StringIO()
-    csv.writer(file, lineterminator="\n").writerows([table["header"], *table["rows"]])
+    csv.writer(file, lineterminator="\n").writerows(rows)
     return file.getvalue()
 
 
@@ -124,17 +140,19 @@ def _section(
 
 def _verdict(line: str) -> str:
     """A claim's line with what is to be told of its control and its oracle."""
+    told = f"[{(parts := _parts(line))['outcome']}] {parts['claim']}"
+    if parts["control_outcome"] not in (None, "does not hold"):
+        told += f" (control: {parts['control_outcome']})"
+    if parts["oracle_outcome"] and not parts["outcome"] == parts["oracle_outcome"] == "holds":
+        told += f" (oracle: {parts['oracle_outcome']})"
+    return told
 
-    def control(found: re.Match[str]) -> str:
-        return "" if found[1] == "does not hold" else f" (control: {found[1]})"
 
-    def oracle(found: re.Match[str]) -> str:
-        name, outcome, measured = found.groups()
-        if line.startswith("[holds]") and outcome == "holds":
-            return ""
-        return f" (oracle, {name}: {outcome if outcome == 'holds' else measured})"
-
-    return _ORACLE.sub(oracle, _CONTROL.sub(control, line))
+def _parts(line: str) -> dict[str, str | None]:
+    found = _LINE.fullmatch(line)
+    if found is None:
+        raise ValueError(f"{line!r} is no claim's line")
+    return found.groupdict()
 
 
 def _markdown(header: list[str], rows: list[list[str]]) -> str:

@@ -105,12 +105,17 @@ def test_of_a_control_and_an_oracle_a_page_tells_what_matters(docs: Path) -> Non
     save(
         docs / "results" / "toys" / "top.json", Results([], verdicts), command="top", machine="here"
     )
-    ((_, text),) = pages(docs)
+    (_, text), (data, claims) = pages(docs)
     line = "- [holds] it grows: by 2 and 2"
     assert f"{line}\n{line} (control: holds in part)\n" in text
-    assert "- [does not hold] it grows: by 0 and 0 (oracle, food: holds)\n" in text
-    assert "- [cannot be told here] it grows: by 0 and 0 (oracle, food: by 2 and 1)\n" in text
+    assert "- [does not hold] it grows: by 0 and 0 (oracle: holds)\n" in text
+    assert "- [cannot be told here] it grows: by 0 and 0 (oracle: holds in part)\n" in text
     assert "- [holds] it grows: by 3 and 3\n" in text
+    assert data == docs / "results" / "claims.csv"
+    whole = (
+        "toys,A top,top,cannot be told here,it grows: by 0 and 0,none [does not hold]: by 0 and 0"
+    )
+    assert f"{whole},food [holds in part]: by 2 and 1\n" in claims
 
 
 def test_a_long_table_is_a_data_file_beside_the_result(docs: Path) -> None:
@@ -120,7 +125,7 @@ def test_a_long_table_is_a_data_file_beside_the_result(docs: Path) -> None:
         for title, rows in (("Few", 12), ("Many", 13))
     ]
     save(path, Results([], [], tables), command="top", machine="here")
-    (data, rows), (_, page) = pages(docs)
+    (data, rows), (_, page), _ = pages(docs)
     assert data == path.with_name("top_table_2.csv")
     assert rows.splitlines() == ["turn", *map(str, range(13))]
     assert "Many\n\n[13 rows](toys/top_table_2.csv)\n" in page
