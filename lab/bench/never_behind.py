@@ -54,7 +54,7 @@ from penstock.sim.parallel import Workers, workers
 from penstock.sim.workloads import WorkloadError
 
 HINDSIGHT, LOWEST = 0.98, 0.95
-OPEN, HELD_OUT = "open cells", "held-out cells"
+OPEN, HELD_OUT = "open loads", "held-out loads"
 FAR = "far servers"
 SHARES = {OPEN: 0.9, HELD_OUT: 0.8}
 """Of the cells that must be at `HINDSIGHT`; all must be at `LOWEST`."""
@@ -63,7 +63,7 @@ KEPT = 0.97
 """Share of their tokens per second that tenants keep beside one that accepts no draft."""
 OUT_OF_THE_RACE = 0.85
 """Share of the best other, so far, under which a system is measured with no more seeds."""
-_PICTURE = "auto over the best other in hindsight (dots), over the default before (diamonds)"
+_PICTURE = "auto over the best other (dots), over the default before (diamonds)"
 _WAITS = ("latency", "ttft", "ttft_p99", "refused")
 
 
@@ -88,7 +88,7 @@ def compare(grid: Sequence[Cell], seeds: Sequence[int], done: Cells, workers: Wo
         "TTFT and its p99, s": "{ttft}",
         "best other's": "{best_ttft}",
     }
-    title = "`auto` over the best of the others in hindsight"
+    title = "`auto` over the best of the others"
     groups = {name: [row for row in rows if row["group"] == name] for name in SHARES}
     tables = [table(f"{title}, {name}", some, columns) for name, some in groups.items() if some]
     if lost:
@@ -175,7 +175,7 @@ def _means(rows: Sequence[dict[str, Any]]) -> ResultTable:
         {"name": name, "kind": kind, "cells": len(means), "mean": geometric(means)}
         for (name, kind), means in sorted(over.items())
     ]
-    columns = {"system": "{name}", "kind": "{kind}", "cells": "{cells}", "over it": "{mean:.3f}"}
+    columns = {"system": "{name}", "kind": "{kind}", "loads": "{cells}", "over it": "{mean:.3f}"}
     return table("Geometric means of `auto` over others", found, columns)
 
 
@@ -228,7 +228,7 @@ def _near(name: str, rows: Sequence[dict[str, Any]], share: float) -> ClaimVerdi
     told = f"{num} of {len(rows)} ({num / len(rows):.2f}) at {HINDSIGHT} (bar {share}), least "
     told += f"{least:.3f} (bar {LOWEST}); the interval's lower end at {LOWEST} in {sure}"
     reached = num >= share * len(rows) and least >= LOWEST
-    return bar(f"{name} against the best in hindsight", told, reached)
+    return bar(f"{name} against the best fixed choice", told, reached)
 
 
 def _chosen(args: Any) -> list[Cell]:

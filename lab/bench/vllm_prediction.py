@@ -142,8 +142,8 @@ def verdict(cells: Sequence[dict[str, Any]]) -> ClaimVerdict:
     near, num = sum(abs(ratio - 1) <= NEAR for ratio in repeated), len(pairs)
     outcome: Outcome = "met" if near >= BAR else "missed"
     if near < BAR <= near + num - len(repeated):
-        outcome = "cannot be told here"
-    measured = f"{near} of {num} (bar {BAR}); {num - len(repeated)} cannot be told"
+        outcome = "inconclusive"
+    measured = f"{near} of {num} (bar {BAR}); {num - len(repeated)} inconclusive"
     again = Control("live again", f"{len(repeated)} of {num}", judge(len(repeated) >= BAR))
     return ClaimVerdict(f"predicted within {NEAR:.0%}", measured, outcome, oracle=again)
 

@@ -20,7 +20,7 @@ Outcome = Literal[
     "holds in part",
     "does not hold",
     "not shown",
-    "cannot be told here",
+    "inconclusive",
     "not measured",
     "met",
     "missed",
@@ -83,7 +83,7 @@ def check(
     oracle: tuple[str, Data] | None = None,
 ) -> ClaimVerdict:
     """The verdict of a test on `data`: `not shown` where the whole claim would also hold of
-    `placebo`; `cannot be told here` where it does not hold wholly of `data`, nor of the oracle.
+    `placebo`; `inconclusive` where it does not hold wholly of `data`, nor of the oracle.
     control: what `placebo` is; oracle: its name and data."""
     found, false = test(data), test(placebo)
     outcome = judge(*found.parts)
@@ -95,7 +95,7 @@ def check(
     if against.outcome == "holds":
         outcome = "not shown"
     elif outcome != "holds" and best is not None and best.outcome != "holds":
-        outcome = "cannot be told here"
+        outcome = "inconclusive"
     return ClaimVerdict(claim, found.measured, outcome, against, best)
 
 

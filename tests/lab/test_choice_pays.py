@@ -53,7 +53,7 @@ def test_verdicts_say_where_it_pays_and_who_gains() -> None:
         *["does not hold", "holds"]
     ]
     # Where drafters differ most, nobody gains a tenth with the slow ones.
-    assert clairvoyant.outcome == "cannot be told here"
+    assert clairvoyant.outcome == "inconclusive"
     assert "1 of 3" in clairvoyant.measured
     assert "one device, batch 2: contrast 0.2 at 0.05, never at 0.5" in clairvoyant.measured
     assert (words.outcome, words_elsewhere.outcome) == ("holds", "holds")

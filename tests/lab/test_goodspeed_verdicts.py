@@ -66,7 +66,7 @@ def test_figure_4_sees_a_baseline_that_wins_and_a_curve_that_moves() -> None:
     assert figure_4() == ["holds"] * 5
     assert figure_4(random=FLAT - 3)[0] == "not shown"
     assert figure_4(goodspeed=rising)[0] == "does not hold"
-    assert figure_4(fixed=FLAT + 1)[1] == "cannot be told here"
+    assert figure_4(fixed=FLAT + 1)[1] == "inconclusive"
     assert figure_4(fixed=FLAT + 1, goodspeed_told=FLAT + 2)[1] == "holds in part"
     assert figure_4(goodspeed_misled=FLAT)[1] == "not shown"
     assert figure_4(goodspeed=FLAT - 0.5)[2] == "does not hold"
@@ -95,7 +95,7 @@ def test_figure_3_sees_who_waits_longer() -> None:
     paper = {"random": (1.25, 1.0, 1.0), "goodspeed": (0.95, 0.94, 1.0), "no_drafts": (1, 2, 1)}
     assert figure_3(**paper)[:3] == ["holds"] * 3
     paper["goodspeed"] = (1.05, 0.94, 1.0)
-    assert figure_3(**paper)[1] == "cannot be told here"
+    assert figure_3(**paper)[1] == "inconclusive"
     paper["fastest"] = (0.9, 0.9, 1.0)
     assert figure_3(**paper) == ["holds", "holds in part", *["holds"] * 5]
     quick = {"fastest": (0.5, 1.0, 1.0), "most_tokens": (2.0, 0.9, 1.0)}
@@ -110,7 +110,7 @@ def test_figure_3_sees_who_waits_longer() -> None:
         "does not hold",
     ]
     level = figure_3()
-    assert level == [*["not shown"], *4 * ["cannot be told here"], "holds", "cannot be told here"]
+    assert level == [*["not shown"], *4 * ["inconclusive"], "holds", "inconclusive"]
 
 
 def test_figure_3_as_printed_takes_what_its_axes_say() -> None:
@@ -146,7 +146,7 @@ def test_theorems_see_what_does_not_converge() -> None:
     for claim in (goodspeed_theorems.concentration, goodspeed_theorems.averages):
         assert claim(good, good).outcome == "holds"
         assert claim(stuck, good).outcome == "does not hold"
-        assert claim(stuck, stuck).outcome == "cannot be told here"
+        assert claim(stuck, stuck).outcome == "inconclusive"
     near = [sample(0.5, 0.01, 0.01), sample(0.1, 0.0, 0.005)]
     assert goodspeed_theorems.concentration(near, good).outcome == "not shown", (
         "the control is near, too"

@@ -41,7 +41,7 @@ def test_the_papers_gain_is_over_all_vanillas_and_ahead_of_each() -> None:
     first = spin_fig10.verdicts(1, batch(whole=60.0))[0]
     assert "verification 1.10 steps" in first.claim
     assert "2.00× (2.00 to 2.00) the best" in first.measured
-    assert outcomes(batch(whole=29.0, best=30.0), "2.28 times")[0] == "cannot be told here"
+    assert outcomes(batch(whole=29.0, best=30.0), "2.28 times")[0] == "inconclusive"
     as_random = batch(whole=60.0)
     as_random.rates[RANDOM][:] = as_random.rates[f"{AS_PRINTED}: {WHOLE}"]
     assert outcomes(as_random, "2.28 times")[0] == "not shown"
@@ -56,7 +56,7 @@ def test_the_whole_is_set_against_rivals_with_all_parts_but_one() -> None:
     assert told(whole=27.0) == "does not hold"
     assert told(whole=40.0, packed=40.0) == "does not hold", "the pipeline adds nothing"
     assert told(whole=40.0, unpacked=41.0) == "does not hold", "nor does fast verification"
-    assert told(whole=27.0, best=28.0) == "cannot be told here"
+    assert told(whole=27.0, best=28.0) == "inconclusive"
     measured = spin_fig10.verdicts(1, batch(whole=42.0, packed=26.0, unpacked=26.0))[1].measured
     assert measured.startswith("1.50× (1.50 to 1.50) without choice")
 
@@ -85,7 +85,7 @@ def test_gains_that_fall_with_the_batch() -> None:
     flat = ["does not hold"] * 4 + ["not shown"]
     assert found == [*flat, "does not hold"]
     low = spin_fig4.verdicts(by_batch([1.2, 1.2, 1.2], right=1.3))
-    assert low[0].outcome == "cannot be told here", "drafts that are never wrong gain 1.3"
+    assert low[0].outcome == "inconclusive", "drafts that are never wrong gain 1.3"
 
 
 def requests(best: list[int], again: list[int]) -> ServedRequests:
@@ -107,7 +107,7 @@ def test_the_best_drafter_of_a_request_must_be_the_best_again() -> None:
     assert [v.outcome for v in spin_fig2.verdicts(lasting)] == ["holds"] * 3
     drawn = np.random.default_rng(RANDOM_STATE).integers(0, 3, (2, 40))
     luck = spin_fig2.verdicts(requests(*drawn.tolist()))
-    assert [v.outcome for v in luck[:2]] == ["does not hold", "cannot be told here"]
+    assert [v.outcome for v in luck[:2]] == ["does not hold", "inconclusive"]
 
 
 def test_a_live_run_that_was_cut_goes_on_where_it_was(tmp_path: Path) -> None:

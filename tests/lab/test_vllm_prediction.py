@@ -1,4 +1,4 @@
-"""The benchmark of predictions: that it predicts its own simulator, and what cannot be told."""
+"""The benchmark of predictions: that it predicts its own simulator, and what stays inconclusive."""
 
 import argparse
 import math
@@ -77,6 +77,6 @@ def test_a_figure_that_live_runs_do_not_repeat_cannot_be_told() -> None:
     cells = [{"load": load, "ratio": even, "again": even} for load in (CALIBRATION, *LOADS, *LOADS)]
     assert verdict(cells).outcome == "met"
     cells[-1] = cells[-1] | {"again": dict.fromkeys(SCALES, 1.2)}
-    assert verdict(cells).outcome == "cannot be told here"
+    assert verdict(cells).outcome == "inconclusive"
     cells[1] = cells[1] | {"ratio": dict.fromkeys(SCALES, 0.8)}
     assert verdict(cells).outcome == "missed"

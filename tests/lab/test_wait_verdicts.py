@@ -29,7 +29,7 @@ def seeds(tokens: float) -> np.ndarray:
         (1.25, 200, "holds", "within"),
         (2.2, 250, "does not hold", "above"),
         (1.03, 200, "does not hold", "below"),
-        (1.03, 125, "cannot be told here", "below"),
+        (1.03, 125, "inconclusive", "below"),
     ],
 )
 def test_a_gain_lies_in_its_interval(gain: float, bound: float, outcome: str, side: str) -> None:
@@ -70,7 +70,7 @@ def test_figure_1_is_judged_by_what_its_points_are() -> None:
 
     assert outcomes(1.0, 0.9)[:2] == ["holds", "holds"]
     assert outcomes(1.0, 0.9)[3] == "holds"
-    assert outcomes(0.7, 3.0)[0] == "cannot be told here"  # nobody comes near the bound
+    assert outcomes(0.7, 3.0)[0] == "inconclusive"  # nobody comes near the bound
     assert outcomes(0.7, 3.0)[2:] == ["does not hold", "does not hold"]
     assert outcomes(1.2, 1.0)[1] == "does not hold"  # more than is offered
 
@@ -87,7 +87,7 @@ def test_the_high_workload_must_gain_more() -> None:
 
     assert outcome(110, 130, 150) == "holds"
     assert outcome(130, 110, 150) == "does not hold"
-    assert outcome(130, 110, 120) == "cannot be told here"
+    assert outcome(130, 110, 120) == "inconclusive"
 
 
 def test_ten_segments_are_judged_by_whether_they_fit() -> None:
@@ -129,9 +129,9 @@ def test_decay_is_judged_on_each_side_of_its_power() -> None:
     assert outcomes(root, flat, flat, flat) == [
         "does not hold",
         "holds",
-        "cannot be told here",
+        "inconclusive",
         "holds",
-        "cannot be told here",
+        "inconclusive",
     ]
     assert outcomes(faster, root, flat, root)[1] == "does not hold"
     assert outcomes(fast, flat, flat, root)[2::2] == ["does not hold"] * 2
@@ -149,7 +149,7 @@ def test_in_zeta_a_reading_that_no_policy_can_meet_cannot_be_told() -> None:
     found |= dict.fromkeys((theorems._SAME, theorems._WIDER), in_zeta(1.0))
     faster, *others = [v.outcome for v in theorems.zeta_verdicts(found)]
     assert faster == "holds"
-    assert others == ["cannot be told here"] * 3
+    assert others == ["inconclusive"] * 3
 
 
 def test_a_stability_threshold_is_judged_on_both_sides() -> None:

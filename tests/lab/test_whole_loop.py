@@ -24,7 +24,7 @@ def test_parts_that_gain_and_multiply() -> None:
 
 
 def test_parts_that_do_nothing_gain_nothing() -> None:
-    assert outcomes() == [*["cannot be told here"] * 5, "not shown"]
+    assert outcomes() == [*["inconclusive"] * 5, "not shown"]
     assert outcomes(selection=1.3)[:3] == ["does not hold", "does not hold", "holds"]
 
 
