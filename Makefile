@@ -1,10 +1,12 @@
-# make serve   sets up what serving needs, then serves the bundled family on http://127.0.0.1:8000
+# make serve   sets up what serving needs, then serves the bundled family on http://127.0.0.1:8000;
+#              with MODEL=owner/name:QUANT or MODEL=FILE.gguf that model
 # make test    sets up the rest, too, then runs the tests
 # On Linux without a GPU: make serve TORCH_INDEX=https://download.pytorch.org/whl/cpu
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PORT ?= 8000
+MODEL ?=
 TORCH_INDEX ?=
 # Tests of one file stay together, files in order: the last ones are short. Every worker has a core
 # of its own (tests/conftest.py).
@@ -69,7 +71,7 @@ $(VENV)/.ready: $(VENV)/.serve
 # Where the kernels cannot be built, PyTorch serves.
 serve: $(VENV)/.serve
 	@$(if $(COMPILER),$(MAKE) native || true,echo "$(NO_COMPILER); PyTorch serves without")
-	$(BIN)/penstock serve --port $(PORT)
+	$(BIN)/penstock serve $(MODEL) --port $(PORT)
 
 # Exactness with its negative controls, and what each part does: three minutes on two cores of
 # Zen 3. Of products of parameters a covering array (tests/products.py).

@@ -367,12 +367,13 @@ def test_serve_announces_itself_and_serves(checkpoints: dict[str, Path]) -> None
     command += ["--served-model-name", "small", "--api-key", "k1", "--max-model-len", "100"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        model, memory, line, _, trial = (process.stdout.readline() for _ in range(5))
+        model, memory, line, chat, trial = (process.stdout.readline() for _ in range(5))
         assert model.startswith("penstock: small: safetensors, float32, kernels for ")
         assert memory.startswith("penstock: KV memory of 2,048 tokens (0.00 GiB), at most 100 a")
         assert memory.endswith("; drafters: near, suffix\n")
         assert line.startswith("penstock: serving on http://127.0.0.1:")
         url = line.split()[-1]
+        assert chat == f"penstock: chat at {url}/dashboard#playground, or:\n"
         _, asked, *options = shlex.split(trial)
         assert (asked, options[0]) == (f"{url}/v1/completions", "-H")
         told = dict(option.split(": ") for option in options[1:-2:2])

@@ -123,7 +123,7 @@ def _facts(model: str, config: ServeConfig, client: EngineClient) -> Iterator[st
 
 
 def _trial(model: str, address: str, config: ServeConfig, tokenizer: Tokenizer) -> str:
-    """Return a `curl` command that asks the server, on a line of its own."""
+    """Return where to chat in a browser, and on a line of its own a `curl` command."""
     has_keys = any(tenant.api_keys for tenant in config.engine.tenants.values())
     key = " -H 'Authorization: Bearer KEY'" if has_keys else ""
     asked: dict[str, Any] = {"prompt": "Once", "max_tokens": 16}
@@ -131,7 +131,8 @@ def _trial(model: str, address: str, config: ServeConfig, tokenizer: Tokenizer) 
         asked = {"messages": [{"role": "user", "content": "Hello"}]}
     path = "chat/completions" if tokenizer.has_chat_template else "completions"
     body = shlex.quote(json.dumps({"model": model, **asked}))
-    return f"try:\n  curl {address}/v1/{path}{key} -H 'Content-Type: application/json' -d {body}"
+    told = f"-H 'Content-Type: application/json' -d {body}"
+    return f"chat at {address}/dashboard#playground, or:\n  curl {address}/v1/{path}{key} {told}"
 
 
 def _tracer(config: ServeConfig) -> Tracer | None:

@@ -45,7 +45,8 @@ _HOME = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>Penstock</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <link rel="icon" href="data:,"><link rel="stylesheet" href="dashboard/style.css">
-<header><h1>Penstock</h1><nav><a href="dashboard">Dashboard</a><a href="openapi.json">API</a>
+<header><h1>Penstock</h1><nav><a href="dashboard#playground">Chat</a>
+<a href="dashboard">Dashboard</a><a href="openapi.json">API</a>
 <a href="v1/models">Models</a><a href="health">Health</a></nav></header>
 <main><section class="wide">{served}<p class="quiet">OpenAI's clients take this address with
 <code>/v1</code>, Anthropic's and Ollama's as it is: docs/api.md in Penstock's source.
