@@ -26,48 +26,46 @@ def rows() -> list[Row]:
     return [Row(*row) for row in cells]
 
 
-def trees() -> dict[str, ast.Module]:
-    return {
-        str(path.relative_to(PACKAGE)): ast.parse(path.read_text())
-        for path in PACKAGE.rglob("*.py")
-    }
+class Names(NamedTuple):
+    """Functions and classes that a file defines, and what it calls, methods by their names."""
+
+    defined: set[str]
+    called: set[str]
+
+    @classmethod
+    def of(cls, path: Path) -> "Names":
+        nodes = [*ast.walk(ast.parse(path.read_text()))]
+        calls = [node.func for node in nodes if isinstance(node, ast.Call)]
+        return cls(
+            {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef)},
+            {f.id if isinstance(f, ast.Name) else getattr(f, "attr", "") for f in calls},
+        )
 
 
-def defined(tree: ast.Module, name: str) -> bool:
-    kinds = (ast.FunctionDef, ast.ClassDef)
-    return any(isinstance(node, kinds) and node.name == name for node in ast.walk(tree))
-
-
-def called(tree: ast.Module, name: str) -> bool:
-    """Whether the name, or a method of that name, is called."""
-    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    found = [f.id if isinstance(f, ast.Name) else getattr(f, "attr", None) for f in calls]
-    return name in found
+@pytest.fixture(scope="module")
+def files() -> dict[str, Names]:
+    return {str(path.relative_to(PACKAGE)): Names.of(path) for path in PACKAGE.rglob("*.py")}
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row.name)
-def test_it_stands_where_the_table_says(row: Row) -> None:
-    files = trees()
-    homes = [file for file, tree in files.items() if defined(tree, row.name)]
+def test_it_stands_where_the_table_says(files: dict[str, Names], row: Row) -> None:
+    homes = [file for file, names in files.items() if row.name in names.defined]
     if row.name != "allocate":  # each allocation policy has its own
         assert homes == [row.file]
     assert row.file in homes
-    assert not defined(files[row.file], f"{row.name}_"), "a control: what is not there is not found"
+    assert f"{row.name}_" not in files[row.file].defined, "a control: what is not there"
 
 
 @pytest.mark.parametrize("row", [r for r in rows() if r.callers], ids=lambda row: row.name)
-def test_only_one_file_asks(row: Row) -> None:
-    found = {
-        file
-        for file, tree in trees().items()
-        if file.startswith("core/") and called(tree, row.name) and file != row.file
-    }
-    # A pool of KV blocks has a method of that name, too.
-    found -= {f for f in found if row.name == "allocate" and f in ("core/kv.py",)}
+def test_only_one_file_asks(files: dict[str, Names], row: Row) -> None:
+    asks = {file for file, names in files.items() if row.name in names.called}
+    found = {file for file in asks if file.startswith("core/")} - {row.file}
+    if row.name == "allocate":  # a pool of KV blocks has a method of that name, too
+        found.remove("core/kv.py")
     assert found == {row.callers}
 
 
-def test_survival_is_worked_out_nowhere_else() -> None:
-    products = {file for file, tree in trees().items() if called(tree, "cumprod")}
+def test_survival_is_worked_out_nowhere_else(files: dict[str, Names]) -> None:
+    products = {file for file, names in files.items() if "cumprod" in names.called}
     # Of outputs' lengths, not of drafts.
     assert products == {"core/learn/acceptance.py", "core/learn/traffic.py"}
