@@ -250,8 +250,7 @@ def test_generate_with_a_seed_and_a_target(cli: Cli, checkpoints: dict[str, Path
     def tokens(*more: str, target: str = str(checkpoints["target"])) -> list[int]:
         code, out, err = cli(*sampled, "--target", target, *more)
         assert code == 0, err
-        made: list[int] = json.loads(out)["token_ids"]
-        return made
+        return json.loads(out)["token_ids"]
 
     seeded = tokens("--seed", "7")
     assert tokens("--seed", "7", "--drafter", f"near={checkpoints['near']}") == seeded
@@ -297,8 +296,7 @@ def test_chat_piped(cli: Cli, chatty: str, monkeypatch: pytest.MonkeyPatch) -> N
         return out, err.count("tokens/s")
 
     def text_after(raw: str) -> str:
-        made: str = json.loads(cli("generate", raw, "--raw", *options, "--json")[1])["text"]
-        return made
+        return json.loads(cli("generate", raw, "--raw", *options, "--json")[1])["text"]
 
     first = text_after("u:Hi;a:")
     second = text_after(f"u:Hi;a:{first};u:Ho;a:")
@@ -366,7 +364,6 @@ def test_serve_announces_itself_and_serves(checkpoints: dict[str, Path]) -> None
     command += ["--port", "0", "--kv-tokens", "2048", "--dtype", "float32", "--device", "cpu"]
     command += ["--served-model-name", "small", "--api-key", "k1", "--max-model-len", "100"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         model, memory, line, chat, trial = (process.stdout.readline() for _ in range(5))
         assert model.startswith("penstock: small: safetensors, float32, kernels for ")
         assert memory.startswith("penstock: KV memory of 2,048 tokens (0.00 GiB), at most 100 a")

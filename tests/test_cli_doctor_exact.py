@@ -63,9 +63,7 @@ def test_everything_is_the_same(cli: Cli, cache: Path, small: tuple[object, ...]
     assert json.loads((cache / "exact-target.json").read_text()) == receipt
 
 
-def test_a_kernel_whose_rows_depend_on_the_batch(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, small: tuple[object, ...]
-) -> None:
+def test_a_kernel_whose_rows_depend_on_the_batch(cli, monkeypatch, small) -> None:
     """One bit of one logit where nine requests run."""
     honest = NativeRunner.forward_sampled
 
@@ -87,9 +85,7 @@ def test_a_kernel_whose_rows_depend_on_the_batch(
 
 
 @pytest.mark.slow
-def test_memory_that_no_kernel_has_written(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, small: tuple[object, ...]
-) -> None:
+def test_memory_that_no_kernel_has_written(cli, monkeypatch, small) -> None:
     """In steps of six the first tokens are read from a block that is nobody's."""
     honest = NativeRunner.forward_sampled
 
@@ -110,9 +106,7 @@ def test_memory_that_no_kernel_has_written(
 
 
 @pytest.mark.slow
-def test_a_comparison_that_sees_nothing(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, small: tuple[object, ...]
-) -> None:
+def test_a_comparison_that_sees_nothing(cli, monkeypatch, small) -> None:
     monkeypatch.setattr(exact, "_difference", lambda *_: None)
     code, receipt = checked(cli, *small)
     assert (code, receipt["verdict"], verdicts(receipt)[CONTROL]) == (1, "differs", "missed")

@@ -48,7 +48,6 @@ class Running:
         self.process = process
 
     async def line(self) -> str:
-        assert self.process.stdout is not None
         async with asyncio.timeout(60):
             line = (await self.process.stdout.readline()).decode()
         assert line, await self.ended()
@@ -188,9 +187,7 @@ async def test_texts_end_where_the_targets_do(family, oracle, tmp_path) -> None:
     verifier.eos_token_ids = (end, 250)
     async with (
         verifier.serving() as port,
-        program(
-            *("--connect", f"127.0.0.1:{port}", "--model", model, "--listen", 0),
-        ) as running,
+        program(*("--connect", f"127.0.0.1:{port}", "--model", model, "--listen", 0)) as running,
     ):
         await running.line()
         url = (await running.line()).split()[-1]
@@ -252,7 +249,6 @@ async def test_a_refusal_is_one_line_and_exit_code_2(family, oracle) -> None:
 @pytest.mark.slow
 async def test_it_can_be_stopped_before_it_is_connected(family: dict[str, Path]) -> None:
     async with program("--connect", "127.0.0.1:9", "--model", family["near"]) as running:
-        assert running.process.stderr is not None
         async with asyncio.timeout(60):
             line = (await running.process.stderr.readline()).decode()
         assert line.startswith("penstock: WARNING: no connection to the verification server at")

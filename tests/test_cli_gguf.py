@@ -31,8 +31,7 @@ def made(cli: Cli, *arguments: str) -> dict[str, object]:
     given = ("generate", "def reverse", "--raw", "--max-tokens", "24", "--dtype", "float32")
     code, out, err = cli(*given, "--json", *arguments)
     assert code == 0, err
-    found: dict[str, object] = json.loads(out)
-    return found
+    return json.loads(out)
 
 
 @pytest.mark.parametrize(

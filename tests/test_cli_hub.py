@@ -56,7 +56,6 @@ def test_serve_a_model_of_the_hub(hub: Hub) -> None:
     hub.add("lab/tiny", model_path("target-small"))
     command = [*START, "lab/tiny", "--port", "0", "--state", "none", "--kv-tokens", "2048"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         lines = [process.stdout.readline().removeprefix("penstock: ") for _ in range(5)]
         try:
             assert lines[0].startswith("lab/tiny: safetensors, ")
@@ -134,9 +133,7 @@ def test_a_name_that_is_none(hub: Hub, cli: Cli, name: str, told: str) -> None:
         assert name in err
 
 
-def test_a_local_path_comes_first(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_local_path_comes_first(hub, tmp_path, monkeypatch) -> None:
     hub.add("lab/tiny", model_path("draft-tiny"))
     monkeypatch.chdir(tmp_path)
     assert drafter_checkpoint("lab/tiny")[0] == "lab/tiny"
@@ -174,9 +171,7 @@ def test_a_drafter_by_itself(family: Hub, resolved) -> None:
     assert resolved(drafters={}) == ({}, "")
 
 
-def test_a_drafter_of_another_tokenizer_does_not_draft(
-    family: Hub, resolved, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drafter_of_another_tokenizer_does_not_draft(family, resolved, monkeypatch) -> None:
     monkeypatch.setitem(pairs.FAMILIES, r"qwen2\.5", {OTHER: 0.001})
     found, said = resolved(drafters={"auto": "auto"})
     assert found == {"suffix": "suffix"}
@@ -184,9 +179,7 @@ def test_a_drafter_of_another_tokenizer_does_not_draft(
     assert resolved() == ({"suffix": "suffix"}, "")
 
 
-def test_a_drafter_that_does_not_fit(
-    family: Hub, resolved, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drafter_that_does_not_fit(family, resolved, monkeypatch) -> None:
     monkeypatch.setattr(drafters, "free_memory", lambda *_: 25_000_000)
     assert resolved()[0] == {"suffix": "suffix"}
     found, said = resolved(drafters={"auto": "auto"})

@@ -34,8 +34,7 @@ def plan(cli: Cli, *arguments: object) -> dict[str, Any]:
     if arguments not in REPORTS:
         code, REPORTS[arguments], err = cli("plan", *arguments, "--json")
         assert code == 0, err
-    report: dict[str, Any] = json.loads(REPORTS[arguments])
-    return report
+    return json.loads(REPORTS[arguments])
 
 
 def test_plan_of_a_mix(cli: Cli) -> None:
@@ -160,8 +159,7 @@ def admission_of(
         assert code == 0, err
         engine = served[-1].engine
         load_engine(engine, calibrated=False)
-        policy: AdmissionPolicy = engine.admission.make("admission")
-        return policy
+        return engine.admission.make("admission")
 
     return build
 

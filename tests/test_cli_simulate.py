@@ -29,8 +29,7 @@ TRACE = "arrived_at,num_prefill_tokens,num_decode_tokens,tenant\n" + "".join(
 def report_of(cli: Cli, *arguments: object) -> dict[str, Any]:
     code, out, err = cli(*arguments, "--json")
     assert code == 0, err
-    report: dict[str, Any] = json.loads(out)
-    return report
+    return json.loads(out)
 
 
 @pytest.fixture

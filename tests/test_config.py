@@ -156,7 +156,6 @@ TOKEN = {"token_sha256": "0" * 64}
 def test_where_draft_servers_connect() -> None:
     assert parse_config(engine()).drafters is None
     plain = parse_config(drafters()).drafters
-    assert plain is not None
     assert plain.servers == {}
     for listen in ("localhost:0", "[::1]:8100", "127.9.9.9:1"):
         parse_config(drafters(listen=listen))
@@ -167,7 +166,6 @@ def test_where_draft_servers_connect() -> None:
             servers={"a": {**TOKEN, "tenant": "t"}, "b": {"common_name": "b", "trusted": True}},
         )
     ).drafters
-    assert named is not None
     assert [s.trusted for s in named.servers.values()] == [False, True]
 
 

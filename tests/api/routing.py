@@ -16,8 +16,7 @@ from tests.serving.harness import eventually
 
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as sock:
-        port: int = sock.getsockname()[1]
-        return port
+        return sock.getsockname()[1]
 
 
 def _program() -> str:

@@ -19,7 +19,6 @@ def test_a_chat_completion(ai: openai.OpenAI) -> None:
     assert message.content
     assert ECHO.startswith(message.content)
     assert made.choices[0].finish_reason == "length"
-    assert made.usage is not None
     assert made.usage.completion_tokens == 12
     assert made.id.startswith("chatcmpl-")
 
@@ -41,7 +40,6 @@ def test_a_streamed_chat(ai: openai.OpenAI) -> None:
         assert mine[0].delta.role == "assistant"
         assert ECHO.startswith("".join(c.delta.content or "" for c in mine))
         assert mine[-1].finish_reason == "length"
-    assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 24
 
 
@@ -55,9 +53,7 @@ def test_chat_logprobs(ai: openai.OpenAI) -> None:
         extra_body=GO_ON,
     )
     choice = made.choices[0]
-    assert choice.logprobs is not None
     content = choice.logprobs.content
-    assert content is not None
     assert len(content) == 12
     assert all(len(token.top_logprobs) == 3 for token in content)
     assert all(token.logprob == -0.25 for token in content)

@@ -19,7 +19,7 @@ from penstock.api.reasoning import HARMONY, THINK, ReasoningFormat
 from penstock.api.response_bodies import ResponsesBody
 from penstock.api.tool_use import tool_use
 from penstock.engine.grammar import GrammarCompiler, behind, grammar_of
-from penstock.engine.tokenizer import Tokenizer, load_tokenizer
+from penstock.engine.tokenizer import load_tokenizer
 
 USER = [{"role": "user", "content": "Hi"}]
 SAID = {"role": "assistant", "content": "Well, it"}
@@ -151,7 +151,6 @@ def test_allowed_tools(mode: str) -> None:
     fields = {"messages": USER, "tools": TOOLS, "tool_choice": subset(mode, "c", "a", "a")}
     body = ChatBody.model_validate(fields)
     use = tool_use(body, HERMES)
-    assert use is not None
     assert [tool.function.name for tool in use.tools] == ["c", "a"]
     assert [tool.function.name for tool in body.offered_tools] == ["a", "c"]
     assert use.must is (mode == "required")
@@ -199,9 +198,7 @@ MADE = ReasoningFormat(
     ],
 )
 @pytest.mark.parametrize("kind", ["json", "regex", "lark"])
-def test_the_structure_is_of_the_text_behind(
-    tokenizer: Tokenizer, kind, form, inside, text, fits
-) -> None:
+def test_the_structure_is_of_the_text_behind(tokenizer, kind, form, inside, text, fits) -> None:
     special = {spelt: i for i, spelt in tokenizer.special_tokens.items()}
     rules = form.rules(special, "".join(form.opening) if inside else "", None, heads=True)
     assert rules is not None
@@ -217,7 +214,6 @@ def test_a_forced_call_behind_it(template: str) -> None:
     """The prompt does not begin the call, so that the model may think before it."""
     asked = {"messages": USER, "tools": TOOLS, "tool_choice": "required"}
     use = tool_use(ChatBody.model_validate(asked), template, thinks=True)
-    assert use is not None
     assert use.lead == ""
     (structure,) = use.shaped([], {})
     rules = THINK.rules({}, "", None, heads=False)

@@ -99,8 +99,7 @@ def tokens(page: Page) -> list[dict[str, Any]]:
 def answer_of(url: str, prompt: str, drafter: str, **fields: Any) -> dict[str, Any]:
     body = {"messages": [{"role": "user", "content": prompt}], **fields}
     body["speculation"] = {"drafter": drafter, "origins": True}
-    made: dict[str, Any] = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
-    return made
+    return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
 
 
 def test_tokens_are_coloured_by_origin(page: Page, family: RunningServer) -> None:

@@ -15,15 +15,12 @@ from penstock.engine.tokenizer import Tokenizer
 def complete(http: httpx.Client, **fields: Any) -> dict[str, Any]:
     answer = http.post("/v1/completions", json=fields)
     assert answer.status_code == 200, answer.text
-    made: dict[str, Any] = answer.json()
-    return made
+    return answer.json()
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, "H"])
 @pytest.mark.parametrize("max_tokens", [0, 1, 7])
-def test_prompt_then_text(
-    http: httpx.Client, tokenizer: Tokenizer, max_tokens: int, prompt: str
-) -> None:
+def test_prompt_then_text(http, tokenizer, max_tokens, prompt) -> None:
     ids = tokenizer.encode(prompt)[-len(prompt) :]
     body = {"echo": True, "max_tokens": max_tokens, "logprobs": 2}
     made = complete(http, prompt=ids, **body)

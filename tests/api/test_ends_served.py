@@ -59,8 +59,7 @@ def made(url: str, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
     def ask(body: dict[str, Any]) -> dict[str, Any]:
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
         assert answer.status_code == 200, answer.text
-        found: dict[str, Any] = answer.json()
-        return found
+        return answer.json()
 
     with ThreadPoolExecutor(NUM_CLIENTS) as pool:
         return list(pool.map(ask, bodies))
@@ -84,8 +83,7 @@ def figures(url: str) -> dict[str, float]:
         found = samples(httpx.get(f"{url}/metrics", timeout=60).text)
         return None if any(found.get(f"penstock:{n}", 1) for n in names) else found
 
-    found: dict[str, float] = eventually(idle)
-    return found
+    return eventually(idle)
 
 
 COUNTED = {

@@ -309,9 +309,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "message"), REFUSED)
-def test_what_is_not_offered(
-    claude: anthropic.Anthropic, fields: dict[str, Any], message: str
-) -> None:
+def test_what_is_not_offered(claude, fields, message) -> None:
     with pytest.raises(anthropic.BadRequestError) as refused:
         claude.messages.create(model="toy", max_tokens=1, messages=user("a"), extra_body=fields)
     body = refused.value.body

@@ -258,9 +258,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("path", "fields", "message"), REFUSED)
-def test_what_is_not_offered(
-    http: httpx.Client, path: str, fields: dict[str, Any], message: str
-) -> None:
+def test_what_is_not_offered(http, path, fields, message) -> None:
     answer = http.post(f"/api/{path}", json={"model": "toy", **fields})
     assert answer.status_code == 400
     assert list(answer.json()) == ["error"]
@@ -319,7 +317,6 @@ def test_options_and_formats() -> None:
         {"model": "toy:latest", "messages": user("a"), "options": given, "format": schema}
     )
     chat = body.asked()
-    assert chat is not None
     assert (body.model, chat.model) == ("toy", "toy")
     assert (chat.max_tokens, chat.seed, chat.stops) == (7, 3, ("x",))
     assert (chat.repetition_penalty, chat.temperature, chat.top_k) == (1.1, 0.8, 40)

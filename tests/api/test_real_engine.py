@@ -28,8 +28,7 @@ def complete(server: RunningServer, drafter: str, **fields: Any) -> dict[str, An
     body = {"prompt": PROMPT, "max_tokens": 48, "speculation": {"drafter": drafter}, **fields}
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
-    made: dict[str, Any] = answer.json()
-    return made
+    return answer.json()
 
 
 @pytest.mark.parametrize(

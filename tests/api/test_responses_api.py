@@ -46,7 +46,6 @@ def test_a_text(tools: openai.OpenAI) -> None:
     assert message.type == "message"
     assert message.status == "completed"
     usage = made.usage
-    assert usage is not None
     assert usage.output_tokens > 1
     assert usage.total_tokens == usage.input_tokens + usage.output_tokens
 

@@ -246,7 +246,6 @@ def test_the_schema_of_a_forced_call() -> None:
     tools = [TOOLS[1], {"type": "function", "function": {"name": "at", "parameters": place}}]
     body = ChatBody.model_validate({"messages": TURNS, "tools": tools, "tool_choice": "required"})
     use = tool_use(body, HERMES)
-    assert use is not None
     assert use.lead == "<tool_call>\n"
     (structure,) = use.shaped([], {})
     second = structure.value["anyOf"][1]["properties"]
@@ -260,7 +259,6 @@ def test_the_schema_of_a_forced_call() -> None:
     )
     named = {"type": "function", "function": {"name": "add"}}
     use = tool_use(body.model_copy(update={"tool_choice": NamedTool.model_validate(named)}), LLAMA)
-    assert use is not None
     assert use.lead == ""
     (call,) = use.shaped([], {})[0].value["anyOf"]
     assert call["required"] == ["name", "parameters"]

@@ -50,7 +50,6 @@ def test_of_two_targets_the_stricter_counts() -> None:
 
 def test_what_is_missed_already_needs_nothing() -> None:
     left = remaining(decoding(1, latency=LatencyTarget(deadline=1.0)), 5.0, MEAN)
-    assert left is not None
     assert left.rate == 0
 
 

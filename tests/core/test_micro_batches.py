@@ -183,9 +183,7 @@ def test_auto_leaves_it_where_step_times_promise_nothing() -> None:
 
 
 @pytest.mark.parametrize(("start", "expected"), [(0.0, 8), (0.1, 1)])
-def test_a_percentage_splits_while_the_targets_throughput_lasts(
-    start: float, expected: int
-) -> None:
+def test_a_percentage_splits_while_the_targets_throughput_lasts(start, expected) -> None:
     """Eight requests make eight groups where only rows take time, and rounds where a step does."""
     pipeline = make_pipeline("5%")
     world = make_world(pipeline)

@@ -10,12 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.learn import Estimators
-from penstock.core.queues import (
-    DELAY,
-    ArrivalQueue,
-    SizeAwareQueue,
-    make_queue,
-)
+from penstock.core.queues import DELAY, ArrivalQueue, SizeAwareQueue, make_queue
 from penstock.core.state import RequestState
 from penstock.core.types import Request, Status
 

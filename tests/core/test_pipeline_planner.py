@@ -107,9 +107,7 @@ def test_splits_are_even(batches: list[int], num: int) -> None:
         (0.0, 1, 0.05, 1),
     ],
 )
-def test_the_papers_heuristic_compares_with_the_unsplit_batch(
-    start: float, most: int, drop: float, num: int
-) -> None:
+def test_the_papers_heuristic_compares_with_the_unsplit_batch(start, most, drop, num) -> None:
     """Whatever drafters take."""
     for draft in (line(0, 0.001), line(0, 10.0)):
         assert spin_num(one_lane(draft, line(start, 1.0)), most, drop) == num

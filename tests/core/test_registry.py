@@ -24,11 +24,7 @@ from penstock.sim.workloads import make_workload
 
 @pytest.mark.parametrize(
     ("kind", "names"),
-    [
-        ("admission", {"vllm_v1"}),
-        ("allocation", {"fixed", "priced"}),
-        ("selection", {"single"}),
-    ],
+    [("admission", {"vllm_v1"}), ("allocation", {"fixed", "priced"}), ("selection", {"single"})],
 )
 def test_policies_are_found_by_their_folder(kind: str, names: set[str]) -> None:
     found = policies(kind)
@@ -94,10 +90,7 @@ def test_a_policy_is_told_the_limits_that_it_has() -> None:
     assert LimitOptions().given(token_budget=8) == {}
 
 
-NAMING_NONE = (
-    *("api/collectors.py", "sim/planner.py", "cli/plan.py"),
-    "core/scheduler.py",
-)
+NAMING_NONE = (*("api/collectors.py", "sim/planner.py", "cli/plan.py"), "core/scheduler.py")
 
 
 @pytest.mark.parametrize("file", NAMING_NONE)

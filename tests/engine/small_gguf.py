@@ -74,8 +74,7 @@ def encode(values: np.ndarray, kind: str) -> np.ndarray:
     give values of about the size of `values`."""
     known = gguf.GGMLQuantizationType[kind]
     if kind not in _RANDOM:
-        encoded: np.ndarray = gguf.quantize(values, known)
-        return encoded
+        return gguf.quantize(values, known)
     block, size = gguf.GGML_QUANT_SIZES[known]
     rng = np.random.default_rng(values.size)
     shape = (*values.shape[:-1], values.shape[-1] // block, size)

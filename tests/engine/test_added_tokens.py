@@ -104,11 +104,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return load_engine(
         EngineConfig(
             target=write(root / "target", "target-small"),
-            drafters={
-                "model": str(model),
-                "suffix": SUFFIX,
-                "text": str(with_added_tokens(other)),
-            },
+            drafters={"model": str(model), "suffix": SUFFIX, "text": str(with_added_tokens(other))},
             dtype="float32",
             kv_tokens=16384,
             max_model_len=512,

@@ -125,7 +125,6 @@ def test_a_stop_string_may_begin_before_min_tokens(tokenizer, min_tokens, end) -
     """It is where it ends that counts."""
     ids = [tokenizer.encode(c, add_special_tokens=False)[0] for c in "ababab"]
     found = output_end(tokenizer, "ab", min_tokens=min_tokens, previous=ids[-1]).follow(ids)
-    assert found is not None
     assert found.num_tokens == end
 
 
@@ -157,11 +156,7 @@ def test_a_tokenizer_that_cannot_be_loaded_ends_the_request(tokenizer: Tokenizer
 
 
 def verdict_of(
-    tokenizer: Tokenizer,
-    answer: Decided,
-    draft: list[int],
-    num_looked_up: int = 0,
-    **fields: Any,
+    tokenizer: Tokenizer, answer: Decided, draft: list[int], num_looked_up: int = 0, **fields: Any
 ) -> Verdict:
     request = Request("r", 3, 99, prompt_token_ids=(5, 6, 7), **fields)
     text = TokenBuffer(request, end=OutputEnd(request, lambda: tokenizer))

@@ -47,7 +47,6 @@ def with_tokens(*spellings: str, special: bool = True) -> Tokenizer:
 def test_prompts_of_the_families(spellings: Sequence[str], prompt: str, special: bool) -> None:
     tokenizer = with_tokens(*spellings, special=special)
     tokens = FillTokens.of(tokenizer)
-    assert tokens is not None
     made = tokens.prompt(tokenizer.encode("A", False), tokenizer.encode("B", False))
     assert tokenizer.strings(made) == tokenizer.strings(tokenizer.encode(prompt, False))
     assert len(made) == 2 + len(spellings) - ("▁<EOT>" in spellings)

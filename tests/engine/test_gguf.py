@@ -219,9 +219,7 @@ def test_quantised_weights_stay_so_in_the_kernels(kind: str, case: str, tmp_path
 
 
 @pytest.mark.parametrize("kind", ["IQ4_NL", *WIDENED])
-def test_what_has_no_kernel_is_widened_and_that_is_said(
-    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_has_no_kernel_is_widened_and_that_is_said(kind, tmp_path, caplog) -> None:
     path = write_gguf(tmp_path / "model.gguf", wide("llama"), kind).path
     native = NativeRunner.load(path, torch.float32, 16, 16, 1)
     if kind in WIDENED:

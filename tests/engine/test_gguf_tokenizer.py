@@ -333,9 +333,7 @@ def put(values: Values, **new: Any) -> None:
 
 
 @pytest.mark.parametrize("told", DAMAGE)
-def test_a_tokenizer_whose_texts_would_be_wrong(
-    told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tokenizer_whose_texts_would_be_wrong(told, tmp_path, monkeypatch) -> None:
     def damage_and_finish(writer: gguf.GGUFWriter) -> None:
         DAMAGE[told](writer.kv_data[0])
         finish(writer)

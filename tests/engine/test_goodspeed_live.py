@@ -55,9 +55,7 @@ def make_wrong(monkeypatch: pytest.MonkeyPatch, engine: Engine, rate: float) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.3, 0.6, 0.9])
 @pytest.mark.parametrize("output_len", [16, 50, 150])
-def test_acceptance_is_learned_live(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, rate: float, output_len: int
-) -> None:
+def test_acceptance_is_learned_live(engine, monkeypatch, rate, output_len) -> None:
     make_wrong(monkeypatch, engine, rate)
     policy = Watched(GoodSpeed.Options(total=DRAFT_TOKENS))
     made = make_requests(SAMPLINGS["greedy"], TOKENS // output_len, "same")

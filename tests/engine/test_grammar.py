@@ -244,8 +244,7 @@ def test_a_grammar_that_cannot_go_on_ends_its_own_request_alone(
     params = SAMPLINGS[kind]
     requests = make_requests(tokenizer, params, 3, drafter)
     broken = dataclasses.replace(
-        requests[1],
-        sampling=dataclasses.replace(params, grammar=grammar_of("lark", grammar)),
+        requests[1], sampling=dataclasses.replace(params, grammar=grammar_of("lark", grammar))
     )
     outputs = outputs_of(make_loop(engine), [requests[0], broken, requests[2]])
     ends = {o.request_id: o for o in outputs if o.finish_reason is not None}
@@ -309,7 +308,6 @@ def test_what_one_request_uses_up_others_have(tokenizer: Tokenizer) -> None:
     while not used.is_error():
         mask = np.unpackbits(np.frombuffer(used.compute_bitmask(), np.uint8), bitorder="little")
         used.try_consume_tokens([int(draw.choice(np.flatnonzero(mask)))])
-    assert kept is not None
     assert np.unpackbits(kept.masks(text, (), 1).view(np.uint8)).sum() > 1000
     assert text.problem is None
     assert compiler.compile(grammar) is not shared
@@ -353,7 +351,6 @@ def test_masks_of_a_draft_are_those_of_its_tokens_one_by_one(tokenizer: Tokenize
     again = along.grammar.masks(along, whole, 3)
     assert np.array_equal(again, masks[-3:])
     stepwise = TokenBuffer(request, compiler.begin(GRAMMARS["json"]))
-    assert stepwise.grammar is not None
     for token, mask in zip(whole[:-1], masks, strict=False):
         assert np.array_equal(stepwise.grammar.masks(stepwise, (), 1)[0], mask)
         stepwise.append([token])
@@ -373,7 +370,6 @@ def test_what_is_drawn_of_all_tokens_and_let_come_is_what_the_masks_give(tokeniz
         settled = TokenBuffer(request, compiler.begin(GRAMMARS[kind]))
         masked = TokenBuffer(request, compiler.begin(GRAMMARS[kind]))
         assert settled.grammar is not None
-        assert masked.grammar is not None
         while masked.length < 60:
             words = masked.grammar.masks(masked, (), 1)
             may_come = np.unpackbits(words.view(np.uint8), bitorder="little").view(np.bool_)

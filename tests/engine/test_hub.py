@@ -245,9 +245,7 @@ def test_a_wrong_checksum(hub: Hub, ggufs: Callable[..., None]) -> None:
     assert get(f"{NAME}:Q8_0")[0].read_bytes() == b"name-Q8_0.gguf"
 
 
-def test_a_file_that_was_not_verified_is_verified_by_the_next_call(
-    hub: Hub, ggufs: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_was_not_verified_is_verified_by_the_next_call(hub, ggufs, monkeypatch) -> None:
     ggufs("name-Q8_0.gguf")
     hub.wrong.add("name-Q8_0.gguf")
     with monkeypatch.context() as killed:

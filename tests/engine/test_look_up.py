@@ -165,9 +165,7 @@ def test_output_is_the_targets_own(engine, alone, sampling, drafter, batch) -> N
     covering(BACKENDS, ["greedy", "coupled"], ["off", "2", "async"], strength=1),
     indirect=["engine"],
 )
-def test_other_parts_in_every_round_change_nothing(
-    engine: Engine, alone: Alone, sampling: str, pipeline: str
-) -> None:
+def test_other_parts_in_every_round_change_nothing(engine, alone, sampling, pipeline) -> None:
     requests, look_up = repeating_requests(SAMPLINGS[sampling], 8, "near"), Told()
     look_up.tell(requests, alone[sampling][:8])
     loop, policy = switching_loop(engine, look_up, pipeline=pipeline)
@@ -226,9 +224,7 @@ def test_small_memory_preempts_and_changes_nothing(engine: Engine, alone: Alone)
 
 
 @pytest.mark.parametrize("pipeline", ["off", "2"])
-def test_a_model_that_fails_midway_changes_nothing(
-    engine: Engine, alone: Alone, monkeypatch: pytest.MonkeyPatch, pipeline: str
-) -> None:
+def test_a_model_that_fails_midway_changes_nothing(engine, alone, monkeypatch, pipeline) -> None:
     calls = make_unreliable(monkeypatch, engine.executor.drafters["near"], ["draft"], {1, 4, 5})
     requests, look_up = repeating_requests(SAMPLINGS["greedy"], 8, "near"), Told()
     look_up.tell(requests, alone["greedy"][:8])
@@ -252,9 +248,7 @@ def test_a_cached_prefix_holds_only_what_the_model_has_read(engine: Engine, alon
     assert accepted > 0.6 * sum(len(output) for output in outputs)
 
 
-def test_negative_control_accepting_everything_is_caught(
-    engine: Engine, alone: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_negative_control_accepting_everything_is_caught(engine, alone, monkeypatch) -> None:
     """The equalities above must be able to fail."""
     monkeypatch.setattr(Verifier, "decide", lenient(Verifier.decide))
     requests, look_up = repeating_requests(SAMPLINGS["coupled"], 8, "near"), Told()

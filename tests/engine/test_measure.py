@@ -100,9 +100,7 @@ def test_without_a_profile_reading_is_measured_too(settings: dict[str, Any]) -> 
     assert 0 < times.catch_up_of("near") < times.curve_of("near")(1)
 
 
-def test_auto_gives_drafters_on_the_targets_cores_no_lane(
-    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_gives_drafters_on_the_targets_cores_no_lane(settings, monkeypatch) -> None:
     """Nor measures them beside the target. Control: with `async` each has one."""
     monkeypatch.setattr(calibrate, "slowdowns", None)
     lanes = {name: load(settings, pipeline=name).scheduler.lanes for name in ("auto", "async")}

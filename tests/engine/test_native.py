@@ -273,9 +273,7 @@ def test_threads_change_nothing(checkpoint: Checkpoints, case: str) -> None:
 @pytest.mark.parametrize(
     ("name", "window"), [("mistral-window", None), ("mistral-window", 600), ("gpt-oss", 600)]
 )
-def test_threads_that_share_a_context(
-    tmp_path: Path, dtype: torch.dtype, name: str, window: int
-) -> None:
+def test_threads_that_share_a_context(tmp_path, dtype, name, window) -> None:
     """Splits of a long text, which threads compute in any order, beside a short one."""
     changes = {"max_position_embeddings": 2048, "sliding_window": window}
     case = dataclasses.replace(CASES[name], changes=CASES[name].changes | changes)

@@ -98,7 +98,6 @@ def lengths_before(cut: np.ndarray, lengths: IntArray) -> IntArray:
 
 
 def drop_by_own_probability(drafts: Drafts, lengths: IntArray) -> IntArray:
-    assert drafts.probs is not None
     own = drafts.probs.gather(-1, torch.from_numpy(drafts.tokens)[..., None])[..., 0].numpy()
     return lengths_before(own < 0.25, lengths)
 

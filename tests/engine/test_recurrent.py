@@ -81,9 +81,7 @@ def alone(runner: ModelRunner, text: np.ndarray) -> torch.Tensor:
 @needs_native
 @pytest.mark.parametrize("family", ["qwen3-5", "lfm2"])
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 9])
-def test_rejected_rows_leave_the_same_bits(
-    checkpoint: Checkpoints, family: str, count: int
-) -> None:
+def test_rejected_rows_leave_the_same_bits(checkpoint, family, count) -> None:
     case = family if count % 2 else f"{family}-even"
     if family == "qwen3-5" and count > 3:
         case = "qwen3-5-moe" if count == 5 else "qwen3-next"
@@ -98,9 +96,7 @@ def test_rejected_rows_leave_the_same_bits(
 @needs_native
 @pytest.mark.parametrize("case", ["qwen3-5", "lfm2"])
 @pytest.mark.parametrize("by", [-1, 1])
-def test_a_state_that_is_behind_other_rows_is_seen(
-    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch, case: str, by: int
-) -> None:
+def test_a_state_that_is_behind_other_rows_is_seen(checkpoint, monkeypatch, case, by) -> None:
     """Negative control: one row too many or too few is taken back."""
     honest = StateSlots.moves
 
@@ -260,11 +256,7 @@ def test_preempted_cancelled_and_chunked(engine, by_itself, pipeline) -> None:
     sampling = "coupled"
     requests = predicted(make_requests(SAMPLINGS[sampling], 16, "auto"), by_itself[sampling])
     loop = make_loop(
-        engine,
-        pipeline=pipeline,
-        kv_tokens=10 * 16,
-        max_num_batched_tokens=48,
-        learn=timeless(),
+        engine, pipeline=pipeline, kv_tokens=10 * 16, max_num_batched_tokens=48, learn=timeless()
     )
     gone = {requests[5].id, requests[8].id}
     again = dataclasses.replace(requests[15], id=requests[5].id)
@@ -295,9 +287,7 @@ def test_scores_of_a_prompt(engine: Engine) -> None:
     request = make_requests(SAMPLINGS["greedy"], 5, "none")[4]
     assert request.prompt_len == 33
     scored = dataclasses.replace(
-        request,
-        id="scored",
-        sampling=dataclasses.replace(request.sampling, num_prompt_logprobs=1),
+        request, id="scored", sampling=dataclasses.replace(request.sampling, num_prompt_logprobs=1)
     )
     expected = run(make_loop(engine), [request])[0]
     for budget in (2048, 32):

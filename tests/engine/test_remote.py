@@ -155,7 +155,6 @@ def test_an_older_draft_never_replaces_a_newer_one(engine: Engine) -> None:
     held.hold("a", 1, 9, Draft([2], [-1]))
     item = VerifyItem("a", 2, 1, 0, 1, True, DraftSource.HELD)
     taken = held.pop_draft(item, engine.executor.target)
-    assert taken is not None
     assert taken[0].token_ids == [1]
     assert held.pop_draft(item, engine.executor.target) is None
 
@@ -170,7 +169,6 @@ def test_weights_become_the_distribution(engine: Engine) -> None:
     assert taken is not None
     draft, probs = taken
     assert draft.prob_rows == [0, 1]
-    assert probs is not None
     assert probs.shape == (2, VOCAB)
     assert probs[0, [3, 250]].tolist() == [0.25, 0.75]
     assert probs.sum(dim=1).tolist() == [1, 1]

@@ -211,7 +211,6 @@ def test_it_is_saved_every_few_minutes_of_serving(saved, family) -> None:
         400.0,
     ]
     file.save_soon([])
-    assert file._writer is not None
     file._writer.join()
     assert saved.exists()
 
@@ -233,7 +232,6 @@ def test_times_are_not_measured_again(saved, family, tmp_path) -> None:
     drafters = {"near": str(family["near"])}
     config = config_of(tmp_path / "own", family["target"], drafters=drafters, **fields)
     first = load_engine(config)
-    assert first.state is not None
     first.state.save([])
     second = load_engine(config)
     times, known = (engine.scheduler.learn.times for engine in (second, first))

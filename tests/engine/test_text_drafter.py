@@ -66,11 +66,7 @@ def load(paths: dict[str, Path], backend: str) -> Engine:
     return load_engine(
         EngineConfig(
             target=model_path(TARGET),
-            drafters={
-                "twin": str(paths["twin"]),
-                "finer": str(paths["finer"]),
-                "suffix": "suffix",
-            },
+            drafters={"twin": str(paths["twin"]), "finer": str(paths["finer"]), "suffix": "suffix"},
             dtype="float32",
             backend=backend,
             kv_tokens=32 * 256,

@@ -214,9 +214,7 @@ def test_chat_template(tmp_path: Path) -> None:
         ({"default": CHAT, "tool_use": "{% if"}, "tool_use: line 1: "),
     ],
 )
-def test_a_broken_chat_template_is_told_of_at_the_start(
-    tmp_path: Path, template: Any, fault: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_broken_chat_template_is_told_of_at_the_start(tmp_path, template, fault, caplog) -> None:
     broken = load_tokenizer(save(tmp_path / "broken", byte_level(), template))
     broken.prepare_chats()
     (message,) = caplog.messages

@@ -146,9 +146,7 @@ def test_experts_are_rounded_and_routers_are_not(tmp_path: Path, case: str) -> N
     assert "model.layers.0.mlp.gate" in written["ignore"]
 
 
-def test_the_command_says_what_was_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_says_what_was_written(tmp_path, capsys) -> None:
     source, out = str(tmp_path / "floats"), str(tmp_path / "out")
     write_checkpoint(tmp_path / "floats", wide("llama"))
     assert main([source, out, "--weights", "int8"]) == 0

@@ -102,9 +102,7 @@ def test_statuses_of_errors_are_names_in_the_api(tmp_path: Path) -> None:
     }
 
 
-def test_the_numbers_of_a_file_and_of_a_folder_are_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_numbers_of_a_file_and_of_a_folder_are_shown(tmp_path, capsys) -> None:
     (tmp_path / "few.py").write_text("A = 3\n")
     (tmp_path / "many.py").write_text("A, B = 3, 4\nC = f(5)\n")
     assert main(["--numbers", str(tmp_path / "few.py")]) == 0

@@ -2,10 +2,7 @@
 
 import argparse
 import math
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from lab.bench import vllm_arrivals
 from lab.bench.vllm_arrivals import Bench
@@ -52,9 +49,7 @@ class Simulated:
         pass
 
 
-def test_its_own_simulator_is_predicted_and_not_served_again(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_its_own_simulator_is_predicted_and_not_served_again(monkeypatch, tmp_path) -> None:
     rows = [f"{2 * i + i % 3},{80 + 9 * (i % 40)},{16 + 5 * (i % 30)}" for i in range(200)]
     trace = tmp_path / "trace.csv"
     trace.write_text("\n".join(["arrived_at,num_prefill_tokens,num_decode_tokens", *rows]))

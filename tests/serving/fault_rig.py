@@ -54,7 +54,6 @@ class Child(AbstractContextManager["Child"]):
         self.lines = [ours.recv() for _ in range(num_lines)]
 
     def send(self, number: signal.Signals) -> None:
-        assert self.process is not None
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
 

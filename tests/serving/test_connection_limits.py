@@ -54,7 +54,6 @@ def test_strangers_have_one_by_network(clock: Clock) -> None:
     counted = arrivals_of(max_unauthenticated_connections_per_s=0.5)
     answers = [counted.check_unauthenticated("192.0.2.1") for _ in range(5)]
     assert answers[:4] == [None] * 4
-    assert answers[4] is not None
     assert "from 192.0.2.1; at most 0.5 a second, and 4 at once" in answers[4]
     assert counted.check_unauthenticated("192.0.2.2") is None
     assert counted.check_authenticated("192.0.2.1") is None

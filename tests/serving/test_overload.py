@@ -62,11 +62,7 @@ REFUSALS: list[tuple[pb.Refused.Code, int, str, str | None]] = [
 
 
 @pytest.mark.parametrize("refusal", first_fast(REFUSALS))
-async def test_users_hear_the_same_as_at_the_centre(
-    family: dict[str, Path],
-    monkeypatch: pytest.MonkeyPatch,
-    refusal: tuple[pb.Refused.Code, int, str, str | None],
-) -> None:
+async def test_users_hear_the_same_as_at_the_centre(family, monkeypatch, refusal) -> None:
     """After it has been tried for a while; and when there is room again they are served."""
     code, status, name, retry_after = refusal
     monkeypatch.setattr("penstock.serving.edge._RETRY_S", 0.001)

@@ -100,8 +100,7 @@ async def complete_by_http(world: World, **fields: Any) -> dict[str, Any]:
     async with httpx.AsyncClient(base_url=world.server.url, timeout=60) as http:
         answer = await http.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
-    made: dict[str, Any] = answer.json()
-    return made
+    return answer.json()
 
 
 async def metrics_of(world: World) -> dict[str, float]:

@@ -36,7 +36,6 @@ class Steps:
     def on_output(self, output: object) -> None: ...
 
     def on_result(self, plan: StepPlan, result: StepResult) -> None:
-        assert result.work is not None
         self.rows.append((result.work.num_prefill_tokens, result.work.num_decodes))
 
 

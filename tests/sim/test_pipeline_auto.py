@@ -33,9 +33,7 @@ def test_a_server_given_up_too_early_is_measured_all_the_same() -> None:
 
 
 @pytest.mark.parametrize(("target", "as_good_as"), [("rows", "2"), ("a100-llama2-7b", "off")])
-def test_spins_heuristic_comes_to_the_best_number_on_figure_13s_worlds(
-    target: str, as_good_as: str
-) -> None:
+def test_spins_heuristic_comes_to_the_best_number_on_figure_13s_worlds(target, as_good_as) -> None:
     """Through the scheduler, by the requests that each drafter has; control: four are behind."""
     times = _ROWS if target == _ROWS.name else load_profile(target)
     drafters = tuple(drafter(name, times) for name in SPIN_DRAFTERS)

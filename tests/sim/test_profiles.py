@@ -12,13 +12,7 @@ import pytest
 
 from lab.common.operators import linear_profile
 from penstock.fluid.step_profile import DrafterProfile, StepProfile, StepWork
-from penstock.sim.profiles import (
-    Fit,
-    ProfileError,
-    fit_profile,
-    load_profile,
-    save_profile,
-)
+from penstock.sim.profiles import Fit, ProfileError, fit_profile, load_profile, save_profile
 
 DATA = Path(
     os.environ.get("PENSTOCK_DATA", Path(__file__).resolve().parents[2].parent / "shared/data")

@@ -49,10 +49,8 @@ def test_it_finds_what_was_found_right_and_wrong() -> None:
     assert look_up.match(state, 8) is None
     state.append((3,))
     match = look_up.match(state, 8)
-    assert match is not None
     assert (match.token_ids, match.length, match.source) == ((4, 5, -1, -1, -1), 7, "tenant")
     shorter = look_up.match(state, 1)
-    assert shorter is not None
     assert shorter.token_ids == (4,)
 
 

@@ -29,8 +29,7 @@ def long_prompts(num: int, rate: float, seed: int = 0) -> Workload:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "admission",
-    first_fast(["vllm_v1", "sarathi", "vllm_v0", "fluid_guided"], 3),
+    "admission", first_fast(["vllm_v1", "sarathi", "vllm_v0", "fluid_guided"], 3)
 )
 def test_every_rival_takes_the_size_aware_order(admission: str) -> None:
     """On long prompts the order is worth more than anything else."""

@@ -69,6 +69,5 @@ def test_requests_are_dealt_to_the_servers_tenants() -> None:
         DraftServer("c", 1.0),
     ]
     dealt = deal_to_tenants(load, servers).tenants
-    assert dealt is not None
     assert dealt.tolist() == ["x", "y", "x", "y", "x"]
     assert deal_to_tenants(load, servers[2:]).tenants is None

@@ -56,9 +56,7 @@ def short_of_memory(profile: str, policy: str) -> float:
 
 
 @pytest.mark.parametrize(("profile", "wrong"), [("a100-llama2-7b", 4.0), ("zoo-grown", -1.0)])
-def test_memory_runs_out_as_often_as_it_pays(
-    profile: str, wrong: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_runs_out_as_often_as_it_pays(profile, wrong, monkeypatch) -> None:
     """Computing again is cheap on a GPU, where idle memory costs more, and dear on a processor."""
     ours, rival = short_of_memory(profile, "fluid_guided"), short_of_memory(profile, "vllm_v1")
     assert ours > 0.98 * rival

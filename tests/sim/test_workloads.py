@@ -14,13 +14,7 @@ from penstock.sim.planner import load_bound, traffic_of
 from penstock.sim.profiles import load_profile
 from penstock.sim.run import Setup, run
 from penstock.sim.traces import WorkloadError, read_arrivals, read_trace
-from penstock.sim.workloads import (
-    MIXES,
-    Workload,
-    load_workload,
-    make_workload,
-    synthetic,
-)
+from penstock.sim.workloads import MIXES, Workload, load_workload, make_workload, synthetic
 
 DATA = Path(
     os.environ.get("PENSTOCK_DATA", Path(__file__).resolve().parents[2].parent / "shared/data")
@@ -226,7 +220,6 @@ def test_other_public_traces(tmp_path: Path, name: str, text: str) -> None:
     made = make_workload(path)
     assert made.prompt_len.tolist() == [472, 1087]
     assert made.output_len.tolist() == [18, 230]
-    assert made.arrival_time is not None
     assert made.arrival_time.tolist() == [0, 40]
     assert read_arrivals(path).tolist() == [0, 40]
 
@@ -330,7 +323,6 @@ def test_what_requests_ask_for_is_in_the_trace(tmp_path: Path) -> None:
     assert made.tpot is not None
     assert np.isnan(made.tpot).tolist() == [False, True, True]
     assert made.tpot[0] == 0.025
-    assert made.deadline is not None
     assert made.deadline[1] == 1.5
     lines = '{"timestamp": 0, "input_length": 9, "output_length": 2, "tpot_ms": null}\n'
     assert np.isnan(load_workload(write(tmp_path, lines, "t.jsonl")).tpot).all()

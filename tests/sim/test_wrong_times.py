@@ -109,10 +109,7 @@ def served(
 
 VLLM = {"admission": PolicyConfig.from_name("vllm_v1")}
 """It cuts no prompt by a profile, which is as wrong as it was given."""
-POLICIES = {
-    "priced": VLLM | {"selection": PolicyConfig.from_name("single")},
-    "auto": VLLM,
-}
+POLICIES = {"priced": VLLM | {"selection": PolicyConfig.from_name("single")}, "auto": VLLM}
 NOISE = {
     "all three times as long": busy(3.0, 1.0, 3.0),
     "the drafter six times": busy(drafter=6.0),

@@ -10,9 +10,7 @@ pytest.importorskip("transformers")
 
 from rich.console import Console  # noqa: E402
 
-from lab.zoo.evidence import (  # noqa: E402
-    NGRAM,
-)
+from lab.zoo.evidence import NGRAM  # noqa: E402
 from lab.zoo.report import DecodeTimes, report  # noqa: E402
 from penstock.zoo.registry import heads_of  # noqa: E402
 

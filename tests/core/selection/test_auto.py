@@ -9,13 +9,7 @@ from tests.core.selection.rounds import Machine, Rounds, mixed_rates
 
 from penstock.core.policies.registry import make_policy
 from penstock.core.state import RequestState
-from penstock.core.types import (
-    LOOK_UP,
-    Replayed,
-    Request,
-    SamplingParams,
-    Verdict,
-)
+from penstock.core.types import LOOK_UP, Replayed, Request, SamplingParams, Verdict
 
 SECONDS = {"small": 0.5e-3, "large": 2e-3}
 

@@ -39,8 +39,6 @@ def test_the_second_model_runner_is_refused(envs: SimpleNamespace, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["scheduler_cls", "worker_cls", "speculative_config"])
-def test_what_penstock_sets_itself_is_refused(
-    envs: SimpleNamespace, tmp_path: Path, name: str
-) -> None:
+def test_what_penstock_sets_itself_is_refused(envs, tmp_path, name) -> None:
     with pytest.raises(ConfigError, match=f"vllm.args.{name}: Penstock sets it itself"):
         arguments.vllm_config(EngineConfig(target=tmp_path, vllm=VllmConfig(args={name: "mine"})))
