@@ -136,6 +136,7 @@ def test_speculation_by_rate_curve_and_record(cli: Cli, tmp_path: Path) -> None:
         assert report["latency_s"]["mean"] < 0.9 * alone["latency_s"]["mean"]
 
 
+@pytest.mark.slow
 def test_a_picture_of_a_run(cli: Cli, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "run.png"

@@ -147,6 +147,7 @@ def test_drafters_of_the_family_are_smaller_than_their_target(profile: str) -> N
     assert 0 < min(seconds) < max(seconds) < 0.2
 
 
+@pytest.mark.slow
 def test_a_second_that_costs_nothing_loses() -> None:
     cell = Cell("c", four_tenants, ())
     with_price = measured(cell, "auto", 0)["value"]

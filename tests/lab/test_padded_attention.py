@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.engine.test_attention import BATCHES, HEADS, make_scene, seen_in_window
+from tests.products import covering
 
 from lab.common.cells import Cells
 from lab.common.live import LiveScene
@@ -12,19 +13,17 @@ from lab.common.padded_attention import PaddedAttention, load_padded
 from penstock.zoo.registry import WEIGHTS
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 6])
-@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
-def test_equals_plain_attention(lengths: list[tuple[int, int]], num_kv_heads: int) -> None:
-    scene = make_scene(lengths, num_kv_heads)
+@pytest.mark.parametrize(("num_kv_heads", "batch"), covering([1, 2, 6], BATCHES, strength=1))
+def test_equals_plain_attention(num_kv_heads: int, batch: str) -> None:
+    scene = make_scene(BATCHES[batch], num_kv_heads)
     out = scene.attend(PaddedAttention)
     torch.testing.assert_close(out, scene.expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("window", [1, 33, 1000])
-@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
-def test_no_row_sees_more_than_its_window(lengths: list[tuple[int, int]], window: int) -> None:
-    scene = make_scene(lengths)
-    expected = seen_in_window(scene, lengths, window)
+@pytest.mark.parametrize(("window", "batch"), covering([1, 33, 1000], BATCHES, strength=1))
+def test_no_row_sees_more_than_its_window(window: int, batch: str) -> None:
+    scene = make_scene(BATCHES[batch])
+    expected = seen_in_window(scene, BATCHES[batch], window)
     found = scene.attend(PaddedAttention, window=window)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 

@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.products import first_fast
 
 from penstock.config import PolicyConfig
 from penstock.core.policies.allocation.papers.goodspeed import GoodSpeed
@@ -34,8 +33,9 @@ class Acceptance:
         """Outputs say nothing."""
 
 
-@pytest.mark.parametrize("rate", first_fast([0.3, 0.6, 0.9]))
-@pytest.mark.parametrize("output_len", first_fast([16, 50, 150]))
+@pytest.mark.slow
+@pytest.mark.parametrize("rate", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("output_len", [16, 50, 150])
 def test_acceptance_is_learned_with_outputs_of_any_length(rate: float, output_len: int) -> None:
     """The steps of a prompt and of a last token, without a draft, are no rounds."""
     num = 150 * 200 // output_len
