@@ -14,7 +14,6 @@ import httpx
 import pytest
 from tests.conftest import Cli
 from tests.engine.small_family import write_family
-from tests.serving.program import program
 
 import penstock
 from penstock.cli.models import named_drafters, with_models
@@ -122,14 +121,6 @@ def test_a_port_in_use(cli: Cli, family: dict[str, ModelCard]) -> None:
         code, out, err = cli("serve", "--port", str(port))
     assert (code, out) == (2, "")
     assert err == f"penstock: cannot listen on 127.0.0.1:{port}: Address already in use\n"
-
-
-def test_an_unreadable_checkpoint(cli: Cli, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{")
-    code, out, err = cli("serve", str(tmp_path), "--port", "0")
-    assert (code, out) == (2, "")
-    assert "config.json" in err
-    assert err.count("\n") == 1
 
 
 def test_settings_files_give_way_to_options(cli: Cli, tmp_path: Path) -> None:
@@ -387,13 +378,6 @@ def test_serve_announces_itself_and_serves(checkpoints: dict[str, Path]) -> None
         process.terminate()
         assert process.wait(10) == 0
         assert process.stdout.read() == ""
-
-
-@pytest.mark.slow
-def test_a_bundle_serves_the_bundled_family(tmp_path: Path) -> None:
-    with program(tmp_path / "log", "--policy", "spin") as server:
-        assert server.text("def add(a, b):", max_tokens=8)
-        server.stop()
 
 
 @pytest.fixture

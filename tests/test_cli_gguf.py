@@ -79,10 +79,8 @@ def test_a_damaged_file(models: dict[str, str], cli: Cli, tmp_path: Path) -> Non
 def test_a_file_is_known_by_its_content(models, cli, tmp_path, name) -> None:
     path = tmp_path / name
     path.hardlink_to(models["file.gguf"])
-    alone = made(cli, "--target", models["file.gguf"])
-    assert made(cli, "--target", str(path))["token_ids"] == alone["token_ids"]
-    again = made(cli, "--target", models["file.gguf"], "--drafter", f"small={path}")
-    assert again["token_ids"] == alone["token_ids"]
+    twice = made(cli, "--target", str(path), "--drafter", f"small={path}")
+    assert twice["token_ids"] == made(cli, "--target", models["file.gguf"])["token_ids"]
     assert drafter_checkpoint(str(path)) == (name.removesuffix(".GGUF"), path)
     engine = parse_config({"engine": {"target": path}}).engine
     assert engine.target_name == name.removesuffix(".GGUF")

@@ -1,14 +1,12 @@
 """Where settings come from, what is in force, and what is wrong with a file."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conftest import Cli
 from typer.testing import CliRunner
 
 from penstock.cli import app
@@ -102,24 +100,16 @@ def test_what_is_in_force_and_where_it_is_from(tmp_path: Path) -> None:
     assert key not in text
 
 
-@pytest.mark.slow
-def test_mistakes_in_variables_and_files_say_where(tmp_path: Path) -> None:
+def test_mistakes_in_variables_and_files_say_where(cli: Cli, monkeypatch, tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text("port: 1\nmax_body_bytes: 3\n")
-    for env, said in (
-        ({"PENSTOCK_PORT": "tcp://10.0.0.1:8000"}, "PENSTOCK_PORT: port: Input should be a valid"),
-        ({}, f"{path}:2: max_body_bytes: Input should be greater than or equal to 1024"),
-    ):
-        result = subprocess.run(
-            [sys.executable, "-m", "penstock.cli", "config", "show", "--config", str(path)],
-            env={**os.environ, **env},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert result.returncode == 2
-        assert result.stderr.startswith(f"penstock: {said}")
-        assert result.stderr.count("\n") == 1
+    code, _, err = cli("config", "show", "--config", path)
+    told = f"{path}:2: max_body_bytes: Input should be greater than or equal to 1024"
+    assert (code, err.startswith(f"penstock: {told}"), err.count("\n")) == (2, True, 1)
+    monkeypatch.setenv("PENSTOCK_PORT", "tcp://10.0.0.1:8000")
+    code, _, err = cli("config", "show")
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith("penstock: PENSTOCK_PORT: port: Input should be a valid")
 
 
 def test_every_mistake_has_its_line(tmp_path: Path) -> None:

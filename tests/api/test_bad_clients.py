@@ -163,12 +163,6 @@ def test_one_client_leaves_room_for_the_next(slow_server: RunningServer) -> None
         assert status(1, "127.0.0.3") == 200
 
 
-def test_one_body_cannot_take_all_places(slow_server: RunningServer) -> None:
-    with asked(slow_server, {"prompt": ["a"] * 8}) as answer:
-        assert answer.status_code == 400
-        assert "together at most 4 are allowed" in answer.json()["error"]["message"]
-
-
 def test_tenants_have_limits_of_their_own() -> None:
     config = serve_config(KEYED, max_waiting_requests=8)
     with running_server(config, SLOW_FACTORY) as server, frozen(server), ExitStack() as stack:

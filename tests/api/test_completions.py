@@ -97,13 +97,6 @@ def test_the_end_of_text_is_counted_but_not_shown(http: httpx.Client) -> None:
     assert going_on["choices"][0]["finish_reason"] == "length"
 
 
-def test_stop_tokens_can_be_given(http: httpx.Client) -> None:
-    body = {"prompt": [50, 60, 70], "max_tokens": 9, "stop_token_ids": [70]}
-    made = http.post("/v1/completions", json=body).json()
-    assert made["choices"][0]["finish_reason"] == "stop"
-    assert made["usage"]["completion_tokens"] == 3
-
-
 def test_prompts_come_in_four_shapes(http: httpx.Client) -> None:
     def texts(prompt: Any) -> list[str]:
         made = http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 6}).json()

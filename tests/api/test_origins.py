@@ -105,9 +105,3 @@ def test_log_probabilities_are_as_without_them(http: httpx.Client) -> None:
     told = told["choices"][0]
     assert len(told.pop("origins")) == 40
     assert told == plain
-
-
-def test_it_is_a_boolean(http: httpx.Client) -> None:
-    answer = http.post(CHAT, json=body(CHAT, "one", speculation={"origins": "yes"}))
-    assert answer.status_code == 400
-    assert "speculation.origins" in answer.json()["error"]["message"]

@@ -9,7 +9,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from tests.api.conftest import client_of
 from tests.api.test_completions import events
 from tests.api.test_forced_tools import MESSAGES, TEMPLATE, TOOLS
 from tests.api.test_prepare import completion, preparer
@@ -96,18 +95,6 @@ def test_chats_streams_tools_and_formats(real: RunningServer) -> None:
     with httpx.Client(base_url=real.url, timeout=60) as http:
         chunks = events(http, CHAT, **predicted, **usage)
     assert counted(chunks[-1])[0] > 0
-
-
-def test_openais_client(real: RunningServer) -> None:
-    with client_of(real) as ai:
-        made = ai.chat.completions.create(
-            model=ai.models.list().data[0].id,
-            messages=[{"role": "user", "content": PROMPT}],
-            prediction={"type": "content", "content": "the" * 30},
-            max_completion_tokens=10,
-        )
-    details = made.usage.completion_tokens_details
-    assert details.accepted_prediction_tokens is not None
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])

@@ -8,8 +8,6 @@ import pytest
 from openai.types.responses import Response
 from tests.api.conftest import client_of
 from tests.api.tool_servers import HERMES, tool_server
-from tests.serving.fakes import SLOW_FACTORY
-from tests.serving.harness import running_server, serve_config
 
 from penstock.api.response_bodies import ResponsesBody
 
@@ -109,16 +107,10 @@ def test_a_whole_conversation(tools: openai.OpenAI) -> None:
     assert made.output_text == "sunny"
 
 
-@pytest.mark.slow
-def test_a_stream_that_fails(tools: openai.OpenAI) -> None:
-    with (
-        running_server(serve_config(served_model_name="toy"), SLOW_FACTORY) as server,
-        client_of(server) as ai,
-        pytest.raises(openai.APIError, match="longer than it may"),
-    ):
-        list(
-            ai.responses.create(model="toy", input="abc", stream=True, extra_body={"timeout": 0.3})
-        )
+def test_a_stream_that_fails(slow_server) -> None:
+    asked: Any = {"model": "toy", "input": "abc", "extra_body": {"timeout": 0.3}}
+    with client_of(slow_server) as ai, pytest.raises(openai.APIError, match="longer than it may"):
+        list(ai.responses.create(stream=True, **asked))
 
 
 def test_items_as_turns() -> None:

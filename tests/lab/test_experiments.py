@@ -10,7 +10,7 @@ import pytest
 from tests.products import first_fast
 
 from lab.common import loads
-from lab.common.claims import ClaimVerdict, Measurement, bar, check, judge, summary
+from lab.common.claims import ClaimVerdict, Measurement, bar, check, summary
 from lab.common.experiment import Effort, Experiment, LabError, Skipped, Trial
 from lab.papers import experiments, experiments_named, spin_fig12
 from penstock.cli import main
@@ -134,13 +134,6 @@ def test_an_unknown_entry_names_the_known_ones() -> None:
     with pytest.raises(LabError, match=r"choose from all, .*wait_theorems"):
         experiments_named("wait_fig9")
     assert [e.name for e in experiments_named("all")] == sorted(experiments())
-
-
-def test_a_verdict_has_three_outcomes() -> None:
-    assert judge(True, True) == "holds"
-    assert judge(True, False) == "holds in part"
-    assert judge(False) == "does not hold"
-    assert ClaimVerdict("a", "b", judge(False)).line() == "[does not hold] a: b"
 
 
 def above_three(numbers: list[int]) -> Measurement:
