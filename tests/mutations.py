@@ -5,7 +5,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 
-SECONDS = float(os.environ.get("FUZZ_SECONDS", "60"))
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "30"))
 """Of each fuzzer. Seeds count up: a longer run begins with what a shorter one tried."""
 
 _ODD = [
