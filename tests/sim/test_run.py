@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.products import first_fast
 
 from penstock.config import PolicyConfig
 from penstock.core.loop import Instrument
@@ -271,7 +272,7 @@ class MostRunning(Instrument):
         self.waiting = max(self.waiting, len(self._table.waiting))
 
 
-@pytest.mark.parametrize("admission", ["fluid_guided", "vllm_v1", "sarathi", "gated"])
+@pytest.mark.parametrize("admission", first_fast(["fluid_guided", "vllm_v1", "sarathi", "gated"]))
 def test_requests_wait_for_a_state(admission: str) -> None:
     """As in a server: KV memory would hold all of them."""
     chosen = PolicyConfig.from_name(admission)

@@ -203,7 +203,7 @@ def test_one_request_is_enough_for_a_trial() -> None:
     assert [o.max_draft_tokens for o in orders[:2]] == [4, 4]
 
 
-@pytest.mark.parametrize("budget", [8, 9, 10])
+@pytest.mark.parametrize("budget", first_fast([8, 9, 10]))
 def test_a_trial_keeps_to_the_token_budget(budget: int) -> None:
     orders = crowd(budget=budget)
     assert orders.orders
