@@ -73,10 +73,10 @@ serve: $(VENV)/.serve
 	@$(if $(COMPILER),$(MAKE) native || true,echo "$(NO_COMPILER); PyTorch serves without")
 	$(BIN)/penstock serve $(MODEL) --port $(PORT)
 
-# Exactness with its negative controls, and what each part does: three minutes on two cores of
+# Exactness with its negative controls, and what each part does: under three minutes on two cores of
 # Zen 3. Of products of parameters a covering array (tests/products.py).
-# One worker more than cores: there is always one that waits for a process.
-test: WORKERS := 3
+# On each of two cores two workers: while one waits for a process, the other works.
+test: WORKERS := 4
 test: setup
 	$(BIN)/python -m pytest -m "not slow" $(PARALLEL)
 
