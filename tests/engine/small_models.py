@@ -431,3 +431,21 @@ def in_pieces(
             pieces[name].append(rows_of)
             done[name] = stop
     return {name: torch.cat(rows) for name, rows in pieces.items()}
+
+
+def check_ragged_mix(runner: ModelRunner, saved: Checkpoint) -> None:
+    """Prefill, chunks, verification and decoding of seven sequences in the same batches."""
+    place = Paging(runner.num_blocks, runner.block_size)
+    ids = {name: tokens(80, seed=i) for i, name in enumerate("abcdefg")}
+    stops = [
+        {"a": 40, "b": 3, "c": 17},
+        {"b": 4, "a": 41, "d": 16, "c": 18, "e": 33},
+        {"e": 34, "f": 1, "a": 45, "d": 17, "c": 19, "b": 5, "g": 70},
+        {"a": 46, "b": 10, "c": 25, "d": 18, "e": 80, "f": 7, "g": 71},
+    ]
+    done = dict.fromkeys(ids, 0)
+    for step in stops:
+        batch = place.batch(*((name, ids[name], done[name], stop) for name, stop in step.items()))
+        rows = [saved.logits(ids[name][:stop])[done[name] :] for name, stop in step.items()]
+        torch.testing.assert_close(runner.forward(batch), torch.cat(rows), **saved.tolerance)
+        done.update(step)

@@ -15,6 +15,7 @@ from tests.engine.small_models import (
     Checkpoint,
     Checkpoints,
     Paging,
+    check_ragged_mix,
     tokens,
     write_checkpoint,
 )
@@ -43,22 +44,8 @@ def load(
 
 @pytest.mark.parametrize(("case", "attention"), covering(CASES, ATTENTION, strength=1))
 def test_ragged_mix(checkpoint: Checkpoints, case: str, attention: str) -> None:
-    """Prefill, chunks, verification and decoding of seven sequences in the same batches."""
     saved = checkpoint(case)
-    runner, paging = load(saved, attention), Paging(NUM_BLOCKS, BLOCK_SIZE)
-    ids = {name: tokens(80, seed=i) for i, name in enumerate("abcdefg")}
-    stops = [
-        {"a": 40, "b": 3, "c": 17},
-        {"b": 4, "a": 41, "d": 16, "c": 18, "e": 33},
-        {"e": 34, "f": 1, "a": 45, "d": 17, "c": 19, "b": 5, "g": 70},
-        {"a": 46, "b": 10, "c": 25, "d": 18, "e": 80, "f": 7, "g": 71},
-    ]
-    done = dict.fromkeys(ids, 0)
-    for step in stops:
-        batch = paging.batch(*((name, ids[name], done[name], stop) for name, stop in step.items()))
-        rows = [saved.logits(ids[name][:stop])[done[name] :] for name, stop in step.items()]
-        torch.testing.assert_close(runner.forward(batch), torch.cat(rows), **saved.tolerance)
-        done.update(step)
+    check_ragged_mix(load(saved, attention), saved)
 
 
 def test_only_the_rows_that_are_asked_for(checkpoint: Checkpoints) -> None:

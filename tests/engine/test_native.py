@@ -14,6 +14,7 @@ from tests.engine.small_models import (
     Checkpoint,
     Checkpoints,
     Paging,
+    check_ragged_mix,
     in_pieces,
     tokens,
     write_checkpoint,
@@ -52,22 +53,8 @@ def paging(runner: NativeRunner) -> Paging:
 
 @every_case
 def test_ragged_mix(checkpoint: Checkpoints, case: str) -> None:
-    """Prefill, chunks, verification and decoding of several sequences in the same batches."""
     saved = checkpoint(case)
-    runner = load(saved.path)
-    place = paging(runner)
-    ids = {name: tokens(80, seed=i) for i, name in enumerate("abcdefg")}
-    stops = [
-        {"a": 40, "b": 3, "c": 17},
-        {"b": 4, "a": 41, "d": 16, "c": 18, "e": 33},
-        {"e": 34, "f": 1, "a": 45, "d": 17, "c": 19, "b": 5, "g": 70},
-    ]
-    done = dict.fromkeys(ids, 0)
-    for step in stops:
-        batch = place.batch(*((name, ids[name], done[name], stop) for name, stop in step.items()))
-        rows = [saved.logits(ids[name][:stop])[done[name] :] for name, stop in step.items()]
-        torch.testing.assert_close(runner.forward(batch), torch.cat(rows), **saved.tolerance)
-        done.update(step)
+    check_ragged_mix(load(saved.path), saved)
 
 
 @pytest.mark.parametrize("changes", [{"head_dim": 10}, {"hidden_size": 54}, {"head_dim": 80}])
