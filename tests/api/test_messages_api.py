@@ -158,7 +158,9 @@ def test_one_call(tools: anthropic.Anthropic) -> None:
         tools=[WEATHER],
         tool_choice={"type": "auto", "disable_parallel_tool_use": True},
     )
-    assert [block.type for block in made.content] == ["tool_use"]
+    (call,) = made.content
+    assert (call.type, call.name, call.input) == ("tool_use", "weather", {"city": "Rome"})
+    assert made.stop_reason == "tool_use"
 
 
 def test_a_whole_conversation(tools: anthropic.Anthropic) -> None:

@@ -165,15 +165,17 @@ def test_a_rough_world_is_rough() -> None:
 
 
 def assert_noticed(**options: object) -> None:
-    noticed = 0
+    """In one of twelve worlds, by what is read rather than by the output."""
     for seed in range(12):
         world, requests = make_world(seed, **options)
         try:
             world.run(requests)
             world.check_outputs()
-        except AssertionError as error:
-            noticed += isinstance(error, Corruption)
-    assert noticed
+        except Corruption:
+            return
+        except AssertionError:
+            continue
+    pytest.fail("nothing was noticed")
 
 
 def test_notices_blocks_freed_under_a_plan_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
