@@ -12,7 +12,7 @@ from tests.products import first_fast
 from lab.common import loads
 from lab.common.claims import ClaimVerdict, Measurement, bar, check, summary
 from lab.common.experiment import Effort, Experiment, LabError, Skipped, Trial
-from lab.papers import experiments, experiments_named, spin_fig10, spin_fig12
+from lab.papers import experiments, experiments_named, spin_fig12
 from penstock.cli import main
 from penstock.sim.capacity import MeasuredCapacity
 from penstock.sim.parallel import workers
@@ -46,7 +46,6 @@ def expected_capacities(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def few_cells(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the figures with most cells: those that their claims are about."""
-    monkeypatch.setattr(spin_fig10, "_BATCHES", (8,))
     monkeypatch.setattr(spin_fig12, "_BATCHES", (16, 32))
     monkeypatch.setattr(spin_fig12, "_ROUNDS", 24)
     monkeypatch.setattr(spin_fig12, "_LAYERS", 1)
