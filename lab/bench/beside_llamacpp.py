@@ -67,13 +67,11 @@ _YARN = {
     "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "mscale": 1.0, "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.1,
 }  # fmt: skip
-_BETAS = (4096 / (2 * math.pi * 150000 ** (dim / 32)) for dim in (8.0001, 17.9999))
 _TRUNCATED = {
-    "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "truncate": False,
-    "original_max_position_embeddings": 4096,
-    **dict(zip(("beta_fast", "beta_slow"), _BETAS, strict=True)),
+    "rope_type": "yarn", "rope_theta": 32 ** (32 / 9.998), "factor": 32.0, "truncate": False,
+    "beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 3220,
 }  # fmt: skip
-"""Of gpt-oss, whose ends are whole dimensions here: llama.cpp truncates them."""
+"""Of gpt-oss, scaled between dimensions 8.001 and 17.999: llama.cpp truncates these."""
 _CONV = {"layer_types": ["conv", "conv", "full_attention"] * 2, "intermediate_size": 1152}
 
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
