@@ -12,8 +12,12 @@ from tests.api.conftest import client_of
 from tests.api.tool_servers import (
     DEEPSEEK,
     DEEPSEEK_V31,
+    GEMMA,
+    GLM,
     GPT_OSS,
+    GRANITE,
     HERMES,
+    LFM2,
     LLAMA,
     MISTRAL,
     MISTRAL_ARGS,
@@ -58,7 +62,18 @@ TEMPLATE = "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}<|assistan
         GPT_OSS,
         *(
             pytest.param(t, marks=pytest.mark.slow)
-            for t in (LLAMA, MISTRAL, MISTRAL_ARGS, QWEN_CODER, DEEPSEEK, DEEPSEEK_V31)
+            for t in (
+                LLAMA,
+                MISTRAL,
+                MISTRAL_ARGS,
+                QWEN_CODER,
+                DEEPSEEK,
+                DEEPSEEK_V31,
+                GLM,
+                GRANITE,
+                GEMMA,
+                LFM2,
+            )
         ),
     ],
 )
@@ -148,7 +163,7 @@ def test_a_format_beside_tools_is_that_of_texts(forced: openai.OpenAI, stream: b
     }  # fmt: skip
     tokenizer = load_tokenizer(model_path("target-small"))
     ends = set()
-    for start in ('{"verdict', '{"name', "<tool", "[TOOL", "final", "commentary"):
+    for start in ('{"verdict', '{"name', "<tool", "[TOOL", "final", "commentary", "<|tool"):
         push = dict.fromkeys(tokenizer.encode(start, add_special_tokens=False), 8)
         for seed in range(3):
             made = forced.chat.completions.create(**asked, seed=seed, logit_bias=push)

@@ -12,6 +12,7 @@ from tests.api.tool_servers import HERMES, tool_server
 
 from penstock.api.reasoning import (
     GEMMA,
+    GRANITE,
     HARMONY,
     MAGISTRAL,
     THINK,
@@ -37,6 +38,8 @@ SPLIT: list[tuple[ReasoningFormat, bool, str, str, str]] = [
     (THINK, True, "Hm.\n", "Hm.\n", ""),
     (THINK, True, "</think>Yes.", "", "Yes."),
     (MAGISTRAL, False, "[THINK]Hm.[/THINK]Yes.", "Hm.", "Yes."),
+    (GRANITE, False, "<think>Hm.</think><response>Yes.</response>", "Hm.", "Yes."),
+    (GRANITE, False, "<think>Hm.</think>\n<response>Yes.</resp", "Hm.", "Yes.</resp"),
     (GEMMA, False, "<|channel>thought\nHm.\n<channel|>Yes.", "Hm.", "Yes."),
     (GEMMA, False, "<|channel>other", "", "<|channel>other"),
     (HARMONY, False, f"{ANALYSIS}Hm.{NEXT}{FINAL}Yes.<|return|>", "Hm.", "Yes."),
@@ -80,6 +83,7 @@ def test_what_goes_on_keeps_its_line_break(continued: str, reasoning: str, text:
 
 def test_the_template_says_how_a_model_thinks() -> None:
     assert reasoning_of("{{ content.split('</think>')[-1] }}") is THINK
+    assert reasoning_of("between <think></think> and <response></response>") is GRANITE
     assert reasoning_of("[THINK]{{ thinking }}[/THINK]") is MAGISTRAL
     assert reasoning_of("<|start|>assistant<|channel|>analysis<|message|>") is HARMONY
     assert reasoning_of("<|im_start|>{{ content }}") is reasoning_of(None) is None

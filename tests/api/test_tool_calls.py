@@ -9,12 +9,17 @@ from hypothesis import strategies as st
 from penstock.api.tool_calls import (
     DEEPSEEK,
     DEEPSEEK_V31,
+    GEMMA,
+    GLM,
     GPT_OSS,
+    GRANITE,
     HERMES,
+    LFM2,
     LLAMA,
     MISTRAL,
     MISTRAL_ARGS,
     QWEN_CODER,
+    SHORT_GLM,
     CallPiece,
     ToolCallParser,
     ToolFormat,
@@ -58,6 +63,34 @@ ONE = (
 )
 SHORT = f"<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{PARIS}<｜tool▁call▁end｜>"
 TAGGED = f"<tool_call>\n{CALL}\n</tool_call>"
+
+
+def glm(name: str, break_: str = "\n", **arguments: str) -> str:
+    """As GLM's templates write a call: until 4.6 with line breaks."""
+    parts = [
+        f"<arg_key>{key}</arg_key>{break_}<arg_value>{value}</arg_value>{break_}"
+        for key, value in arguments.items()
+    ]
+    return f"<tool_call>{name}{break_}{''.join(parts)}</tool_call>"
+
+
+GLM_CALL = glm("weather", city="Paris")
+STRING = '<|"|>'
+
+
+def gemma(arguments: str, name: str = "weather") -> str:
+    return f"<|tool_call>call:{name}{{{arguments}}}<tool_call|>"
+
+
+GEMMA_CALL = gemma(f"city:{STRING}Paris{STRING}")
+
+
+def lfm2(*calls: str) -> str:
+    return f"<|tool_call_start|>[{', '.join(calls)}]<|tool_call_end|>"
+
+
+PYTHON = 'weather(city="Paris")'
+GRANITE_CALL = f"<|tool_call|>[{CALL}]"
 
 Calls = list[tuple[str, str]]
 
@@ -183,6 +216,81 @@ GOOD: list[tuple[ToolFormat, str, str, Calls]] = [
         " so",
         [("add", "{}")],
     ),
+    (GLM, f"So.\n{GLM_CALL}\n{GLM_CALL}\n", "So.", [("weather", PARIS)] * 2),
+    (SHORT_GLM, glm("weather", "", city="Paris") * 2, "", [("weather", PARIS)] * 2),
+    (GLM, "<tool_call>add</tool_call><tool_call>add\n</tool_call>", "", [("add", "{}")] * 2),
+    (
+        GLM,
+        glm("weather", city=' "a" <b>\n', days="3", exact="true", near="[1, 2]", at='{"x": 1}'),
+        "",
+        [
+            (
+                "weather",
+                '{"city": " \\"a\\" <b>\\n", "days": 3, "exact": true, "near": [1, 2], '
+                '"at": {"x": 1}}',
+            )
+        ],
+    ),
+    (GLM, f"<tool_call>weather so {GLM_CALL}", "<tool_call>weather so", [("weather", PARIS)]),
+    (GRANITE, f"Well.{GRANITE_CALL}", "Well.", [("weather", PARIS)]),
+    (GRANITE, f"<tool_call>[{CALL}, {CALL}]", "", [("weather", PARIS)] * 2),
+    (LFM2, f"I look.{lfm2(PYTHON)} So.", "I look. So.", [("weather", PARIS)]),
+    (
+        LFM2,
+        lfm2(PYTHON, "add()", PYTHON),
+        "",
+        [("weather", PARIS), ("add", "{}"), ("weather", PARIS)],
+    ),
+    (
+        LFM2,
+        f"<|tool_call_start|>{PYTHON}<|tool_call_end|>weather()",
+        "weather()",
+        [("weather", PARIS)],
+    ),
+    (
+        LFM2,
+        lfm2("weather(city='it\\'s \"so\",\\n(x=1', days=-3, exact=None, near=[1.5, True, 'a)'])"),
+        "",
+        [
+            (
+                "weather",
+                '{"city": "it\'s \\"so\\",\\n(x=1", "days": -3, "exact": null, '
+                '"near": [1.5, true, "a)"]}',
+            )
+        ],
+    ),
+    (
+        LFM2,
+        lfm2("weather(at={'x': {'é': False}}, odd={\"true\": true}, city='a\nb\\d\\x41\\u00e9',)"),
+        "",
+        [
+            (
+                "weather",
+                '{"at": {"x": {"é": false}}, "odd": {"true": true}, "city": "a\\nb\\\\dA\\u00e9"}',
+            )
+        ],
+    ),
+    (GEMMA, f"So.{GEMMA_CALL}{GEMMA_CALL}", "So.", [("weather", PARIS)] * 2),
+    (GEMMA, gemma("", "add"), "", [("add", "{}")]),
+    (
+        GEMMA,
+        gemma(
+            f'city:{STRING}a "b", {{c}}: \\d\n{STRING},days:3,exact:None,near:[1,{STRING}]{STRING}]'
+        ),
+        "",
+        [
+            (
+                "weather",
+                '{"city": "a \\"b\\", {c}: \\\\d\\n", "days": 3, "exact": null, "near": [1,"]"]}',
+            )
+        ],
+    ),
+    (
+        GEMMA,
+        gemma(f'at:{{x:{{{STRING}y z{STRING}:true}},n-o:null}},odd:{{"a": "}}"}}'),
+        "",
+        [("weather", '{"at": {"x":{"y z":true},"n-o":null}, "odd": {"a": "}"}}')],
+    ),
     (DEEPSEEK, f"{BEGIN}{ONE}{END}", "", [("weather", PARIS)]),
     (DEEPSEEK, f"I look.\n{BEGIN}{ONE}\n{ONE}{END}\n", "I look.", [("weather", PARIS)] * 2),
     (DEEPSEEK, ONE.partition("```<")[0], "", [("weather", PARIS)]),
@@ -230,6 +338,42 @@ BROKEN: list[tuple[ToolFormat, str]] = [
     (DEEPSEEK, f"{BEGIN}<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n{PARIS}"),
     (DEEPSEEK, f"weather\n```json\n{PARIS}\n```"),
     (DEEPSEEK_V31, f"<｜tool▁call▁begin｜>launch<｜tool▁sep｜>{PARIS}"),
+    (GLM, "<tool_call>launch\n</tool_call>"),
+    (GLM, "<tool_call>weath</tool_call>"),
+    (GLM, GLM_CALL.partition("</tool_call>")[0]),
+    (GLM, GLM_CALL.partition("</arg_value>")[0]),
+    (GLM, GLM_CALL.replace("</arg_key>", "</arg_key>so")),
+    (GLM, GLM_CALL.replace("</arg_key>", f"</arg_key>{' ' * 600}")),
+    (GLM, GLM_CALL.replace("city", "")),
+    (
+        GLM,
+        glm("weather", city="a").replace(
+            "</tool_call>", GLM_CALL.removeprefix("<tool_call>weather")
+        ),
+    ),
+    (GLM, f"<tool_call>{CALL}</tool_call>"),
+    (GRANITE, '<|tool_call|>[{"name": "launch", "arguments": {}}]'),
+    (GRANITE, GRANITE_CALL[:-9]),
+    (GRANITE, "<|tool_call|>[a list]"),
+    (LFM2, PYTHON),
+    (LFM2, lfm2('launch(city="Paris")')),
+    (LFM2, lfm2('weather("Paris")')),
+    (LFM2, lfm2("weather(city=Paris)")),
+    (LFM2, lfm2("weather(city=1, city=2)")),
+    (LFM2, lfm2('weather(city="Paris"}')),
+    (LFM2, lfm2("weather(city=[1, 2)")),
+    (LFM2, lfm2("weather(city=weather())")),
+    (LFM2, lfm2("weather(days=nan)")),
+    (LFM2, lfm2("weather(days=)")),
+    (LFM2, lfm2(PYTHON)[:35]),
+    (LFM2, "<|tool_call_start|>[it is weather"),
+    (GEMMA, "<|tool_call>call:launch{}<tool_call|>"),
+    (GEMMA, gemma("city:Paris")),
+    (GEMMA, gemma("city")),
+    (GEMMA, gemma(f"city:{STRING}Paris")),
+    (GEMMA, GEMMA_CALL[:-14]),
+    (GEMMA, f"<|tool_call>call:weather{PARIS}<tool_call|>"),
+    (GEMMA, "<|tool_call>call:weather[1]<tool_call|>"),
     (LLAMA, '{"city": "Paris", "name": "weather"}'),
     (LLAMA, f"It is {LLAMA_CALL}"),
     (LLAMA, '<|python_tag|>weather.call(city="Paris")'),
@@ -329,13 +473,29 @@ PARTS = st.sampled_from(
     [TAGGED, CALL, LLAMA_CALL, "<tool_call>", "</tool_call>", "<|python_tag|>", "```json", "```",
      "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", ARGS_CALL, XML_CALL, "<function=add>", "</function>",
      "<parameter=a>", "</parameter>", "weather", TO, JSON, HARMONY_CALL, " to=functions.", BEGIN,
-     "<｜tool▁call▁begin｜>", ONE, SHORT, "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "<|call|>",
+     GLM_CALL, "<arg_key>", "</arg_key>", "</arg_value>", "call:", STRING, GEMMA_CALL, PYTHON,
+     "<|tool_call>", "<tool_call|>", "<|tool_call_start|>", "<|tool_call_end|>", "<|tool_call|>",
+     "[", "]", "(", ")", "'", "=", GRANITE_CALL, "<｜tool▁call▁begin｜>", ONE, SHORT,
+     "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "<|call|>",
      "{", "}", '"', ";", '"name"', ":", " ", "\n", "x", "\\", ",", '{"name": "add"', "<"]
 )  # fmt: skip
 
 
 FORMS = st.sampled_from(
-    [HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, QWEN_CODER, GPT_OSS, DEEPSEEK, DEEPSEEK_V31]
+    [
+        HERMES,
+        LLAMA,
+        MISTRAL,
+        MISTRAL_ARGS,
+        QWEN_CODER,
+        GPT_OSS,
+        DEEPSEEK,
+        DEEPSEEK_V31,
+        GLM,
+        GRANITE,
+        LFM2,
+        GEMMA,
+    ]
 )
 
 
@@ -352,7 +512,11 @@ def test_the_format_is_the_templates() -> None:
     hermes = "{% if tools %}<tool_call>{% endif %}"
     assert format_of(hermes) is HERMES
     assert format_of(f"{hermes}<function=") is QWEN_CODER
-    assert format_of(f"{hermes}<arg_key>") is None
+    assert format_of(f"{hermes}<arg_key>k</arg_key>\n<arg_value>") is GLM
+    assert format_of(f"{hermes}<arg_key>k</arg_key><arg_value>") is SHORT_GLM
+    assert format_of("{{ available_tools }} respond only with <|tool_call|>") is GRANITE
+    assert format_of("{{ tools }} <|tool_call>call:") is GEMMA
+    assert format_of("{{ tools }} List of tools: <|tool_list_start|>[") is LFM2
     assert format_of('{{ tools }} \'ipython\' {"name": function name, "parameters": x}') is LLAMA
     assert format_of("[AVAILABLE_TOOLS] {{ tools }}") is None
     assert format_of("[AVAILABLE_TOOLS] {{ tools }} [TOOL_CALLS] [") is MISTRAL

@@ -1,29 +1,29 @@
-"""Forced calls in Qwen3-Coder's form: whatever the grammar lets through is read as that call."""
+"""Forced calls with arguments one by one: what the grammar lets through is read as that call."""
 
 import json
 from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
-from tests.api.tool_servers import QWEN_CODER
+from tests.api.tool_servers import GEMMA, GLM, LFM2, QWEN_CODER, SHORT_GLM
 
 from penstock.api.bodies import ChatBody
 from penstock.api.errors import ApiError
 from penstock.api.tool_use import ToolUse, tool_use
-from penstock.api.written_calls import LONGEST_XML_KEY, XmlCall, alternatives
+from penstock.api.written_calls import LONGEST_XML_KEY, alternatives
 
 OR_NULL: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "null"}]}
 COLOUR = {"$ref": "#/$defs/Colour"}
 DEFS = {"Colour": {"type": "string", "enum": ["red", "blue"]}}
 
 
-def use_of(properties: dict[str, Any], **others: Any) -> ToolUse:
+def use_of(properties: dict[str, Any], template: str = QWEN_CODER, **others: Any) -> ToolUse:
     parameters = {"type": "object", "properties": properties, "required": [*properties], **others}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     body = ChatBody.model_validate(
         {"messages": [{"role": "user", "content": "a"}], "tools": tools, "tool_choice": "required"}
     )
-    use = tool_use(body, QWEN_CODER)
+    use = tool_use(body, template)
     assert use is not None
     return use
 
@@ -43,7 +43,7 @@ def is_allowed(use: ToolUse, text: str) -> bool:
 
 def arguments_of(use: ToolUse, text: str) -> Any:
     """None where it is no call."""
-    call = XmlCall({tool.function.name: tool.function.parameters or {} for tool in use.tools})
+    call = use.form.call({tool.function.name: tool.function.parameters or {} for tool in use.tools})
     if call.add(text) < len(text) or not call.is_over or call.arguments is None:
         return None
     return json.loads(call.arguments)
@@ -115,3 +115,60 @@ def test_a_choice_that_could_not_be_read_is_refused() -> None:
 def test_a_schema_that_refers_to_itself_is_looked_at_once() -> None:
     loop: dict[str, Any] = {"anyOf": [{"$ref": "#/$defs/loop"} for _ in range(50)]}
     assert len(list(alternatives(loop, {"$defs": {"loop": loop}}))) == 51
+
+
+PLACE: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": COLOUR},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+ALL = {"note": {"type": "string"}, "at": PLACE, "days": {"type": "integer"}, "mood": COLOUR}
+READ = {"note": "a 'b' (c)\n", "at": {"city": "red"}, "days": -3, "mood": "blue"}
+KEYED = 'f(note="a \'b\' (c)\\n", at={"city": "red"}, days=-3, mood="blue")'
+MARKED = 'call:f{note:<|"|>a \'b\' (c)\n<|"|>,at:{"city": "red"},days:-3,mood:"blue"}'
+ARG = "<arg_key>{}</arg_key>{}<arg_value>{}</arg_value>{}"
+
+
+def glm(gap: str) -> str:
+    written = {"note": READ["note"], "at": '{"city": "red"}', "days": "-3", "mood": "blue"}
+    parts = [ARG.format(key, gap, value, gap) for key, value in written.items()]
+    return f"f{gap}{''.join(parts)}</tool_call>"
+
+
+FORMS = [(LFM2, KEYED), (GEMMA, MARKED), (GLM, glm("\n")), (SHORT_GLM, glm(""))]
+
+
+@pytest.mark.parametrize(("template", "text"), FORMS)
+def test_forced_calls_of_other_forms_are_read(template: str, text: str) -> None:
+    use = use_of(ALL, template, **{"$defs": DEFS})
+    assert is_allowed(use, text)
+    assert arguments_of(use, text) == READ
+    for wrong in ("green", "days", "city"):
+        right = {"green": "red", "days": "-3", "city": "mood"}[wrong]
+        assert not is_allowed(use, text.replace(right, wrong))
+
+
+@pytest.mark.parametrize(
+    ("template", "required", "texts"),
+    [
+        (LFM2, [], ["f()", "f(a=1)", "f(b=2)", "f(a=1, b=2)"]),
+        (LFM2, ["b"], ["f(b=2)", "f(b=2, a=1)"]),
+        (GEMMA, [], ["call:f{}", "call:f{b:2}", "call:f{a:1,b:2}"]),
+        (GEMMA, ["a", "b"], ["call:f{a:1,b:2}"]),
+    ],
+)
+def test_optional_arguments_may_be_left_out(template, required, texts) -> None:
+    whole = {"type": "integer", "minimum": 1, "maximum": 2}
+    use = use_of({"a": whole, "b": whole}, template, required=required)
+    for text in texts:
+        assert is_allowed(use, text)
+        assert arguments_of(use, text) is not None
+    head, end = texts[0][: 2 if template == LFM2 else 7], texts[0][-1]
+    assert is_allowed(use, head + end) is (not required)
+    assert not is_allowed(use, texts[-1][:-1] + ",")
+
+
+def test_a_bare_name_that_could_not_be_read_is_refused() -> None:
+    with pytest.raises(ApiError, match="a parameter of 'f' is called 'a=b'"):
+        use_of({"a=b": {"type": "string"}}, LFM2).shaped([], {})

@@ -22,6 +22,11 @@ QWEN_CODER = TEMPLATE + "{# <tool_call> <function=name> #}"
 GPT_OSS = TEMPLATE + "{# <|channel|>analysis<|message|> <|channel|>commentary #}<|end|>"
 DEEPSEEK = TEMPLATE + "{# <｜tool▁call▁begin｜>name ```json #}"
 DEEPSEEK_V31 = TEMPLATE + "{# <｜tool▁call▁begin｜>name #}"
+GLM = TEMPLATE + "{# <tool_call><arg_key>k</arg_key>\n<arg_value> #}"
+SHORT_GLM = TEMPLATE + "{# <tool_call><arg_key>k</arg_key><arg_value> #}"
+GRANITE = TEMPLATE + "{# <|tool_call|> #}"
+GEMMA = TEMPLATE + "{# <|tool_call>call: #}"
+LFM2 = TEMPLATE + "{# List of tools: [] #}"
 LLAMA = TEMPLATE + '{# ipython {"name": NAME, "parameters": {}} #}'
 
 

@@ -14,6 +14,7 @@ from tests.engine.small_models import CASES, Case, write_checkpoint
 from tests.engine.test_gguf import eager, logits
 from tests.engine.test_loading import refusal
 from tests.products import covering
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from lab.common.quantize import quantize_folder
 from penstock.engine.models.config import DecoderConfig
@@ -127,6 +128,30 @@ def pack_awq(group: int) -> Pack:
     return pack
 
 
+def pack_fp8(*block: int) -> Pack:
+    """Without a block a matrix has one scale. Values as transformers dequantises them."""
+
+    def pack(module: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        size = block or tuple(weight.shape)
+        blocks = [-(-n // b) for n, b in zip(weight.shape, size, strict=True)]
+        scale = (torch.rand(blocks) + 0.5) / 100
+        ends = [b * n - w for b, n, w in zip(blocks, size, weight.shape, strict=True)]
+        of_each = scale.repeat_interleave(size[0], 0).repeat_interleave(size[1], 1)
+        of_each = of_each[: weight.shape[0], : weight.shape[1]]
+        values = (weight / of_each).clamp(-448, 448).to(torch.float8_e4m3fn)
+        tensors = {
+            f"{module}.weight": values,
+            f"{module}.weight_scale_inv": scale if block else scale.view(()).bfloat16(),
+            f"{module}.activation_scale": torch.tensor(2.0),
+        }
+        if any(ends):  # transformers has whole blocks only
+            return tensors, values.float() * of_each
+        read = Fp8Dequantize(None)._dequantize_one
+        return tensors, read(values, tensors[f"{module}.weight_scale_inv"], torch.float32)
+
+    return pack
+
+
 def compressed(kind: str, **weights: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": {"type": "int", "symmetric": True, **weights}}
     config = {"quant_method": "compressed-tensors", "format": kind, "ignore": ["lm_head"]}
@@ -156,9 +181,13 @@ def formats(group: int) -> dict[str, tuple[dict[str, Any], Pack]]:
         "gptq v2": (gptq | {"checkpoint_format": "gptq_v2"}, pack_gptq(4, group, 0)),
         "gptq of 8 bits": (gptq | {"bits": 8}, pack_gptq(8, group)),
         "awq": ({"quant_method": "awq", "bits": 4, "group_size": group}, pack_awq(group)),
+        "fp8": (FP8 | {"weight_block_size": [8, 16]}, pack_fp8(8, 16)),
+        "fp8 in cut blocks": (FP8 | {"activation_scheme": "dynamic"}, pack_fp8(128, 128)),
+        "fp8 in one block": (FP8 | {"weight_block_size": None}, pack_fp8()),
     }
 
 
+FP8: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "static"}
 FORMATS = formats(GROUP)
 GPTQ = FORMATS["gptq"][0]
 
@@ -280,6 +309,10 @@ def test_experts_that_share_no_format_are_widened_and_said(tmp_path: Path, caplo
         (GPTQ | {"group_size": 0}, "group_size is 0"),
         (GPTQ | {"checkpoint_format": "marlin"}, "'marlin'"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "allowed: gemm"),
+        (FP8 | {"fmt": "e5m2"}, "fp8 is ('e5m2', 'fp8')"),
+        (FP8 | {"expert_dtype": "fp4"}, "allowed: e4m3, two sizes or none"),
+        (FP8 | {"weight_block_size": [128]}, "blocks [128]"),
+        (FP8 | {"weight_block_size": [0, 1]}, "blocks [0, 1]"),
         (compressed("float-quantized", num_bits=8), "'float-quantized'; allowed: pack-quantized"),
         (compressed("int-quantized", num_bits=8, symmetric=False), "symmetric False"),
         (compressed("pack-quantized", num_bits=4, strategy="block"), "'block'"),
@@ -302,6 +335,11 @@ def test_formats_that_are_not_read(config: dict[str, Any], reason: str, tmp_path
         ("gptq", "qzeros", lambda x: None, "is missing"),
         ("gptq", "g_idx", lambda x: x + 100, "names groups beyond"),
         ("awq", "scales", lambda x: x.t().contiguous(), "has shape"),
+        ("fp8", "weight", lambda x: x.float(), "is torch.float32; torch.float8_e4m3fn"),
+        ("fp8", "weight", lambda x: x.view(torch.uint8).fill_(255).view(x.dtype), "not finite"),
+        ("fp8", "weight_scale_inv", lambda x: x[:-1], "has shape"),
+        ("fp8 in one block", "weight_scale_inv", lambda x: x.repeat(2), "torch.bfloat16 (2,)"),
+        ("fp8", "weight_scale_inv", lambda x: x.byte(), "is torch.uint8"),
     ],
 )
 def test_damaged_tensors(name, tensor, damage, reason, tmp_path) -> None:
@@ -312,3 +350,25 @@ def test_damaged_tensors(name, tensor, damage, reason, tmp_path) -> None:
     damaged = damage(tensors.pop(full))
     save_file(tensors | ({} if damaged is None else {full: damaged}), file, {"format": "pt"})
     refusal(tmp_path, full, reason)
+
+
+def test_fp8_without_a_scale_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "fp8")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight_scale_inv"]
+    save_file(tensors, file, {"format": "pt"})
+    refusal(tmp_path, "up_proj.weight is torch.float8_e4m3fn; allowed: torch.float32")
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8 in one block"])
+def test_fp8_is_served_as_the_floats_that_it_stands_for(name: str, tmp_path: Path) -> None:
+    """In bfloat16, as the folder says its numbers are; on the kernels and in PyTorch."""
+    expected = write(tmp_path, name)
+    write_checkpoint(tmp_path / "floats", CASES["llama"])
+    save_file(expected, tmp_path / "floats/model.safetensors", {"format": "pt"})
+    for folder in (tmp_path, tmp_path / "floats"):
+        content = json.loads((folder / "config.json").read_text()) | {"dtype": "bfloat16"}
+        (folder / "config.json").write_text(json.dumps(content))
+    for load in (eager, lambda path: NativeRunner.load(path, torch.float32, 16, 16, 1)):
+        assert torch.equal(logits(load(tmp_path)), logits(load(tmp_path / "floats")))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.api.tool_calls import overlap
-from penstock.engine.grammar import lark_text
+from penstock.engine.grammar import lark_text, lark_until
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +56,15 @@ class ReasoningFormat:
         opening = "" if is_open else lark_text(self.opening, special)
         before = lark_text(self.before, special) if heads else ""
         rules = [f"start: ({opening} thought){'' if is_open else '?'} {before} @behind"]
-        if end in special:
-            rules.append(f"thought: /(?s:.*)/ {lark_text(self.closing, special)}")
-        else:
-            rules.append(f"thought: inner {lark_text(more, special)}")
-            rules.append(f"inner[suffix={json.dumps(end)}]: /(?s:.*)/")
+        rules.append(f"thought: inner {lark_text(more, special)}")
+        rules.append(lark_until("inner", end, special))
         if not more:
             rules[1] += " /\\n*/"
         return "\n".join(rules)
 
 
 THINK = ReasoningFormat(("<think>",), ("</think>",))
+GRANITE = replace(THINK, dropped=("<response>", "</response>"))
 MAGISTRAL = ReasoningFormat(("[THINK]",), ("[/THINK]",))
 GEMMA = ReasoningFormat(("<|channel>", "thought"), ("<channel|>",))
 HARMONY = ReasoningFormat(
@@ -88,6 +85,8 @@ def reasoning_of(template: str | None) -> ReasoningFormat | None:
         return None
     if "<|channel|>analysis<|message|>" in template:
         return HARMONY
+    if "<response></response>" in template:
+        return GRANITE
     return next((form for form in (THINK, MAGISTRAL, GEMMA) if form.closing[0] in template), None)
 
 

@@ -12,9 +12,13 @@ from uuid import uuid4
 
 from penstock.api.written_calls import (
     DeepSeekCall,
+    GemmaCall,
+    GlmCall,
     HarmonyCall,
     JsonCall,
     MistralCall,
+    PythonCall,
+    ShortGlmCall,
     WrittenCall,
     XmlCall,
 )
@@ -31,7 +35,7 @@ class ToolFormat:
     behind_name: strings between a call's name and its arguments, where they are apart
     before_text: strings before a text
     dropped:  marks behind calls that are not shown
-    is_list:  the calls are one JSON array
+    is_list:  the calls are a list in brackets
     id_size:  length of a call's id, if the template requires one
     call:     parser of one call
     """
@@ -94,6 +98,23 @@ MISTRAL = ToolFormat(
 )
 
 
+GRANITE = replace(
+    MISTRAL,
+    closings={"<|tool_call|>": ",", "<tool_call>": ","},
+    before=("<|tool_call|>", "["),
+    id_size=None,
+)
+"""Format of Granite 3; Granite 4's is Hermes'."""
+
+LFM2 = replace(
+    GRANITE,
+    closings={"<|tool_call_start|>": ","},
+    before=("<|tool_call_start|>", "["),
+    after=("]", "<|tool_call_end|>"),
+    dropped=("<|tool_call_end|>",),
+    call=PythonCall,
+)
+
 MISTRAL_ARGS = ToolFormat(
     {"[TOOL_CALLS]": ""},
     "arguments",
@@ -103,7 +124,7 @@ MISTRAL_ARGS = ToolFormat(
     id_size=9,
     call=MistralCall,
 )
-"""Format since Mistral Small 3.1 and Devstral."""
+"""Format since Mistral Small 3.1 and Devstral, Ministral 3's, too."""
 
 QWEN_CODER = ToolFormat(
     {"<tool_call>": "</tool_call>"},
@@ -113,6 +134,25 @@ QWEN_CODER = ToolFormat(
     after=HERMES.after,
     call=XmlCall,
 )
+
+GLM = ToolFormat(
+    {"<tool_call>": ""},
+    "arguments",
+    before=("<tool_call>",),
+    between=("\n", "<tool_call>"),
+    call=GlmCall,
+)
+SHORT_GLM = replace(GLM, between=GLM.before, call=ShortGlmCall)
+
+GEMMA = ToolFormat(
+    {"<|tool_call>": "<tool_call|>"},
+    "arguments",
+    before=("<|tool_call>",),
+    between=("<tool_call|>", "<|tool_call>"),
+    after=("<tool_call|>",),
+    call=GemmaCall,
+)
+"""Gemma 4's."""
 
 
 _CHANNELS = ("<|channel|>commentary", "<|channel|>analysis")
@@ -153,8 +193,8 @@ def format_of(template: str | None) -> ToolFormat | None:
     if template is None or "tools" not in template:
         return None
     if "<tool_call>" in template:
-        if "<arg_key>" in template:  # GLM's, which are not read
-            return None
+        if "<arg_key>" in template:
+            return SHORT_GLM if "</arg_key><arg_value>" in template else GLM
         return QWEN_CODER if "<function=" in template else HERMES
     if "[TOOL_CALLS]" in template:
         return MISTRAL_ARGS if "[ARGS]" in template else MISTRAL
@@ -162,6 +202,11 @@ def format_of(template: str | None) -> ToolFormat | None:
         return GPT_OSS
     if "<｜tool▁call▁begin｜>" in template:
         return DEEPSEEK if "```json" in template else DEEPSEEK_V31
+    marks = {"<|tool_call>": GEMMA, "<|tool_call|>": GRANITE, "List of tools: ": LFM2}
+    if (
+        found := next((form for mark, form in marks.items() if mark in template), None)
+    ) is not None:
+        return found
     return LLAMA if "ipython" in template and '"parameters"' in template else None
 
 
@@ -374,12 +419,14 @@ class ToolCallParser:
             return True
         if any(m.startswith(rest) for m in (closing, *self._form.dropped)):
             return False
-        if rest.startswith("{") and (self._form.is_bare or self._form.is_list):
+        is_next = rest.startswith("{") if self._form.call is JsonCall else not closing
+        if is_next and (self._form.is_bare or self._form.is_list):
             # Calls in a row have the same separator after any opening.
             (self._closing,) = set(self._form.closings.values())
             self._state = _State.OPENED
         elif rest.startswith("]") and self._form.is_list:
-            self._pending, self._state = rest[1:], _State.TEXT
+            self._pending = rest[1:]
+            self._state = _State.CLOSED if self._form.dropped else _State.TEXT
         else:
             self._state = _State.TEXT
         return True

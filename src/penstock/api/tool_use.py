@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +15,18 @@ from penstock.api.tool_calls import ToolCallParser, ToolFormat, format_of
 from penstock.api.written_calls import (
     LONGEST_XML_KEY,
     JsonCall,
+    KeyedCall,
     XmlCall,
     alternatives,
+    is_plain_key,
     is_xml_key,
-    is_xml_value,
     types_of,
 )
 from penstock.engine.closed_schema import with_parts
-from penstock.engine.grammar import lark_json, lark_text
+from penstock.engine.grammar import lark_json, lark_text, lark_until
+
+_Schema = Mapping[str, Any]
+_Special = Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +112,13 @@ class ToolUse:
         yield "call: " + " | ".join(f"call_{n}" for n in range(len(self.tools)))
         for n, tool in enumerate(self.tools):
             schema = {"type": "object", **_moved(_parameters(tool), "")}
-            if self.form.call is XmlCall:
-                yield from _xml_rules(f"call_{n}", tool.function.name, schema)
+            call, name = self.form.call, tool.function.name
+            if issubclass(call, XmlCall):
+                yield from _xml_rules(f"call_{n}", name, schema, call, special)
+            elif issubclass(call, KeyedCall):
+                yield from _keyed_rules(f"call_{n}", name, schema, call, special)
             else:
-                head = lark_text((tool.function.name, *self.form.behind_name), special)
+                head = lark_text((name, *self.form.behind_name), special)
                 yield f"call_{n}: {head} {lark_json(schema)}"
 
     def parser(self) -> ToolCallParser:
@@ -125,38 +133,82 @@ class ToolUse:
         )
 
 
-def _xml_rules(rule: str, name: str, schema: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the Lark rules of a call in the format of `XmlCall`, arguments in the schema's order.
-
-    Raises: ApiError for a schema whose calls `XmlCall` could not parse."""
+def _arguments(name: str, schema: _Schema, is_key: Callable[[str], bool]) -> list[Any]:
+    """Return names and schemas of a tool's arguments, and whether required. Raises: ApiError."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
     is_read = isinstance(properties, Mapping) and isinstance(required, list)
     if schema["type"] != "object" or not is_read:
         raise _refused_tool(f"the parameters of {name!r} must be a schema of an object")
-    parts = []
-    for n, (key, of_value) in enumerate(properties.items()):
-        if not is_xml_key(key):
-            raise _refused_tool(
-                f"a parameter of {name!r} is called {key[:40]!r}: in this model's calls a name has "
-                f"1 to {LONGEST_XML_KEY} characters, and no <, > or line break"
-            )
+    wrong = next((key for key in properties if not is_key(key)), None)
+    if wrong is not None:
+        raise _refused_tool(
+            f"a parameter of {name!r} is called {wrong[:40]!r}: in this model's calls a name has "
+            f"1 to {LONGEST_XML_KEY} characters, none of them a mark of the format"
+        )
+    return [(key, of_value, key in required) for key, of_value in properties.items()]
+
+
+def _xml_rules(
+    rule: str, name: str, schema: _Schema, call: type[XmlCall], special: _Special
+) -> Iterator[str]:
+    """Yield the Lark rules of a call in the format of `XmlCall`, arguments in the schema's order.
+
+    Raises: ApiError for a schema whose calls `XmlCall` could not parse."""
+
+    def lark(text: str) -> str:
+        marks = "|".join(map(re.escape, call.marks)) or "(?!)"
+        return lark_text([piece for piece in re.split(f"({marks})", text) if piece], special)
+
+    parts, end = [], call.end_of_value
+    for n, (key, of_value, is_required) in enumerate(_arguments(name, schema, is_xml_key)):
         part = f"{rule}_{n}"
-        parts.append(part if key in required else f"{part}?")
-        value = _xml_value(of_value, schema)
-        if value is None:
-            value = f"{part}_text"
-            yield f'{value}[suffix="</parameter>"]: /(?s:.*)/'
+        parts.append(part if is_required else f"{part}?")
+        value, found = f"{part}_text", _values(of_value, schema)
+        if found is None:
+            yield lark_until(value, end, special)
         else:
-            value += ' "\\n</parameter>"'
-        yield " ".join((f"{part}:", json.dumps(f"<parameter={key}>\n"), value, '"\\n"'))
-    head = json.dumps(f"<function={name}>\n")
-    yield " ".join((f"{rule}:", head, *parts, '"</function>"'))
+            if any(end in text for text in found[0]):
+                raise _refused_tool(f"a choice with {end} in it cannot be told from a value's end")
+            either = " | ".join((*map(json.dumps, found[0]), *found[1]))
+            value = f"({either}) {lark(call.margin + end)}"
+        before = f"{call.before_key}{key}{call.behind_key}".replace("><", f">{call.gap}<")
+        yield f"{part}: {lark(before + call.margin)} {value} {lark(call.gap)}"
+    head = call.heads[0].format(name).removesuffix("<") + call.gap
+    yield " ".join((f"{rule}:", lark(head), *parts, lark(call.end)))
 
 
-def _xml_value(of_value: Any, schema: Mapping[str, Any]) -> str | None:
-    """Return an argument's value in Lark's notation: strings without quotes, all else as JSON.
+def _keyed_rules(
+    rule: str, name: str, schema: _Schema, call: type[KeyedCall], special: _Special
+) -> Iterator[str]:
+    """Yield the Lark rules of a call in the format of `KeyedCall`, required arguments first.
 
-    None if it may be any string. schema: root of references. Raises: ApiError."""
+    A string by itself is between the format's marks, if it has any; all else is JSON."""
+    arguments = sorted(_arguments(name, schema, is_plain_key), key=lambda one: not one[2])
+    more = []
+    for n, (key, of_value, is_required) in enumerate(arguments):
+        more.append(f"({json.dumps(call.comma)} {rule}_{n}){'' if is_required else '?'}")
+        own = of_value if isinstance(of_value, Mapping) else {}
+        value = lark_json({**own, **_shared(schema)})
+        if call.marks and _values(of_value, schema) is None:
+            value = f"{lark_text(call.marks, special)} {rule}_{n}_text"
+            yield lark_until(f"{rule}_{n}_text", call.marks[0], special)
+        yield f"{rule}_{n}: {json.dumps(key + call.between)} {value}"
+    num_firsts = 1 if arguments and arguments[0][2] else len(arguments)
+    either = " | ".join(" ".join((f"{rule}_{n}", *more[n + 1 :])) for n in range(num_firsts))
+    inside = either and f"({either}){'' if arguments[0][2] else '?'}"
+    head = call.prefixes[0] + name + call.opening
+    yield f"{rule}: {json.dumps(head)} {inside} {json.dumps(call.end)}"
+
+
+def _shared(schema: _Schema) -> dict[str, Any]:
+    """Return the definitions that parts of a schema may refer to."""
+    return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+
+
+def _values(of_value: Any, schema: Mapping[str, Any]) -> tuple[list[str], list[str]] | None:
+    """Return the strings that an argument may be, and Lark expressions of what else, as JSON.
+
+    None if it may be any string. schema: root of references"""
     strings: list[str] = []
     others: list[Mapping[str, Any]] = []
     for part in alternatives(of_value, schema):
@@ -169,13 +221,8 @@ def _xml_value(of_value: Any, schema: Mapping[str, Any]) -> str | None:
             if "string" in types:
                 return None
             others.append({**part, "type": types})
-    if not all(map(is_xml_value, strings)):
-        raise _refused_tool("a choice with </parameter> in it cannot be told from a value's end")
-    values = [json.dumps(text) for text in strings]
-    if others:
-        shared = {k: schema[k] for k in ("$defs", "definitions") if k in schema}
-        values.append(lark_json({"anyOf": others, **shared}))
-    return f"({' | '.join(values)})" if values else None
+    found = [lark_json({"anyOf": others, **_shared(schema)})] if others else []
+    return (strings, found) if strings or found else None
 
 
 def _refused_tool(message: str) -> ApiError:
@@ -234,7 +281,8 @@ def tool_use(body: ChatBody, template: str | None, *, thinks: bool = False) -> T
         raise ApiError(
             400,
             f"{param}: the model's chat template has no tools in a format that this server reads "
-            "(Hermes', Llama 3's, Mistral's, Qwen3-Coder's, gpt-oss' or DeepSeek's)",
+            "(Hermes', Llama 3's, Mistral's, Qwen3-Coder's, gpt-oss', DeepSeek's, GLM's, "
+            "Granite 3's, Gemma 4's or LFM2's)",
             param=param,
             code="unsupported_value",
         )

@@ -121,6 +121,7 @@ class NamedCall(WrittenCall):
     prefixes, separators: before the name and behind it. skipped: an optional part of the latter"""
 
     begins = ("",)
+    opening: ClassVar[str] = "{"
     prefixes: ClassVar[tuple[str, ...]] = ("",)
     separators: ClassVar[tuple[str, ...]]
     skipped: ClassVar[re.Pattern[str]] = re.compile("(?!)")
@@ -151,14 +152,17 @@ class NamedCall(WrittenCall):
     def add(self, text: str) -> int:
         taken = 0
         while taken < len(text) and self.name is None and not self.is_wrong:
-            if text[taken] == "{":
+            if text[taken] == self.opening:
                 self.name = self._heads.get(self.skipped.sub("", self._head, count=1).rstrip())
             self.is_wrong = self.name is None and not self._goes_on(text[taken])
             taken += self.name is None
         while taken < len(text) and not (self.is_over or self.is_wrong):
             taken += self._object.add(text[taken:])
-            self.is_wrong = self.is_over and not isinstance(_parsed(self._object.text), dict)
+            self.is_wrong = not self._may_be_call()
         return taken
+
+    def _may_be_call(self) -> bool:
+        return not self.is_over or isinstance(_parsed(self._object.text), dict)
 
     def _goes_on(self, char: str) -> bool:
         """Add a character; True if arguments may still follow."""
@@ -201,15 +205,109 @@ class DeepSeekCall(NamedCall):
     separators = ("\n```json", "<｜tool▁sep｜>")
 
 
-class XmlCall(WrittenCall):
-    """Arguments as `<parameter=KEY>VALUE</parameter>` in `<function=NAME>` and `</function>`.
+class KeyedCall(NamedCall):
+    """A tool's name and arguments by name, in brackets and a notation near JSON's, or JSON.
 
-    A value is text, or of its schema's type."""
+    end: closing bracket. between: a name and its value. comma: between arguments, as trained.
+    quote: beginning of a string. strings: whole ones, `body` with escapes or `raw` without"""
 
-    begins = ("<",)
+    separators = ("",)
+    end: ClassVar[str]
+    between: ClassVar[str]
+    comma: ClassVar[str]
+    quote: ClassVar[str]
+    strings: ClassVar[re.Pattern[str]]
 
     def __init__(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
         super().__init__(tools)
+        self._object = _Object(self.between, self.quote)
+        self._values: dict[str, str] = {}
+
+    @property
+    def arguments(self) -> str | None:
+        return None if self.name is None else _joined(self._values, self.is_over)
+
+    def _may_be_call(self) -> bool:
+        for key, written in [*self._object.entries.items()][len(self._values) :]:
+            value = self._as_json(written)
+            if value is None or not is_plain_key(key.strip()) or key.strip() in self._values:
+                return False
+            self._values[key.strip()] = value
+        is_ended = not self.is_over or self._object.text[-1] == self.end
+        return is_ended and not self._object.has_more
+
+    def _as_json(self, written: str) -> str | None:
+        pieces, end = [], 0
+        for found in self.strings.finditer(written):
+            raw = found.groupdict().get("raw")
+            text = _ESCAPED.sub(_escaped, found["body"]) if raw is None else json.dumps(raw)[1:-1]
+            pieces += [_plain(written[end : found.start()]), f'"{text}"']
+            end = found.end()
+        made = "".join((*pieces, _plain(written[end:]))).strip()
+        return made if made == "null" or _parsed(made) is not None else None
+
+
+class PythonCall(KeyedCall):
+    """`NAME(KEY=VALUE, …)` with values in Python's notation, as LFM2 writes them."""
+
+    opening, end, between, comma = "(", ")", "=", ", "
+    quote = "['\"]"
+    strings = re.compile(r"""(?s)(['"])(?P<body>(?:\\.|(?!\1).)*)\1""")
+
+
+class GemmaCall(KeyedCall):
+    """`call:NAME{KEY:VALUE,…}`: names are bare, strings between marks."""
+
+    marks = ('<|"|>',)
+    prefixes = ("call:",)
+    end, between, comma = "}", ":", ","
+    quote = r'<\|"\|>|(?<!<\|)"'
+    strings = re.compile(r'(?s)<\|"\|>(?P<raw>.*?)<\|"\|>|"(?P<body>(?:[^"\\]|\\.)*)"')
+
+
+_ESCAPED = re.compile(r'(?s)\\(?:u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)|["\x00-\x1f]')
+
+
+def _escaped(found: re.Match[str]) -> str:
+    """Return in JSON what has to be escaped in it, or is in Python."""
+    text = found[0]
+    if len(text) == 6 or (text[0] == "\\" and text[1] in '"\\/bfnrt'):
+        return text
+    plain = chr(int(text[2:], 16)) if len(text) == 4 else text
+    return json.dumps("'" if text == "\\'" else plain)[1:-1]
+
+
+def _plain(text: str) -> str:
+    """Return in JSON what stands between strings."""
+    text = re.sub(r"\b(?:True|False)\b", lambda found: found[0].lower(), text)
+    text = re.sub(r"\bNone\b", "null", text)
+    return re.sub(r"([{,]\s*)([\w.-]+)(?=\s*:)", r'\1"\2"', text)
+
+
+def is_plain_key(name: str) -> bool:
+    """True if `KeyedCall` accepts the name of an argument."""
+    return re.fullmatch(r"[^\s<>()\[\]{}:=,'\"]+", name) is not None
+
+
+class XmlCall(WrittenCall):
+    """Arguments as `<parameter=KEY>VALUE</parameter>` in `<function=NAME>` and `</function>`.
+
+    A value is text, or of its schema's type. heads: of a call, by its name; `<` is the next tag's.
+    before_key, behind_key, end_of_value, end: marks. margin: around a value, no part of it. gap:
+    between marks, as trained"""
+
+    begins = ("<",)
+    heads: ClassVar[tuple[str, ...]] = ("<function={}>",)
+    before_key: ClassVar[str] = "<parameter="
+    behind_key: ClassVar[str] = ">"
+    end_of_value: ClassVar[str] = "</parameter>"
+    end: ClassVar[str] = "</function>"
+    margin: ClassVar[str] = "\n"
+    gap: ClassVar[str] = "\n"
+
+    def __init__(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
+        super().__init__(tools)
+        self._heads = {head.format(name): name for name in tools for head in self.heads}
         self._text = ""
         self._is_over = False
         self._start = 0
@@ -227,18 +325,15 @@ class XmlCall(WrittenCall):
 
     @property
     def arguments(self) -> str | None:
-        if self.name is None:
-            return None
-        entries = (f"{json.dumps(k, ensure_ascii=False)}: {v}" for k, v in self._entries.items())
-        return "{" + ", ".join(entries) + ("}" if self.is_over else "")
+        return None if self.name is None else _joined(self._entries, self.is_over)
 
     def add(self, text: str) -> int:
         for taken, char in enumerate(text, 1):
             self._text += char
             if self._key is None:
                 self.is_wrong = not self._in_tag(char)
-            elif char == ">" and self._text.endswith(_END_OF_VALUE):
-                value = self._text[self._start : -len(_END_OF_VALUE)]
+            elif char == ">" and self._text.endswith(self.end_of_value):
+                value = self._text[self._start : -len(self.end_of_value)]
                 self._entries[self._key] = self._as_json(self._key, value)
                 self._key, self._start = None, len(self._text)
             if self.is_wrong or self.is_over:
@@ -252,24 +347,24 @@ class XmlCall(WrittenCall):
             return True
         tag = self._text[self._start :]
         if self.name is None:
-            expected = {f"<function={name}>": name for name in self._tools}
-            self.name = expected.get(tag)
+            self.name = self._heads.get(tag)
             if self.name is None:
-                return any(one.startswith(tag) for one in expected)
-        elif tag == _END_OF_CALL:
-            self._is_over = True
-        elif tag.startswith(_PARAMETER) and char == ">":
-            self._key = tag[len(_PARAMETER) : -1]
-            if not self._key or self._key in self._entries:
-                return False
-        else:
-            is_key = tag.startswith(_PARAMETER) and is_xml_key(tag[len(_PARAMETER) :])
-            return is_key or _PARAMETER.startswith(tag) or _END_OF_CALL.startswith(tag)
-        self._start = len(self._text)
-        return True
+                return any(head.startswith(tag) for head in self._heads)
+            self._start = len(self._text) - (char == "<")
+            return True
+        self._is_over = tag == self.end
+        if not tag.startswith(self.before_key):
+            return self.before_key.startswith(tag) or self.end.startswith(tag)
+        key, *behind = re.split("(?=[<>])", tag[len(self.before_key) :], maxsplit=1)
+        marks = "".join("".join(behind).split())
+        if marks == self.behind_key:
+            self._key, self._start = key, len(self._text)
+            return is_xml_key(key) and key not in self._entries
+        is_short = len(tag) <= 2 * LONGEST_XML_KEY
+        return is_short and (not key or is_xml_key(key)) and self.behind_key.startswith(marks)
 
     def _as_json(self, key: str, value: str) -> str:
-        value = value.removeprefix("\n").removesuffix("\n")
+        value = value.removeprefix(self.margin).removesuffix(self.margin)
         schema = self._tools[self.name or ""]
         known = schema.get("properties")
         types = _types(known.get(key), schema) if isinstance(known, Mapping) else set()
@@ -285,7 +380,21 @@ class XmlCall(WrittenCall):
         return json.dumps(value, ensure_ascii=False)
 
 
-_PARAMETER, _END_OF_VALUE, _END_OF_CALL = "<parameter=", "</parameter>", "</function>"
+class GlmCall(XmlCall):
+    """`NAME`, and `<arg_key>KEY</arg_key>` and `<arg_value>VALUE</arg_value>` for each argument."""
+
+    begins = ("",)
+    marks = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>")
+    heads, margin = ("{}<", "{}\n"), ""
+    before_key, behind_key, end_of_value, end = marks[0], marks[1] + marks[2], marks[3], marks[4]
+
+
+class ShortGlmCall(GlmCall):
+    """As since GLM-4.7, without line breaks."""
+
+    gap = ""
+
+
 LONGEST_XML_KEY = 288
 _XML_KEY = re.compile(rf"[^<>\n]{{1,{LONGEST_XML_KEY}}}")
 
@@ -293,11 +402,6 @@ _XML_KEY = re.compile(rf"[^<>\n]{{1,{LONGEST_XML_KEY}}}")
 def is_xml_key(name: str) -> bool:
     """True if `XmlCall` accepts the name of a parameter."""
     return _XML_KEY.fullmatch(name) is not None
-
-
-def is_xml_value(text: str) -> bool:
-    """True if `XmlCall` accepts the text as a value."""
-    return _END_OF_VALUE not in text
 
 
 _TYPES: dict[str, Any] = {
@@ -339,21 +443,28 @@ def _referred(reference: str, root: Mapping[str, Any]) -> Any:
     return found
 
 
+def _joined(values: Mapping[str, str], is_over: bool) -> str:
+    entries = (f"{json.dumps(key, ensure_ascii=False)}: {v}" for key, v in values.items())
+    return "{" + ", ".join(entries) + ("}" if is_over else "")
+
+
 class _Object:
     """Top-level entries of a JSON object while it is generated, without validation.
 
-    entries: complete ones, as written
-    """
+    entries: complete ones, as written. has_more: there is something beside them. between, quote: of
+    other notations, where a string's end is its beginning"""
 
-    def __init__(self) -> None:
+    def __init__(self, between: str = ":", quote: str = '"') -> None:
         self.text = ""
         self.entries: dict[str, str] = {}
-        self.is_over = False
+        self.is_over = self.has_more = False
+        self._between, self._quotes = between, re.compile(rf"(?:{quote})\Z")
         self._key: str | None = None
         self._start = 1
         """Start of the current key or value."""
         self._depth = 0
-        self._in_string = False
+        self._quote, self._string = "", 0
+        """Of the current string, and where its text begins."""
         self._is_escaped = False
 
     @property
@@ -374,13 +485,15 @@ class _Object:
     def _ends_with(self, char: str) -> bool:
         if self._is_escaped:
             self._is_escaped = False
-        elif char == "\\" and self._in_string:
-            self._is_escaped = True
-        elif char == '"':
-            self._in_string = not self._in_string
-        elif not self._in_string:
-            self._depth += (char in "{[") - (char in "]}")
-            if self._depth == 1 and char == ":" and self._key is None:
+        elif self._quote:
+            self._is_escaped = char == "\\" and len(self._quote) == 1
+            if self.text.endswith(self._quote, self._string):
+                self._quote = ""
+        elif found := self._quotes.search(self.text[-8:]):
+            self._quote, self._string = found[0], len(self.text)
+        else:
+            self._depth += (char in "{[(") - (char in ")]}")
+            if self._depth == 1 and char == self._between and self._key is None:
                 key = self.text[self._start : -1]
                 self._key = key if key not in self.entries else f" {key}"
                 self._start = len(self.text)
@@ -392,8 +505,10 @@ class _Object:
         return False
 
     def _end_entry(self) -> None:
+        written = self.text[self._start : -1]
         if self._key is not None:
-            self.entries[self._key] = self.text[self._start : -1]
+            self.entries[self._key] = written
+        self.has_more |= self._key is None and bool(written.strip())
         self._key, self._start = None, len(self.text)
 
 

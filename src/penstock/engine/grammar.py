@@ -119,6 +119,13 @@ def lark_text(pieces: Sequence[str], special: Mapping[str, int]) -> str:
     return " ".join(f"<[{special[p]}]>" if p in special else json.dumps(p) for p in pieces)
 
 
+def lark_until(rule: str, end: str, special: Mapping[str, int]) -> str:
+    """Return the Lark rule of any text up to a string. special: token ids by spelling."""
+    if end in special:
+        return f"{rule}: /(?s:.*)/ <[{special[end]}]>"
+    return f"{rule}[suffix={json.dumps(end)}]: /(?s:.*)/"
+
+
 class GrammarCompiler:
     """Compiles grammars for one vocabulary, one at a time, with a cache.
 

@@ -18,7 +18,7 @@ from penstock.engine.models.checkpoint import (
     one_line,
 )
 from penstock.engine.models.dtypes import DTYPES
-from penstock.engine.models.packed import GroupedMatrix, PackedFormat
+from penstock.engine.models.packed import Fp8Matrix, GroupedMatrix, PackedFormat
 from penstock.engine.models.quantized import (
     NOT_FINITE,
     QuantizedMatrix,
@@ -105,7 +105,7 @@ class FolderTensors:
         if not is_finite(values):
             raise CheckpointError(f"{self._where(name)}: tensor {name} {NOT_FINITE}")
 
-    def _stored(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def _stored(self, name: str, shape: tuple[int, ...] | None) -> torch.Tensor:
         if name not in self._names:
             raise CheckpointError(f"{self._path}: tensor {name} is missing; shape {shape} expected")
         name = self._names[name]
@@ -114,7 +114,7 @@ class FolderTensors:
             tensor: torch.Tensor = self._handle(file).get_tensor(name)
         except SafetensorError as error:
             raise CheckpointError(f"{file}: tensor {name}: {one_line(error)}") from error
-        if tuple(tensor.shape) != shape:
+        if shape is not None and tuple(tensor.shape) != shape:
             raise CheckpointError(
                 f"{file}: tensor {name} has shape {tuple(tensor.shape)}; "
                 f"config.json asks for {shape}"
@@ -129,7 +129,7 @@ class FolderTensors:
                 raise CheckpointError(f"{self._path}: tensor {name} {NOT_FINITE}")
             return blocks
         grouped = self._grouped(name, shape)
-        if grouped is None or self._packed is None:
+        if not isinstance(grouped, GroupedMatrix) or self._packed is None:
             return None
         matrix = grouped.quantized(per_token=self._packed.per_token)
         if matrix is None and not self._has_warned:
@@ -148,7 +148,7 @@ class FolderTensors:
             return False
         return self.has(f"{module}.{self._packed.marker}")
 
-    def _grouped(self, name: str, shape: tuple[int, ...]) -> GroupedMatrix | None:
+    def _grouped(self, name: str, shape: tuple[int, ...]) -> GroupedMatrix | Fp8Matrix | None:
         """Return a quantised matrix; None for any other tensor."""
         packed = self._packed
         if packed is None or not self._is_grouped(name, shape):

@@ -1,4 +1,4 @@
-"""Quantised matrices of checkpoint folders: compressed-tensors, GPTQ and AWQ."""
+"""Quantised matrices of checkpoint folders: compressed-tensors, GPTQ, AWQ and FP8."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ from typing import Any
 
 import torch
 
-from penstock.engine.models.quantized import GROUP_FORMATS, QuantizedMatrix, unpack_bytes
+from penstock.engine.models.dtypes import DTYPES
+from penstock.engine.models.quantized import (
+    GROUP_FORMATS,
+    NOT_FINITE,
+    QuantizedMatrix,
+    unpack_bytes,
+)
 
-Read = Callable[[str, tuple[int, ...]], torch.Tensor]
-"""Reader of a tensor by name, which must have the given shape."""
+Read = Callable[[str, tuple[int, ...] | None], torch.Tensor]
+"""Reader of a tensor by name, which must have the given shape, if any."""
 
 WORD = 32
 """Bits of a packed word (int32), as in all three formats."""
@@ -79,16 +85,34 @@ class GroupedMatrix:
 
 
 @dataclass(frozen=True, slots=True)
+class Fp8Matrix:
+    """Floats of 8 bits [rows, columns], and the scale of each block by which they are multiplied.
+
+    block: rows and columns of one; those at the ends may be smaller"""
+
+    floats: torch.Tensor
+    scales: torch.Tensor
+    block: tuple[int, int]
+
+    def values(self) -> torch.Tensor:
+        """Return the weights [rows, columns] float32."""
+        rows, columns = self.floats.shape
+        scales = self.scales.repeat_interleave(self.block[0], 0)[:rows]
+        return self.floats.float().mul_(scales.repeat_interleave(self.block[1], 1)[:, :columns])
+
+
+@dataclass(frozen=True, slots=True)
 class PackedFormat:
     """Storage of a checkpoint's quantised matrices.
 
-    method:     compressed-tensors (packed), int-quantized (compressed-tensors in whole bytes), gptq
-                or awq
+    method:     compressed-tensors (packed), int-quantized (compressed-tensors in whole bytes),
+                gptq, awq or fp8
     bits:       of a value: 4 or 8
     group_size: columns that share a scale; None: all of a row
     zero_shift: added to stored zero points
     has_zeros:  zero points are stored
-    per_token:  the model expects activations rounded to 8 bits with one scale per token"""
+    per_token:  the model expects activations rounded to 8 bits with one scale per token
+    block:      rows and columns that share a scale in fp8; None: all of a matrix"""
 
     method: str
     bits: int
@@ -96,17 +120,20 @@ class PackedFormat:
     zero_shift: int = 0
     has_zeros: bool = True
     per_token: bool = False
+    block: tuple[int, int] | None = None
 
     @property
     def marker(self) -> str:
         """Name of a tensor that every quantised module has."""
-        packed = {"compressed-tensors": "weight_packed", "int-quantized": "weight_scale"}
-        return packed.get(self.method, "qweight")
+        scaled = {"int-quantized": "weight_scale", "fp8": "weight_scale_inv"}
+        return {"compressed-tensors": "weight_packed", **scaled}.get(self.method, "qweight")
 
     def read(
         self, module: str, shape: tuple[int, int], read: Read, has: Callable[[str], bool]
-    ) -> GroupedMatrix:
+    ) -> GroupedMatrix | Fp8Matrix:
         """Read a module's weight [rows, columns]. Raises ValueError for a bad size."""
+        if self.method == "fp8":
+            return self._fp8(module, shape, read)
         rows, columns = shape
         size = self.group_size or columns
         per_word = WORD // self.bits
@@ -126,6 +153,17 @@ class PackedFormat:
             if torch.equal(index, torch.arange(columns) // size):
                 index = None
         return GroupedMatrix(self.bits, codes, scales, zeros, index)
+
+    def _fp8(self, module: str, shape: tuple[int, int], read: Read) -> Fp8Matrix:
+        floats = _typed(read, f"{module}.weight", shape, torch.float8_e4m3fn)
+        if (floats.view(torch.uint8) & 127 == 127).any():
+            raise ValueError(f"tensor {module}.weight {NOT_FINITE}")
+        name, block = f"{module}.{self.marker}", self.block or shape
+        blocks = -(-shape[0] // block[0]), -(-shape[1] // block[1])
+        scales = read(name, None if self.block is None else blocks)
+        if scales.dtype not in DTYPES or scales.numel() != blocks[0] * blocks[1]:
+            raise ValueError(f"tensor {name} is {scales.dtype} {tuple(scales.shape)}")
+        return Fp8Matrix(floats, scales.float().view(blocks), block)
 
     def _compressed(
         self, module: str, read: Read, shape: tuple[int, int], groups: int
@@ -167,8 +205,14 @@ def packed_format(config: Mapping[str, Any]) -> PackedFormat:
     method = config.get("quant_method")
     if method == "compressed-tensors":
         return _compressed_format(config)
+    if method == "fp8":
+        block = config.get("weight_block_size", (128, 128))
+        kind = config.get("fmt", "e4m3"), config.get("expert_dtype", "fp8")
+        if kind != ("e4m3", "fp8") or (block is not None and (len(block) != 2 or min(block) < 1)):
+            raise ValueError(f"fp8 is {kind}, blocks {block!r}; allowed: e4m3, two sizes or none")
+        return PackedFormat(method, 8, None, block=block and (int(block[0]), int(block[1])))
     if method not in ("gptq", "awq"):
-        raise ValueError(f"quant_method is {method!r}; allowed: compressed-tensors, gptq, awq")
+        raise ValueError(f"quant_method is {method!r}; allowed: compressed-tensors, gptq, awq, fp8")
     bits = config.get("bits", config.get("w_bit"))
     allowed = (4,) if method == "awq" else (4, 8)
     if bits not in allowed:
