@@ -91,15 +91,31 @@ struct AttentionSums {
   }
 };
 
+// 2^x for x <= 0, with a relative error under 2e-7: exactly 1 at 0, exactly 0 below 2^-127. NaN
+// stays NaN. 2^f on [-1/2, 1/2] is the minimax polynomial of degree 5 that is 1 at 0.
+PENSTOCK_INLINE VecF exp2_below_one(VecF x) {
+  const VecF lowest = splat(-127.0f), round_to_int = splat(12582912.0f);  // 1.5 * 2^23
+  const VecF y = x < lowest ? lowest : x;
+  const VecF shifted = y + round_to_int;
+  const VecF f = y - (shifted - round_to_int);
+  VecF p = splat(0x1.5bba14p-10f);
+  p = fused(p, f, splat(0x1.3cea88p-7f));
+  p = fused(p, f, splat(0x1.c6b752p-5f));
+  p = fused(p, f, splat(0x1.ebf9bcp-3f));
+  p = fused(p, f, splat(0x1.62e42ap-1f));
+  p = fused(p, f, splat(1.0f));
+  return (VecF)((VecI)p + ((VecI)shifted << 23));
+}
+
 struct AttentionScratch {
   float *query, *score, *query_unit, *weight_unit, *rescale;
   AttentionSums split, all;
 };
 
 // How numbers of the cache are multiplied. A lane's word has one number or two, and kSteps times
-// is `part` of it multiplied by one factor of 32 bits. `factors` writes n numbers (a multiple of
-// kLanes) as factors, in place: they are factors times what is returned. `encode` turns n numbers
-// into the cache's, in place, and returns their scale.
+// is `part` of it multiplied by one factor of 32 bits. `put` writes numbers i to i + kLanes - 1 of
+// a row as factors; `factors` all n at x, to where they lie or before: they are factors times what
+// is returned. `encode` turns n numbers into the cache's, in place, and returns their scale.
 template <class C>
 struct Element;
 
@@ -111,7 +127,11 @@ struct Element<float> {
   PENSTOCK_INLINE VecF add(VecF sum, VecU part, const float* factor) {
     return fused(splat(*factor), (VecF)part, sum);
   }
-  PENSTOCK_INLINE float factors(float*, int) { return 1.0f; }
+  PENSTOCK_INLINE void put(VecF x, int i, float* row) { store(row + i, x); }
+  PENSTOCK_INLINE float factors(const float* x, int n, float* row) {
+    for (int i = 0; i < n; i += kLanes) put(load(x + i), i, row);
+    return 1.0f;
+  }
   PENSTOCK_INLINE float encode(float*, int) { return 1.0f; }
 };
 
@@ -129,8 +149,19 @@ struct Element<Bf16> {
     std::memcpy(&pair, factor, sizeof pair);
     return dot_bf16(sum, part, pair);
   }
-  PENSTOCK_INLINE float factors(float* x, int n) {
-    if (kDotsBf16) round_row(x, n, (Bf16*)x);
+  PENSTOCK_INLINE void put(VecF x, int i, float* row) {
+    if constexpr (!kDotsBf16) return store(row + i, x);
+#if defined(__AVX512BF16__)
+    const __m256bh narrow = _mm512_cvtneps_pbh(x);
+    std::memcpy((Bf16*)row + i, &narrow, sizeof narrow);
+#else
+    float wide[kLanes];
+    store(wide, x);
+    round_row(wide, kLanes, (Bf16*)row + i);
+#endif
+  }
+  PENSTOCK_INLINE float factors(const float* x, int n, float* row) {
+    for (int i = 0; i < n; i += kLanes) put(load(x + i), i, row);
     return 1.0f;
   }
   PENSTOCK_INLINE float encode(float* x, int n) {
@@ -153,7 +184,7 @@ struct Element<int8_t> {
     std::memcpy(&pair, factor, sizeof pair);
     return dot_pairs(sum, (VecI)part, splat_int(pair));
   }
-  PENSTOCK_INLINE float factors(float* x, int n) {
+  PENSTOCK_INLINE float factors(const float* x, int n, float* row) {
     const float size = largest_size(x, n);
     const bool counts = size > kSmallest;
     const VecF inverse = splat(kLargest / size), round_to_int = splat(12582912.0f);
@@ -161,7 +192,7 @@ struct Element<int8_t> {
       VecI rounded = {};
       if (counts) rounded = (VecI)(load(x + i) * inverse + round_to_int) - (VecI)round_to_int;
       const VecH narrow = __builtin_convertvector(rounded, VecH);
-      std::memcpy((char*)x + 2 * i, &narrow, sizeof narrow);
+      std::memcpy((char*)row + 2 * i, &narrow, sizeof narrow);
     }
     return counts ? size / kLargest : size != size ? NAN : 0.0f;
   }
@@ -215,7 +246,9 @@ static __attribute__((noinline)) void block_kernel(const BlockProduct& p, int ro
     const float* factor = a;
     for (int k = 0; k < values / E::kPair; ++k, offset += p.stride, factor += E::kSteps) {
       if (ahead)
-        for (int j = 0; j < Vecs; j += kLanes == 16 ? 1 : 2) __builtin_prefetch(ahead[j] + offset);
+        // To the second level, which takes more lines at a time.
+        for (int j = 0; j < Vecs; j += kLanes == 16 ? 1 : 2)
+          __builtin_prefetch(ahead[j] + offset, 0, 2);
       add_word(offset, factor, std::false_type{});
     }
     // The other half of the last pair may be anything.
@@ -259,6 +292,12 @@ static BlockKernel block_kernel_for(int rows, int vectors) {
   if constexpr (vectors_at_once(Rows) >= 4)
     if (vectors == 4) return block_kernel<C, Rows, 4>;
   return vectors == 2 ? block_kernel<C, Rows, 2> : block_kernel<C, Rows, 1>;
+}
+
+// Words of the factors of n numbers.
+template <class C>
+constexpr int factor_words(int n) {
+  return n / Element<C>::kPair * Element<C>::kSteps;
 }
 
 // Bytes of the cache that all rows read, one tile of them after the other, from the first level.
@@ -363,11 +402,12 @@ struct Attention {
   void load_queries() const {
     const int dim = shape.head_dim, padded_dim = shape.padded_dim();
     for (int i = 0; i < queries(); ++i) {
-      float* target = scratch.query + (size_t)i * padded_dim;
-      std::memcpy(target, query + (i / heads) * stride + (size_t)(i % heads) * dim,
+      float* row = scratch.score;  // not in use yet
+      std::memcpy(row, query + (i / heads) * stride + (size_t)(i % heads) * dim,
                   dim * sizeof(float));
-      std::fill(target + dim, target + padded_dim, 0.0f);
-      scratch.query_unit[i] = Element<C>::factors(target, padded_dim);
+      std::fill(row + dim, row + padded_dim, 0.0f);
+      scratch.query_unit[i] = Element<C>::factors(
+          row, padded_dim, scratch.query + i * (size_t)factor_words<C>(padded_dim));
     }
   }
 
@@ -391,9 +431,10 @@ struct Attention {
     for (int i = 0; i < num_blocks; ++i) value[i] = values + place(first_block + i) * value_bytes;
     const int vectors = padded_block / kLanes;
     const size_t vector_bytes = kLanes * E::kWordBytes;
-    const size_t key_stride = padded_block * E::kWordBytes, score_stride = score_width();
-    const BlockProduct scores{scratch.query, (size_t)padded_dim, 0, shape.head_dim, shape.head_dim,
-                              key_stride, nullptr, nullptr, scratch.score, score_stride};
+    const size_t key_stride = padded_block * E::kWordBytes;
+    const BlockProduct scores{scratch.query, (size_t)factor_words<C>(padded_dim), 0, shape.head_dim,
+                              shape.head_dim, key_stride, nullptr, nullptr, scratch.score,
+                              score_width()};
     multiply_blocks<C>(
         scores, first, last, num_blocks * vectors,
         [&](int, int i) { return key[i / vectors] + i % vectors * vector_bytes; },
@@ -403,9 +444,9 @@ struct Attention {
 
     const size_t strip_bytes = (size_t)shape.value_rows() / E::kPair * kPanel * E::kWordBytes;
     auto offset = [&](int i) { return i / 2 * strip_bytes + i % 2 * vector_bytes; };
-    BlockProduct weighted{scratch.score, score_stride, padded_block / E::kPair * E::kSteps,
-                          in_tile, block_size, kPanel * E::kWordBytes, scratch.rescale,
-                          scratch.weight_unit, sums.sum, (size_t)padded_dim};
+    BlockProduct weighted{scratch.score, weight_words(), factor_words<C>(padded_block), in_tile,
+                          block_size, kPanel * E::kWordBytes, scratch.rescale, scratch.weight_unit,
+                          sums.sum, (size_t)padded_dim};
     auto multiply_values = [&](int from, int to) {
       multiply_blocks<C>(
           weighted, from, to, padded_dim / kLanes,
@@ -426,9 +467,11 @@ struct Attention {
 
   size_t place(int block) const { return (size_t)block_table[block] * shape.kv_heads + kv_head; }
   size_t score_width() const { return (size_t)shape.tile_blocks() * shape.padded_block(); }
+  size_t weight_words() const { return factor_words<C>((int)score_width()); }
 
   // Turn a tile's scores of some queries (base 2) into factors of the weights, which are
   // exp2(score - highest), and update the running maximum, total and the factor for earlier sums.
+  // In passes, because a row's steps wait for each other, and those of several rows do not.
   void softmax(int start, int in_tile, int num_blocks, int first, int last,
                const char* const* key, const char* const* value,
                const AttentionSums& sums) const {
@@ -451,19 +494,29 @@ struct Attention {
       VecF top = load(score);
       for (int j = kLanes; j < width; j += kLanes) top = larger(top, load(score + j));
       const float peak = std::max(sums.highest[i], max_lanes(top));
+      scratch.rescale[i] = sums.highest[i] - peak;
+      sums.highest[i] = peak;
+    }
+    for (int i = first / kLanes * kLanes; i < last; i += kLanes)
+      store(scratch.rescale + i, exp2_below_one(load(scratch.rescale + i)));
+    for (int i = first; i < last; ++i) {
+      float* score = scratch.score + i * score_width();
+      float* weights = scratch.score + i * weight_words();  // at or before it
+      const VecF peak = splat(sums.highest[i]);
       VecF total = {};
       for (int j = 0; j < width; j += kLanes) {
-        VecF weight = exp2_lanes(load(score + j) - splat(peak));
+        const VecF weight = exp2_below_one(load(score + j) - peak);
         total += weight;
         // A scale that was never written may be anything.
         if constexpr (std::is_same_v<C, int8_t>)
-          weight = weight > VecF{} ? weight * load(value_scale + j) : VecF{};
-        store(score + j, weight);
+          store(score + j, weight > VecF{} ? weight * load(value_scale + j) : VecF{});
+        else
+          Element<C>::put(weight, j, weights);
       }
-      scratch.weight_unit[i] = Element<C>::factors(score, width);
-      scratch.rescale[i] = exp2_lanes(splat(sums.highest[i] - peak))[0];
+      scratch.weight_unit[i] = 1.0f;
+      if constexpr (std::is_same_v<C, int8_t>)
+        scratch.weight_unit[i] = Element<C>::factors(score, width, weights);
       sums.total[i] = sums.total[i] * scratch.rescale[i] + sum_lanes(total);
-      sums.highest[i] = peak;
     }
   }
 

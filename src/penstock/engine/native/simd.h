@@ -110,20 +110,27 @@ PENSTOCK_INLINE void convert(float x, Bf16* out) {
   }
 }
 
-// Lane sums and maxima by halving: one fixed order.
+// Lane sums and maxima by halving: one fixed order. A recursion, because compilers keep a loop's
+// lanes in memory.
+template <int kWidth, class Add>
+PENSTOCK_INLINE float halve(const float* lane, Add&& add) {
+  if constexpr (kWidth == 1) {
+    return lane[0];
+  } else {
+    float half[kWidth / 2];
+    for (int i = 0; i < kWidth / 2; ++i) half[i] = add(lane[i], lane[i + kWidth / 2]);
+    return halve<kWidth / 2>(half, add);
+  }
+}
 PENSTOCK_INLINE float sum_lanes(VecF v) {
   float lane[kLanes];
   store(lane, v);
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) lane[i] += lane[i + width];
-  return lane[0];
+  return halve<kLanes>(lane, [](float a, float b) { return a + b; });
 }
 PENSTOCK_INLINE float max_lanes(VecF v) {
   float lane[kLanes];
   store(lane, v);
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) lane[i] = lane[i] < lane[i + width] ? lane[i + width] : lane[i];
-  return lane[0];
+  return halve<kLanes>(lane, [](float a, float b) { return a < b ? b : a; });
 }
 PENSTOCK_INLINE VecF larger(VecF a, VecF b) { return a < b ? b : a; }
 
