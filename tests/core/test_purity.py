@@ -45,6 +45,18 @@ for name in ("core", "fluid", "sim", "config"):
     return {name: set(modules) for name, *modules in lines}
 
 
+def test_all_policies_are_imported_without_scipy() -> None:
+    """Which would be half a second of every start."""
+    code = """
+import sys
+from penstock.core.policies.registry import policies
+kinds = ("admission", "selection", "allocation", "pipeline")
+assert all(policies(kind) for kind in kinds)
+print("numpy" in sys.modules, "scipy" in sys.modules)
+"""
+    assert python(code) == "True False"
+
+
 @pytest.mark.parametrize(
     ("package", "strangers"),
     [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from scipy.optimize import brentq
 
 
 def mean_excess(variance: float, drift: float, iterations: float = math.inf) -> float:
@@ -36,6 +35,8 @@ def tail_exponent(before: float, here: float, survival: float) -> float:
         )
     if here >= before:
         return math.inf
+    from scipy.optimize import brentq  # takes half a second, which a server's start need not
+
     log_stop, log_go = math.log1p(-survival), math.log(survival)
 
     def log_moment(theta: float) -> float:
