@@ -162,10 +162,11 @@ class DeltaHead : ConvInputs {
   void take_in(int first, int count) {
     for (int i = 0; i < count; ++i) {
       float *query = queries_ + i * padded_key_, *key = keys_ + i * padded_key_;
-      convolve(first + i, key_head_ * w_.key_dim, w_.key_dim, query);
       convolve(first + i, first_key() + key_head_ * w_.key_dim, w_.key_dim, key);
-      normalise(query, 1.0f / std::sqrt((float)w_.key_dim));
       normalise(key, 1.0f);
+      if (first + i < replayed_) continue;
+      convolve(first + i, key_head_ * w_.key_dim, w_.key_dim, query);
+      normalise(query, 1.0f / std::sqrt((float)w_.key_dim));
     }
     for (int value = 0; value < num_values_; ++value) {
       const int head = value_head(value);
@@ -202,36 +203,37 @@ class DeltaHead : ConvInputs {
 
   // N vectors of columns, by `count` rows: state = decay * state + key x delta, where delta is beta
   // times what the value differs by from what the decayed state holds for the key; out = query x
-  // state. Every sum is kChains chains of multiply-adds over the key's channels.
+  // state, or of a replayed row, which nobody reads, next key x state. Every sum is kChains chains
+  // of multiply-adds over the key's channels.
   template <int N>
   __attribute__((noinline)) void update(int value, int column, int first, int count) {
-    const size_t start = (size_t)column * w_.key_dim, size = (size_t)N * kLanes * w_.key_dim;
-    float* copy = copies_ + value * state_size() + start;
-    float* at = first > certain_ ? copy : state(value) + start;
-    for (int i = 0; i < count; ++i) {
-      if (first + i == certain_) {
-        std::memcpy(copy, at, size * sizeof(float));
-        at = copy;
-      }
-      const float *key = keys_ + i * padded_key_, *query = queries_ + i * padded_key_;
-      const float* row = value_rows_ + i * padded_value_ + column;
-      const VecF decay = splat(decay_[i]), beta = splat(beta_[i]);
-      VecF sums[kChains][N] = {}, delta[N];
-      over_keys([&](int k, int chain) {
-        for (int n = 0; n < N; ++n)
-          sums[chain][n] =
-              fused(splat(key[k]), load(at + ((size_t)k * N + n) * kLanes), sums[chain][n]);
-      });
-      for (int n = 0; n < N; ++n) delta[n] = beta * (load(row + n * kLanes) - decay * total(sums, n));
+    const size_t start = (size_t)column * w_.key_dim;
+    float* const copy = copies_ + value * state_size() + start;
+    float *to = first > certain_ ? copy : state(value) + start, *from = to;
+    VecF sums[kChains][N], delta[N];
+    const auto sum = [&](const float* reader, auto&& at) {
       std::memset(sums, 0, sizeof sums);
       over_keys([&](int k, int chain) {
-        for (int n = 0; n < N; ++n) {
-          float* place = at + ((size_t)k * N + n) * kLanes;
-          const VecF now = fused(splat(key[k]), delta[n], load(place) * decay);
-          store(place, now);
-          sums[chain][n] = fused(splat(query[k]), now, sums[chain][n]);
-        }
+        for (int n = 0; n < N; ++n)
+          sums[chain][n] = fused(splat(reader[k]), at(k, n), sums[chain][n]);
       });
+    };
+    for (int i = 0; i < count; ++i) {
+      if (first + i == certain_) to = copy;
+      const float *key = keys_ + i * padded_key_, *row = value_rows_ + i * padded_value_ + column;
+      const float* reader = first + i < replayed_ ? keys_ + std::min(i + 1, count - 1) * padded_key_
+                                                  : queries_ + i * padded_key_;
+      const VecF decay = splat(decay_[i]), beta = splat(beta_[i]);
+      if (i == 0 || first + i > replayed_)
+        sum(key, [&](int k, int n) { return load(from + (k * N + n) * kLanes); });
+      for (int n = 0; n < N; ++n) delta[n] = beta * (load(row + n * kLanes) - decay * total(sums, n));
+      sum(reader, [&](int k, int n) {
+        const int place = (k * N + n) * kLanes;
+        const VecF now = fused(splat(key[k]), delta[n], load(from + place) * decay);
+        store(to + place, now);
+        return now;
+      });
+      from = to;
       for (int n = 0; n < N; ++n)
         store(outs_ + i * padded_value_ + column + n * kLanes, total(sums, n));
     }
