@@ -24,7 +24,7 @@ from penstock.zoo.registry import bundled_models
 doctor = sys.modules["penstock.cli.doctor"]
 """The module: the package has its command under the same name."""
 
-TARGET = bundled_models()["target-small"].path
+TARGET = bundled_models()["draft-base"].path
 
 
 def findings(*arguments: str) -> tuple[int, dict[str, tuple[str, str]]]:

@@ -149,13 +149,13 @@ def test_pytorch_compares_tokens(cli: Cli, family: dict[str, Path]) -> None:
     ("arguments", "message"),
     [
         (
-            ("target-small", "--tokens", "99999"),
+            ("target-large", "--tokens", "99999"),
             "--tokens 99999 leaves no room in the model's cont",
         ),
         (("no-such-model",), "target 'no-such-model' is neither a checkpoint folder, a GGUF file"),
-        (("target-small", "--set", "selection=best"), "unknown selection policy 'best'"),
+        (("target-large", "--set", "selection=best"), "unknown selection policy 'best'"),
         (
-            ("target-small", "--tokens", "3"),
+            ("target-large", "--tokens", "3"),
             "'--tokens': Input should be greater than or equal to 16",
         ),
     ],
@@ -164,7 +164,7 @@ def test_wrong_input(cli: Cli, arguments: tuple[str, ...], message: str) -> None
     code, out, err = cli("doctor", "--exact", *arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert message in err
-    code, _, err = cli("doctor", "target-small", "--tokens", 40)
+    code, _, err = cli("doctor", "target-large", "--tokens", 40)
     assert (code, err) == (2, "penstock: Invalid value: --tokens is for --exact\n")
 
 

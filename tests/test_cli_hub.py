@@ -53,7 +53,7 @@ def resolved(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[dict[str
 
 @pytest.mark.slow
 def test_serve_a_model_of_the_hub(hub: Hub) -> None:
-    hub.add("lab/tiny", model_path("target-small"))
+    hub.add("lab/tiny", model_path("draft-base"))
     command = [*START, "lab/tiny", "--port", "0", "--state", "none", "--kv-tokens", "2048"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         lines = [process.stdout.readline().removeprefix("penstock: ") for _ in range(5)]
@@ -143,7 +143,7 @@ def test_a_local_path_comes_first(hub, tmp_path, monkeypatch) -> None:
 
 
 def test_settings_are_shown_without_a_download(hub: Hub, cli: Cli, tmp_path: Path) -> None:
-    hub.add("lab/tiny", model_path("target-small"))
+    hub.add("lab/tiny", model_path("draft-base"))
     code, out, err = cli("config", "show", "lab/tiny", "--json")
     assert (code, err, hub.asked) == (0, "", [])
     rows = {row["setting"]: row["value"] for row in json.loads(out)}
@@ -189,7 +189,7 @@ def test_a_drafter_that_does_not_fit(family, resolved, monkeypatch) -> None:
 
 
 def test_a_family_without_a_small_model(family: Hub, resolved) -> None:
-    family.add("lab/unknown", model_path("target-small"))
+    family.add("lab/unknown", model_path("draft-base"))
     found, said = resolved(target="lab/unknown", drafters={"auto": "auto"})
     assert found == {"suffix": "suffix"}
     assert "no small model of its family is known; --drafter NAME=MODEL names one" in said

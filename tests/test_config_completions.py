@@ -14,7 +14,7 @@ from penstock.config import (
 from penstock.config.completions import key_variable
 from penstock.zoo.registry import model_path
 
-TARGET = {"target": str(model_path("target-small"))}
+TARGET = {"target": str(model_path("draft-base"))}
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_bad_urls_are_one_line_without_secrets(cli: Cli, path: str) -> None:
     with pytest.raises(ConfigError) as raised:
         DrafterParts.from_path(path)
     assert "\n" not in str(raised.value)
-    code, out, err = cli("serve", "target-small", "--drafter", f"edge={path}")
+    code, out, err = cli("serve", "target-large", "--drafter", f"edge={path}")
     assert (code, out) == (2, "")
     assert "sk-secret" not in err
     assert "URL" in err or "after look-up comes one model" in err
@@ -72,7 +72,7 @@ def test_a_server_is_no_model_and_gets_no_look_up() -> None:
 
 
 def test_its_name_is_a_word(cli: Cli) -> None:
-    code, _, err = cli("serve", "target-small", "--drafter", "http://127.0.0.1:1/v1")
+    code, _, err = cli("serve", "target-large", "--drafter", "http://127.0.0.1:1/v1")
     assert code == 2
     assert "a server needs a name of letters and digits, as in edge=URL" in err
     code, _, err = cli("draft", "--connect", "127.0.0.1:1", "--model", "http://127.0.0.1:1/v1")

@@ -99,7 +99,7 @@ def test_several_names_of_a_model(cli: Cli, tmp_path: Path, arguments, names) ->
 
 def test_several_drafters_generate(cli: Cli) -> None:
     """As they serve; the last was the only one."""
-    model = ("--target", "target-small", "--drafter", "draft-nothing")
+    model = ("--target", "target-large", "--drafter", "draft-nothing")
     code, _, err = cli("generate", "a", *model, "--drafter", "draft-tiny")
     assert (code, "'draft-nothing' is neither" in err) == (2, True)
 

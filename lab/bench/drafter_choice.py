@@ -220,7 +220,7 @@ def tables(cells: Sequence[dict[str, Any]]) -> list[ResultTable]:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser(__doc__, quick="two domains, few requests")
     options.add_argument("--out", type=Path, default=Path("choice"), help="folder for texts")
-    options.add_argument("--targets", type=target_names, default="target-large,target-small")
+    options.add_argument("--targets", type=target_names, default="target-large")
     options.add_argument("--batches", default="1,8,16")
     options.add_argument("--cells", default=",".join((MIXED, *DOMAINS)))
     options.add_argument("--policies", default=",".join(("auto", *BASELINES)))

@@ -27,13 +27,13 @@ from transformers import LlamaConfig
 
 from lab.common.shards import SHARD_BYTES, new_folder, save_sharded
 from lab.zoo.heads import Head, load_head, save_head
-from lab.zoo.manifest import write_manifest
+from lab.zoo.manifest import heads_of, write_manifest
 from lab.zoo.modeling import parameter_count
 from penstock.config import ConfigError
 from penstock.engine.models.checkpoint import SINGLE_FILE
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.weight_specs import weight_specs
-from penstock.zoo.registry import DEFAULT_TARGET, ModelCard, bundled_models, heads_of
+from penstock.zoo.registry import DEFAULT_TARGET, ModelCard, bundled_models
 
 TOLERANCE = 0.015
 """How far a grown size may lie from the one that was asked for."""

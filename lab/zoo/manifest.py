@@ -7,12 +7,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-from penstock.zoo.registry import MANIFEST, WEIGHTS, manifest
+from penstock.zoo.registry import MANIFEST, WEIGHTS, ModelCard, bundled_models, manifest
 
 
 def _digest(path: Path) -> str:
     """SHA-256 of a file, in hex."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def heads_of(target: str, weights: Path = WEIGHTS) -> list[ModelCard]:
+    """Return the cards of a bundled target's heads. Raises: FileNotFoundError."""
+    cards = bundled_models(weights).values()
+    return [card for card in cards if card.role == "head" and card.name.startswith(f"{target}-")]
 
 
 def write_manifest(weights: Path, cards: dict[str, dict[str, Any]]) -> None:

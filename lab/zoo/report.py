@@ -15,19 +15,14 @@ from rich.table import Table
 
 from lab.zoo.evidence import NGRAM, AcceptanceTrace, collect
 from lab.zoo.heads import load_head
+from lab.zoo.manifest import heads_of
 from lab.zoo.modeling import load_model
 from lab.zoo.tokenizer import load_tokenizer
 from penstock.config import NGRAM as LOOKUP
 from penstock.config import EngineConfig
+from penstock.core.learn.times import Times
 from penstock.engine.build import load_engine
-from penstock.zoo.registry import (
-    DEFAULT_TARGET,
-    DOMAINS,
-    WEIGHTS,
-    bundled_models,
-    heads_of,
-    load_prompts,
-)
+from penstock.zoo.registry import DEFAULT_TARGET, DOMAINS, WEIGHTS, bundled_models, load_prompts
 
 MAX_DRAFT = 12
 KV_TOKENS = 16_384
@@ -54,7 +49,6 @@ class ChoiceCell:
     coupled_acceptance: float
     acceptance_length_at_4: float
     best_draft_length: int
-    """0 without drafts, and for a head, whose step is not priced here."""
     draft_seconds: float
     tokens_per_s: float
     accepted_drafts: list[float]
@@ -106,8 +100,8 @@ class _Costs:
 
     def __init__(self, traces: list[AcceptanceTrace], times: DecodeTimes) -> None:
         self.traces = traces
-        names = [name for name in traces[0].runs if name in (NGRAM, *times.draft)]
-        self.options = [(NO_DRAFTER, 0)] + [(n, s) for n in names for s in range(1, MAX_DRAFT + 1)]
+        lengths = range(1, MAX_DRAFT + 1)
+        self.options = [(NO_DRAFTER, 0)] + [(n, s) for n in traces[0].runs for s in lengths]
         self.seconds = [
             {option: request_seconds(trace, *option, times) for option in self.options}
             for trace in traces
@@ -159,8 +153,7 @@ def cells(costs: _Costs, times: DecodeTimes) -> list[ChoiceCell]:
         group = [t for t in costs.traces if domain in (None, t.domain)]
         tokens = sum(t.length for t in group)
         for name in [NO_DRAFTER, *costs.traces[0].runs]:
-            is_priced = any(name == option[0] for option in costs.options)
-            best = costs.best(name, domain) if is_priced else (name, 0)
+            best = costs.best(name, domain)
             overlap = matched = 0.0
             shares: list[float] = []
             if name != NO_DRAFTER:
@@ -176,7 +169,7 @@ def cells(costs: _Costs, times: DecodeTimes) -> list[ChoiceCell]:
                     tokens / sum(rounds(t, name, 4) for t in group),
                     best[1],
                     times.draft.get(name, 0.0),
-                    costs.speed(best, domain) if is_priced else 0.0,
+                    costs.speed(best, domain),
                     shares,
                 )
             )
@@ -185,12 +178,17 @@ def cells(costs: _Costs, times: DecodeTimes) -> list[ChoiceCell]:
 
 def measured_times(weights: Path, target: str, drafters: list[str]) -> DecodeTimes:
     """Step times that the engine measures here and now when it loads the models."""
-    paths: dict[str, Any] = {name: str(weights / name) for name in drafters}
-    config = EngineConfig(
-        target=weights / target, drafters=paths | {NGRAM: LOOKUP}, kv_tokens=KV_TOKENS
-    )
-    times = load_engine(config).scheduler.learn.times
-    return DecodeTimes(times.target, {name: times.curve_of(name)(1) for name in config.drafters})
+
+    def loaded(paths: dict[str, Any]) -> Times:
+        config = EngineConfig(target=weights / target, drafters=paths, kv_tokens=KV_TOKENS)
+        return load_engine(config).scheduler.learn.times
+
+    times = loaded({name: str(weights / name) for name in drafters} | {NGRAM: LOOKUP})
+    draft = {name: times.curve_of(name)(1) for name in (*drafters, NGRAM)}
+    for head in heads_of(target, weights):  # an engine has one at most
+        kind = head.name.removeprefix(f"{target}-")
+        draft[head.name] = loaded({kind: str(head.path)}).curve_of(kind)(1)
+    return DecodeTimes(times.target, draft)
 
 
 def _traces(

@@ -40,7 +40,7 @@ FORMAT = {
 @pytest.fixture(scope="module")
 def added(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningServer, Tokenizer]]:
     root = tmp_path_factory.mktemp("added")
-    target, model = write(root / "target", "target-small"), write(root / "model", "draft-tiny")
+    target, model = write(root / "target", "draft-base"), write(root / "model", "draft-tiny")
     text = other_vocabulary.write(root / "text", "draft-tiny", other_vocabulary.finer)
     (target / "chat_template.jinja").write_text(TEMPLATE + HERMES[HERMES.rindex("{#") :])
     drafters = {"model": model, "suffix": "suffix", "text": text}

@@ -61,7 +61,7 @@ LIBRECHAT = {
 def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     """A bundled model whose template has tools, behind a key."""
     folder = write_tokenizer(tmp_path_factory.mktemp("target"), HERMES)
-    for path in model_path("target-small").iterdir():
+    for path in model_path("draft-base").iterdir():
         if not (folder / path.name).exists() or path.name == "config.json":
             (folder / path.name).write_bytes(path.read_bytes())
     engine: dict[str, Any] = {

@@ -37,7 +37,7 @@ ENGINE = {"kv_tokens": 16384, "allocation": {"name": "fixed", "options": {"k": 6
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
     drafters = {"tiny": WEIGHTS / "draft-tiny", "ngram": "ngram"}
-    with model_server(WEIGHTS / "target-small", drafters, ENGINE) as running:
+    with model_server(WEIGHTS / "draft-base", drafters, ENGINE) as running:
         yield running
 
 
@@ -148,9 +148,9 @@ def test_a_stop_string_that_is_too_long_is_refused(server: RunningServer) -> Non
 async def test_the_same_with_draft_servers() -> None:
     """Requests of the verification server's own endpoint, and of a draft server's users."""
     address = f"127.0.0.1:{free_port()}"
-    tokenizer = load_tokenizer(WEIGHTS / "target-small")
+    tokenizer = load_tokenizer(WEIGHTS / "draft-base")
     listen = {"listen": address}
-    with model_server(WEIGHTS / "target-small", {}, ENGINE, drafters=listen) as running:
+    with model_server(WEIGHTS / "draft-base", {}, ENGINE, drafters=listen) as running:
         async with AsyncExitStack() as stack:
             draft_server = await stack.enter_async_context(
                 drafting(int(address.rpartition(":")[2]), WEIGHTS / "draft-tiny")
@@ -167,7 +167,7 @@ async def test_the_same_with_draft_servers() -> None:
                 counted_alike(before, after, drafted)
                 assert sum(COUNTED["spec_decode_num_accepted_tokens_total"](a["usage"])
                            for a in drafted) > 0  # fmt: skip
-            client = edge_client(draft_server, WEIGHTS / "target-small")
+            client = edge_client(draft_server, WEIGHTS / "draft-base")
             for i in range(3):
                 body = body_of(i, "stop", "none")
                 (central,) = await asyncio.to_thread(made, running.url, [body])

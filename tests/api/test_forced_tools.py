@@ -81,7 +81,7 @@ def forced(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[openai.OpenAI]:
     target = tmp_path_factory.mktemp("forced") / "target"
-    shutil.copytree(model_path("target-small"), target)
+    shutil.copytree(model_path("draft-base"), target)
     comment = request.param[request.param.rindex("{#") :]
     (target / "chat_template.jinja").write_text(TEMPLATE + comment)
     tiny = {"tiny": model_path("draft-tiny")}
@@ -161,7 +161,7 @@ def test_a_format_beside_tools_is_that_of_texts(forced: openai.OpenAI, stream: b
         # One call is enough: a list of them may go on for long.
         "parallel_tool_calls": False,
     }  # fmt: skip
-    tokenizer = load_tokenizer(model_path("target-small"))
+    tokenizer = load_tokenizer(model_path("draft-base"))
     ends = set()
     for start in ('{"verdict', '{"name', "<tool", "[TOOL", "final", "commentary", "<|tool"):
         push = dict.fromkeys(tokenizer.encode(start, add_special_tokens=False), 8)

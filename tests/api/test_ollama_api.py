@@ -203,7 +203,7 @@ def test_the_model(tools: ollama.Client, llama: ollama.Client) -> None:
 
 
 def test_sizes_of_a_bundled_model(llama: ollama.Client, http: httpx.Client) -> None:
-    card = bundled_models()["target-small"]
+    card = bundled_models()["target-large"]
     size = (card.path / "model.safetensors").stat().st_size
     assert [model.size for model in (*llama.list().models, *llama.ps().models)] == [size] * 2
     for name in ("model", "name"):

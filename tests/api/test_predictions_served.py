@@ -29,7 +29,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     target = tmp_path_factory.mktemp("predicted") / "target"
-    shutil.copytree(model_path("target-small"), target)
+    shutil.copytree(model_path("draft-base"), target)
     (target / "chat_template.jinja").write_text(TEMPLATE + HERMES[HERMES.rindex("{#") :])
     # Without memory: it would find the same text in the answer to the first request.
     drafters = {"ngram": "ngram", "tiny": str(model_path("draft-tiny"))}

@@ -187,6 +187,6 @@ def test_sighup_changes_keys_and_limits_and_breaks_no_stream(tmp_path: Path) -> 
         assert ask(url, "two", n=10).status_code == 200, "for less there is room"
         usage = httpx.get(f"{url}/metrics", headers={"Authorization": "Bearer two"}).text
         assert (
-            'requests_refused_total{model_name="target-small",reason="rate_limit",tenant="new"}'
+            'requests_refused_total{model_name="target-large",reason="rate_limit",tenant="new"}'
             in (usage)
         )

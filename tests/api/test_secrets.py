@@ -25,7 +25,7 @@ def said_by_a_server(path: Path) -> tuple[str, str]:
     """What its answers and its logs say, through mistakes, a reload and the death of an engine."""
     env = {**os.environ, "PENSTOCK_API_KEY": OPTION_KEY, "PENSTOCK_TOKEN": EDGE_TOKEN}
     process = subprocess.Popen(
-        [*SERVE, "target-small", "--state", "none", "--config", str(path)],
+        [*SERVE, "target-large", "--state", "none", "--config", str(path)],
         env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

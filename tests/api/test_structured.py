@@ -28,7 +28,7 @@ SCHEMA = {**Person.model_json_schema(), "additionalProperties": False}
 @pytest.fixture(scope="module")
 def real() -> Iterator[RunningServer]:
     drafters = {"tiny": model_path("draft-tiny"), "ngram": "ngram"}
-    with model_server(model_path("target-small"), drafters, served_model_name="toy") as running:
+    with model_server(model_path("draft-base"), drafters, served_model_name="toy") as running:
         yield running
 
 

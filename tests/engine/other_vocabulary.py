@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock.zoo.registry import model_path
 
-TARGET = "target-small"
+TARGET = "target-large"
 
 
 def reordered(definition: dict[str, Any], ids: np.ndarray) -> None:

@@ -103,7 +103,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     other = other_vocabulary.write(root / "text", "draft-base", other_vocabulary.finer)
     return load_engine(
         EngineConfig(
-            target=write(root / "target", "target-small"),
+            target=write(root / "target", "target-large"),
             drafters={"model": str(model), "suffix": SUFFIX, "text": str(with_added_tokens(other))},
             dtype="float32",
             kv_tokens=16384,

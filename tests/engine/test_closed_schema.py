@@ -13,7 +13,7 @@ from penstock.zoo.registry import model_path
 
 class Compiler(GrammarCompiler):
     def __init__(self) -> None:
-        self.tokenizer = load_tokenizer(model_path("target-small"))
+        self.tokenizer = load_tokenizer(model_path("draft-base"))
         super().__init__(lambda: self.tokenizer, 4096, [2])
 
     def follows(self, grammar: str, value: Any) -> bool:

@@ -28,7 +28,7 @@ from penstock.engine.steps import verdicts_of
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
 from penstock.engine.verifier import Decided, Drafted
 
-TOKENIZER = Path(__file__).parents[2] / "src/penstock/zoo/weights/target-small"
+TOKENIZER = Path(__file__).parents[2] / "src/penstock/zoo/weights/target-large"
 
 
 @pytest.fixture(scope="module")

@@ -62,7 +62,7 @@ SAMPLINGS = {
 def engine() -> Engine:
     return load_engine(
         EngineConfig(
-            target=model_path("target-small"),
+            target=model_path("draft-base"),
             drafters={n: NGRAM if n == "ngram" else str(model_path(n)) for n in DRAFTERS},
             dtype="float32",
             kv_tokens=8192,
@@ -74,7 +74,7 @@ def engine() -> Engine:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return load_tokenizer(model_path("target-small"))
+    return load_tokenizer(model_path("draft-base"))
 
 
 def make_loop(

@@ -244,7 +244,7 @@ def test_times_are_not_measured_again(saved, family, tmp_path) -> None:
 @pytest.mark.slow
 def test_a_second_server_begins_where_the_first_ended(tmp_path) -> None:
     folder = tmp_path / "state"
-    options = ("target-small", "--state", str(folder), "--drafter", "tiny=suffix+draft-tiny")
+    options = ("target-large", "--state", str(folder), "--drafter", "tiny=suffix+draft-tiny")
     options += ("--set", "tenants.default.save_outputs=true")
     texts, logs = [], []
     for log in (tmp_path / "first", tmp_path / "second"):

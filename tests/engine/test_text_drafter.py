@@ -229,7 +229,7 @@ def test_replays_count_what_would_have_been_drafted(engine: Engine, alone: Alone
                     found += drafter.replay([order], [text])
             drafter.release_request(key)
         num = sum(r.num_tokens for r in found)
-        assert num > 0.8 * sum(map(len, alone["greedy"]))
+        assert num > 0.75 * sum(map(len, alone["greedy"]))
         shares[name] = sum(r.num_matched for r in found) / num
     assert shares["twin"] > 0.97
     assert 0.05 < shares["finer"] < 0.95

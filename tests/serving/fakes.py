@@ -28,7 +28,7 @@ from penstock.engine.ends import LazyTokenizer, OutputEnd
 from penstock.engine.lanes import Wakeup
 from penstock.engine.tokenizer import load_tokenizer
 
-TOKENIZER = Path(__file__).parents[2] / "src/penstock/zoo/weights/target-small"
+TOKENIZER = Path(__file__).parents[2] / "src/penstock/zoo/weights/target-large"
 EOS = 2
 VOCAB = 4096
 FACTORY = "tests.serving.fakes:toy_engine"

@@ -24,7 +24,7 @@ from lab.zoo.growth import (  # noqa: E402
     write_grown_head,
 )
 from lab.zoo.heads import Head, embed, load_head, read, save_head  # noqa: E402
-from lab.zoo.manifest import verify_manifest  # noqa: E402
+from lab.zoo.manifest import heads_of, verify_manifest  # noqa: E402
 from lab.zoo.modeling import load_model, parameter_count  # noqa: E402
 from lab.zoo.recipe import FULL  # noqa: E402
 from penstock.engine.models.config import DecoderConfig  # noqa: E402
@@ -112,7 +112,7 @@ def test_sizes_are_met_at_every_scale(name):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "width", "dtype"),
-    [("target-small", 4, torch.bfloat16), ("draft-tiny", 16, torch.float32)],
+    [("draft-base", 4, torch.bfloat16), ("draft-tiny", 16, torch.float32)],
 )
 def test_native_logits_are_the_originals_bits(tmp_path, name, width, dtype):
     made = growth(name, width, layers=2)
@@ -165,9 +165,9 @@ def test_command_grows_a_family_that_speculates_as_before(tmp_path, cli):
     )
     assert code == 0, stderr
     models = {row["name"]: row for row in json.loads(stdout)["models"]}
-    assert models.keys() == {*MODELS} - {"target-small"}
+    assert models.keys() == {*MODELS}
     heads = {name for name, card in bundled_models(out).items() if card.role == "head"}
-    assert heads == {spec.name for spec in FULL.heads}
+    assert heads == {head.name for head in heads_of("target-large")}
     for name, row in models.items():
         on_disk = sum(f.stat().st_size for f in (out / name).glob("*.safetensors"))
         assert 0 <= on_disk - row["bytes"] < 20_000

@@ -66,12 +66,6 @@ def bundled_models(weights: Path = WEIGHTS) -> dict[str, ModelCard]:
     }
 
 
-def heads_of(target: str, weights: Path = WEIGHTS) -> list[ModelCard]:
-    """Return the cards of a bundled target's heads. Raises: FileNotFoundError."""
-    cards = bundled_models(weights).values()
-    return [card for card in cards if card.role == "head" and card.name.startswith(f"{target}-")]
-
-
 def model_path(name: str, weights: Path = WEIGHTS) -> Path:
     """Return the Hugging Face folder of a bundled model. Raises: KeyError for an unknown name."""
     models = bundled_models(weights)

@@ -22,7 +22,7 @@ NUM_REQUESTS = 8
 
 def load(vllm: VllmConfig | None) -> Engine:
     config = EngineConfig(
-        target=model_path("target-small"),
+        target=model_path("draft-base"),
         drafters={n: NGRAM if n == "ngram" else str(model_path(n)) for n in DRAFTERS},
         dtype="float32",
         kv_tokens=8192,
@@ -50,7 +50,7 @@ def main(tensor_parallel: int) -> None:
     args = {"enforce_eager": True, "max_num_batched_tokens": 2048}
     over_vllm = load(VllmConfig(args=args, tensor_parallel=tensor_parallel))
     native = load(None)
-    tokenizer = load_tokenizer(model_path("target-small"))
+    tokenizer = load_tokenizer(model_path("draft-base"))
 
     def requests(sampling: str, drafter: str) -> list[Request]:
         return make_requests(tokenizer, SAMPLINGS[sampling], NUM_REQUESTS, drafter)
