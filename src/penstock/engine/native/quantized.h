@@ -196,8 +196,8 @@ PENSTOCK_INLINE void add_products(const Block& block, int group, const Codes* a,
   }
 }
 
-// sum[Rows][Strips] += a block of a panel x those of rows; `count` codes further a row's next begin.
-// The block begins at `k` of those whose time `ahead` is spread over.
+// sum[Rows][Strips] += a block of a panel x those of rows; `count` codes further a row's next
+// begin. The block begins at `k` of those whose time `ahead` is spread over.
 template <class F, int Rows, int Strips, class Block>
 PENSTOCK_INLINE void add_block(const Block& block, const Codes32* a, size_t count, int strip,
                                Lines ahead, int k, VecF (*sum)[Strips]) {
