@@ -246,6 +246,28 @@ PENSTOCK_INLINE void add_block(const Block& block, const Codes256* a, size_t, in
   constexpr int pairs = 128 / F::kSub, half = F::kSub == 32 ? 8 : 4;
   constexpr bool kOffsetLater = kOffsetLeft<F> != 0 && kDotsByPairs;
   VecI total[Rows][Strips] = {};
+  // First what lies first in memory.
+#pragma GCC unroll 2
+  for (int s = 0; s < Strips && (F::kHasLow || kOffsetLater); ++s) {
+    VecF m = {};
+    VecI numbers[pairs];
+    if constexpr (F::kHasLow) m = -block.m(strip + s);
+    for (int i = 0; i < pairs; ++i) {
+      if constexpr (F::kHasLow) numbers[i] = block.lows(i, strip + s);
+      if constexpr (kOffsetLater) numbers[i] = block.scales(i, strip + s);
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < Rows; ++r) {
+      if constexpr (F::kHasLow) {
+        const VecI low = dot_sums<pairs>(splat_int(kExactBits), a[r].sums, numbers);
+        sum[r][s] = fused(exact(low), m * splat(a[r].scale), sum[r][s]);
+      }
+      if constexpr (kOffsetLater) {
+        const int16_t* sums = F::kSub == 32 ? a[r].sums : a[r].half_sums;
+        total[r][s] = -kOffsetLeft<F> * dot_sums<pairs>(VecI{}, sums, numbers);
+      }
+    }
+  }
   for (int group = 0; group < 8; ++group) {
     ahead.fetch(group);
 #pragma GCC unroll 2
@@ -269,26 +291,10 @@ PENSTOCK_INLINE void add_block(const Block& block, const Codes256* a, size_t, in
 #pragma GCC unroll 2
   for (int s = 0; s < Strips; ++s) {
     const VecF d = block.d(strip + s);
-    VecF m = {};
-    VecI numbers[pairs];
-    if constexpr (F::kHasLow) m = -block.m(strip + s);
-    for (int i = 0; i < pairs; ++i) {
-      if constexpr (F::kHasLow) numbers[i] = block.lows(i, strip + s);
-      if constexpr (kOffsetLater) numbers[i] = block.scales(i, strip + s);
-    }
 #pragma GCC unroll 12
-    for (int r = 0; r < Rows; ++r) {
-      if constexpr (F::kHasLow) {
-        const VecI low = dot_sums<pairs>(splat_int(kExactBits), a[r].sums, numbers);
-        sum[r][s] = fused(exact(low), m * splat(a[r].scale), sum[r][s]);
-      }
-      if constexpr (kOffsetLater) {
-        const int16_t* sums = F::kSub == 32 ? a[r].sums : a[r].half_sums;
-        total[r][s] -= kOffsetLeft<F> * dot_sums<pairs>(VecI{}, sums, numbers);
-      }
+    for (int r = 0; r < Rows; ++r)
       sum[r][s] = fused(__builtin_convertvector(total[r][s], VecF), d * splat(a[r].scale),
                         sum[r][s]);
-    }
   }
 }
 
