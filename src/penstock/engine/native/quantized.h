@@ -15,7 +15,8 @@ struct Ahead {
 };
 
 // How far ahead weights are fetched: across the page boundaries where the hardware's prefetcher
-// stops. With one row (and quantised weights, with two) it keeps up, and fetching by hand costs.
+// stops. With one row (and quantised weights, with two) it keeps up, and fetching by hand costs, but
+// for codes of 6 bits, as the scales between them are a stream of their own.
 constexpr int kPrefetchBytes = 8192;
 
 constexpr int kMaxPanels = 4;
@@ -361,7 +362,8 @@ static __attribute__((noinline)) void quantized_kernel(const char* rows, size_t 
   const int most = tile_rows<Block>;
   const int tiles = (height + most - 1) / most;
   const int groups = 16 / strips_at_once<F>(height / tiles) * tiles;
-  Lines next{nullptr, height <= 2 ? 0 : (together * F::kPanelBytes + 64 * groups - 1) / (64 * groups)};
+  Lines next{nullptr, (together * F::kPanelBytes + 64 * groups - 1) / (64 * groups)};
+  if (height <= 2 && F::kBits != 6) next.count = 0;
   for (int k = 0; k < k_size; k += 256, a += 256 / sizeof(a->code) * count) {
     const int num_blocks = std::min(together, (k_size - k) / F::kBlock);
     for (int i = 0; i < num_blocks; ++i, panel += F::kPanelBytes) blocks[i].take(panel);
