@@ -52,7 +52,8 @@ void print_format(std::mt19937& random, const std::vector<float>& rows) {
   std::vector<uint8_t> packed(2 * panel_bytes(F::kind, kSize));
   pack_matrix(F::kind, columns.data(), kColumns, kSize, packed.data());
   const Matrix matrix{packed.data(), F::kind};
-  for (int height : {1, 3, kMaxRows}) print_bits<F>(matrix, rows, height);
+  tile_rows<PackedBlock<F>> = tile_rows<UnpackedBlock<F>> = kMaxRows;
+  for (int height : {1, 3, kMaxRows / 2 + 1, kMaxRows}) print_bits<F>(matrix, rows, height);
   // The highest one again, unpacked in registers.
   packed_rows<F> = kMaxRows;
   print_bits<F>(matrix, rows, kMaxRows);

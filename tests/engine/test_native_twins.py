@@ -40,7 +40,7 @@ def bits(folder: Path, *options: str, arm: bool = False) -> list[str]:
 
 
 def check_rows(lines: list[str], formats: int, tile_rows: int) -> None:
-    assert len(lines) == formats * 2 * (1 + 3 + 2 * tile_rows)
+    assert len(lines) == formats * 2 * (1 + 3 + tile_rows // 2 + 1 + 2 * tile_rows)
     # One row's bits are the same in every tile, packed or unpacked; no two rows' or panels' are.
     assert len(set(lines)) == formats * 2 * tile_rows
     assert len({line.split()[-1] for line in lines}) == len(set(lines))

@@ -13,9 +13,7 @@ constexpr int kMaxRows = kRegisters == 32 ? 12 : 6;
 // and eight rows keep the products fed better than ten or eleven do.
 constexpr int kMaxRowsOfSeveral = kRegisters == 32 ? 8 : 6;
 
-// The most rows of a tile of quantised weights that unpacks in registers, and of all tiles that a
-// panel is read for once.
-constexpr int kPackedRows = kRegisters == 32 ? 8 : 6;
+// The most rows of all tiles that a panel of quantised weights is read for once.
 constexpr int kPanelRows = 48;
 
 constexpr int most_rows(int rows) { return rows > kMaxRows ? kMaxRowsOfSeveral : kMaxRows; }
@@ -38,17 +36,23 @@ PENSTOCK_INLINE void for_row_blocks(int rows, Visit&& visit) {
   for_blocks(rows, most_rows(rows), visit);
 }
 
+// Integers below 2^22 in size are added to these bits, of 1.5 * 2^23, and converted to floats by
+// `exact`: a subtraction, for which processors have other units than for products.
+constexpr int32_t kExactBits = 0x4b400000;
+PENSTOCK_INLINE VecF exact(VecI sum) { return (VecF)sum - splat(12582912.0f); }
+
 // 32 numbers of a row: number i is about scale * code[i].
 struct Codes32 {
   int8_t code[32];
   float scale, scaled_sum;  // scaled_sum: scale * the sum of the codes
   int32_t negative_sum;     // of the codes
-  int32_t unused;
+  int32_t bytes_start;      // kExactBits + 128 * negative_sum
 };
 
 struct Codes256 {
   int8_t code[256];
-  int16_t half_sums[16], sums[8];  // of 16 and of 32 codes each
+  std::conditional_t<kDotsByPairs, int16_t, int32_t> half_sums[16];  // of 16 codes each
+  int16_t sums[8];                                                   // of 32
   float scale;
   int32_t unused[3];
 };
@@ -63,12 +67,14 @@ PENSTOCK_INLINE float largest_size(const float* x, int n) {
     const VecI size = (VecI)load(x + i) & 0x7fffffff;  // sizes of floats compare as integers do
     top = top < size ? size : top;
   }
-  return any(top >= 0x7f800000) ? NAN : max_lanes((VecF)top);
+  const int32_t largest = largest_lane(top);
+  return largest >= 0x7f800000 ? NAN : as_float((uint32_t)largest);
 }
 
 // code[n] = x / scale rounded to nearest, with scale = size / 127, which is returned; size: of the
-// largest that shares it, NaN for scale NaN and NaN in all products.
-PENSTOCK_INLINE float quantize(const float* x, int n, float size, int8_t* code) {
+// largest that shares it, NaN for scale NaN and NaN in all products. visit(i, codes i and on).
+template <class Visit>
+PENSTOCK_INLINE float quantize(const float* x, int n, float size, int8_t* code, Visit&& visit) {
   const bool counts = size > kSmallestSize;
   const VecF inverse = splat(127.0f / size), round_to_int = splat(12582912.0f);  // 1.5 * 2^23
   for (int i = 0; i < n; i += kLanes) {
@@ -76,27 +82,30 @@ PENSTOCK_INLINE float quantize(const float* x, int n, float size, int8_t* code) 
     if (counts) rounded = (VecI)(load(x + i) * inverse + round_to_int) - (VecI)round_to_int;
     const VecS narrow = __builtin_convertvector(rounded, VecS);
     std::memcpy(code + i, &narrow, sizeof narrow);
+    visit(i, rounded);
   }
   return counts ? size / 127.0f : size != size ? NAN : 0.0f;
 }
 
-PENSTOCK_INLINE int32_t sum_codes(const int8_t* code, int n) {
-  int32_t sum = 0;
-  for (int i = 0; i < n; ++i) sum += code[i];
-  return sum;
+PENSTOCK_INLINE float quantize(const float* x, int n, float size, int8_t* code) {
+  return quantize(x, n, size, code, [](int, VecI) {});
 }
 
 PENSTOCK_INLINE void quantize_block(const float* x, float size, Codes32& out) {
-  out.scale = quantize(x, 32, size, out.code);
-  out.negative_sum = -sum_codes(out.code, 32);
-  out.scaled_sum = out.scale * (float)-out.negative_sum;
+  VecI sums = {};
+  out.scale = quantize(x, 32, size, out.code, [&](int, VecI codes) { sums += codes; });
+  const int32_t sum = sum_lanes(sums);
+  out.scaled_sum = out.scale * (float)sum;
+  out.negative_sum = -sum;
+  out.bytes_start = kExactBits - 128 * sum;
 }
 
 PENSTOCK_INLINE void quantize_block(const float* x, float size, Codes256& out) {
-  out.scale = quantize(x, 256, size, out.code);
-  for (int i = 0; i < 16; ++i) out.half_sums[i] = (int16_t)sum_codes(out.code + 16 * i, 16);
-  for (int i = 0; i < 8; ++i)
-    out.sums[i] = (int16_t)(out.half_sums[2 * i] + out.half_sums[2 * i + 1]);
+  int32_t sums[16] = {};
+  out.scale = quantize(x, 256, size, out.code,
+                       [&](int i, VecI codes) { sums[i / 16] += sum_lanes(codes); });
+  for (int i = 0; i < 16; ++i) out.half_sums[i] = sums[i];
+  for (int i = 0; i < 8; ++i) out.sums[i] = (int16_t)(sums[2 * i] + sums[2 * i + 1]);
 }
 
 // n numbers rounded to bfloat16, and a zero after an odd number of them.

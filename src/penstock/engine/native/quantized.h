@@ -15,7 +15,8 @@ struct Ahead {
 };
 
 // How far ahead weights are fetched: across the page boundaries where the hardware's prefetcher
-// stops. With one row (and quantised weights, with two) it keeps up, and fetching by hand costs.
+// stops. With one row (and quantised weights, with two) it keeps up, and fetching by hand costs, but
+// for codes of 6 bits, as the scales between them are a stream of their own.
 constexpr int kPrefetchBytes = 8192;
 
 constexpr int kMaxPanels = 4;
@@ -125,7 +126,7 @@ class alignas(64) UnpackedBlock {
       if constexpr (F::kHasLow) m_[s] = block.m(s);
       if constexpr (F::kSub != 0) {
         for (int i = 0; i < kSubs; ++i) weights_[i][s] = block.weight(i, s);
-        if constexpr (kOffsetLeft<F> != 0)
+        if constexpr (kOffsetLeft<F> != 0 && kDotsByPairs)
           for (int i = 0; i < kSubs / 2; ++i) pairs_[i][s] = block.scales(i, s);
         if constexpr (F::kHasLow)
           for (int i = 0; i < kSubs / 2; ++i) pairs_[i][s] = block.lows(i, s);
@@ -168,23 +169,27 @@ PENSTOCK_INLINE VecI add_weighted(VecI total, VecI sums, [[maybe_unused]] VecI w
   return kWeighted ? total + sums * weight : total + sums;
 }
 
-// total[Rows][2] += weight[2] x sums of products of codes [4 * first, 4 * last) of 32 of `group`
-// with those of the rows at `k`.
-template <class F, int Rows, int first, int last, bool kWeighted, class Block, class Codes>
-PENSTOCK_INLINE void add_products(const Block& block, int group, const Codes* a, int k,
-                                  const VecI* weight, VecI (*total)[2]) {
-  VecI sums[Rows][2];
+// total[Rows][Strips] += weight[Strips] x sums of products of codes [4 * first, 4 * last) of 32 of
+// `group` with those of the rows at `k`. start(row): what a sum that is not of pairs begins from.
+template <class F, int Rows, int Strips, int first, int last, bool kWeighted, class Block,
+          class Codes, class Start>
+PENSTOCK_INLINE void add_products(const Block& block, int group, const Codes* a, int k, int strip,
+                                  const VecI* weight, Start&& start, VecI (*total)[Strips]) {
+  VecI sums[Rows][Strips];
 #pragma GCC unroll 8
   for (int v = first; v < last; ++v) {
-    const VecI codes[2] = {block.code(group, v, 0), block.code(group, v, 1)};
+    VecI codes[Strips];
+    for (int s = 0; s < Strips; ++s) codes[s] = block.code(group, v, strip + s);
     const bool begins = (v - first) % kWordsAtOnce<F> == 0;
     const bool ends = (v - first + 1) % kWordsAtOnce<F> == 0 || v + 1 == last;
 #pragma GCC unroll 12
     for (int r = 0; r < Rows; ++r) {
       const int32_t x = four_codes(a[r].code + k + 4 * v);
 #pragma GCC unroll 2
-      for (int s = 0; s < 2; ++s) {
-        sums[r][s] = add_dots<kIsSigned<F>>(begins ? VecI{} : sums[r][s], codes[s], x);
+      for (int s = 0; s < Strips; ++s) {
+        VecI before = begins ? VecI{} : sums[r][s];
+        if (begins && !kDotsByPairs) before = start(r);
+        sums[r][s] = add_dots<kIsSigned<F>>(before, codes[s], x);
         keep(sums[r][s]);
         if (ends) total[r][s] = add_weighted<kWeighted>(total[r][s], sums[r][s], weight[s]);
       }
@@ -192,83 +197,101 @@ PENSTOCK_INLINE void add_products(const Block& block, int group, const Codes* a,
   }
 }
 
-// sum[Rows][2] += a block of a panel x those of rows; `count` codes further a row's next begin. The
-// block begins at `k` of those whose time `ahead` is spread over.
-template <class F, int Rows, class Block>
-PENSTOCK_INLINE void add_block(const Block& block, const Codes32* a, size_t count, Lines ahead,
-                               int k, VecF (*sum)[2]) {
+// sum[Rows][Strips] += a block of a panel x those of rows; `count` codes further a row's next
+// begin. The block begins at `k` of those whose time `ahead` is spread over.
+template <class F, int Rows, int Strips, class Block>
+PENSTOCK_INLINE void add_block(const Block& block, const Codes32* a, size_t count, int strip,
+                               Lines ahead, int k, VecF (*sum)[Strips]) {
   for (int group = 0; group < F::kBlock / 32; ++group, a += count) {
     ahead.fetch(k / 32 + group);
-    VecI total[Rows][2];
+    const auto start = [=](int r) {
+      if (kOffsetLeft<F> == 128) return splat_int(a[r].bytes_start);
+      if (kOffsetLeft<F>) return splat_int(a[r].negative_sum) * kOffsetLeft<F> + kExactBits;
+      return splat_int(kExactBits);
+    };
+    VecI total[Rows][Strips];
 #pragma GCC unroll 12
     for (int r = 0; r < Rows; ++r)
-      total[r][0] = total[r][1] =
-          kOffsetLeft<F> ? splat_int(a[r].negative_sum) * kOffsetLeft<F> : VecI{};
+      for (int s = 0; s < Strips; ++s) total[r][s] = kDotsByPairs ? start(r) : VecI{};
     constexpr VecI no_weight[2] = {};
-    add_products<F, Rows, 0, 8, false>(block, group, a, 0, no_weight, total);
+    add_products<F, Rows, Strips, 0, 8, false>(block, group, a, 0, strip, no_weight, start, total);
 #pragma GCC unroll 2
-    for (int s = 0; s < 2; ++s) {
-      const VecF d = block.d(s);
+    for (int s = 0; s < Strips; ++s) {
+      const VecF d = block.d(strip + s);
       VecF m = {};
-      if constexpr (F::kHasLow) m = block.m(s);
+      if constexpr (F::kHasLow) m = block.m(strip + s);
 #pragma GCC unroll 12
       for (int r = 0; r < Rows; ++r) {
-        const VecF value = __builtin_convertvector(total[r][s], VecF);
-        sum[r][s] = fused(value, d * splat(a[r].scale), sum[r][s]);
+        sum[r][s] = fused(exact(total[r][s]), d * splat(a[r].scale), sum[r][s]);
         if constexpr (F::kHasLow) sum[r][s] = fused(m, splat(a[r].scaled_sum), sum[r][s]);
       }
     }
   }
 }
 
-// Sum over pairs of sub-blocks of numbers(i, strip) x sums of the row's activations.
-template <int Pairs, class Numbers>
-PENSTOCK_INLINE VecI dot_sums(const int16_t* sums, int strip, Numbers&& numbers) {
-  VecI sum = {};
+// sum + that over pairs of sub-blocks of numbers x sums of the row's activations.
+template <int Pairs>
+PENSTOCK_INLINE VecI dot_sums(VecI sum, const int16_t* sums, const VecI* numbers) {
 #pragma GCC unroll 8
   for (int i = 0; i < Pairs; ++i) {
     int32_t pair;
     std::memcpy(&pair, sums + 2 * i, sizeof pair);
-    sum = dot_pairs(sum, numbers(i, strip), splat_int(pair));
+    sum = dot_pairs(sum, numbers[i], splat_int(pair));
   }
   return sum;
 }
 
-template <class F, int Rows, class Block>
-PENSTOCK_INLINE void add_block(const Block& block, const Codes256* a, size_t, Lines ahead, int,
-                               VecF (*sum)[2]) {
-  constexpr int pairs = 128 / F::kSub;
-  VecI total[Rows][2] = {};
+template <class F, int Rows, int Strips, class Block>
+PENSTOCK_INLINE void add_block(const Block& block, const Codes256* a, size_t, int strip,
+                               Lines ahead, int, VecF (*sum)[Strips]) {
+  constexpr int pairs = 128 / F::kSub, half = F::kSub == 32 ? 8 : 4;
+  constexpr bool kOffsetLater = kOffsetLeft<F> != 0 && kDotsByPairs;
+  VecI total[Rows][Strips] = {};
+  // First what lies first in memory.
 #pragma GCC unroll 2
-  for (int s = 0; s < 2; ++s) {
+  for (int s = 0; s < Strips && (F::kHasLow || kOffsetLater); ++s) {
     VecF m = {};
-    if constexpr (F::kHasLow) m = -block.m(s);
+    VecI numbers[pairs];
+    if constexpr (F::kHasLow) m = -block.m(strip + s);
+    for (int i = 0; i < pairs; ++i) {
+      if constexpr (F::kHasLow) numbers[i] = block.lows(i, strip + s);
+      if constexpr (kOffsetLater) numbers[i] = block.scales(i, strip + s);
+    }
 #pragma GCC unroll 12
     for (int r = 0; r < Rows; ++r) {
-      const int16_t* sums = F::kSub == 32 ? a[r].sums : a[r].half_sums;
       if constexpr (F::kHasLow) {
-        const VecI low = dot_sums<pairs>(sums, s, [&](int i, int j) { return block.lows(i, j); });
-        sum[r][s] = fused(__builtin_convertvector(low, VecF), m * splat(a[r].scale), sum[r][s]);
+        const VecI low = dot_sums<pairs>(splat_int(kExactBits), a[r].sums, numbers);
+        sum[r][s] = fused(exact(low), m * splat(a[r].scale), sum[r][s]);
       }
-      if constexpr (kOffsetLeft<F> != 0)
-        total[r][s] = -kOffsetLeft<F> *
-                      dot_sums<pairs>(sums, s, [&](int i, int j) { return block.scales(i, j); });
+      if constexpr (kOffsetLater) {
+        const int16_t* sums = F::kSub == 32 ? a[r].sums : a[r].half_sums;
+        total[r][s] = -kOffsetLeft<F> * dot_sums<pairs>(VecI{}, sums, numbers);
+      }
     }
   }
   for (int group = 0; group < 8; ++group) {
     ahead.fetch(group);
-    constexpr int half = F::kSub == 32 ? 8 : 4;
-    const int sub = group * 8 / half;
-    const VecI weight[2] = {block.weight(sub, 0), block.weight(sub, 1)};
-    add_products<F, Rows, 0, half, true>(block, group, a, 32 * group, weight, total);
-    if constexpr (half == 4) {
-      const VecI next[2] = {block.weight(sub + 1, 0), block.weight(sub + 1, 1)};
-      add_products<F, Rows, 4, 8, true>(block, group, a, 32 * group, next, total);
+#pragma GCC unroll 2
+    for (int sub = 0; sub < 8 / half; ++sub) {
+      VecI weight[Strips];
+      for (int s = 0; s < Strips; ++s) weight[s] = block.weight(group * 8 / half + sub, strip + s);
+      const auto start = [=](int r) {
+        if constexpr (kOffsetLeft<F> == 0 || kDotsByPairs) return VecI{};
+        const auto* offset = a[r].half_sums + 2 * group;
+        if (half == 4) return splat_int(offset[sub]) * -kOffsetLeft<F>;
+        return (splat_int(offset[0]) + splat_int(offset[1])) * -kOffsetLeft<F>;
+      };
+      if (sub == 0)
+        add_products<F, Rows, Strips, 0, half, true>(block, group, a, 32 * group, strip, weight,
+                                                     start, total);
+      else
+        add_products<F, Rows, Strips, 8 - half, 8, true>(block, group, a, 32 * group, strip, weight,
+                                                         start, total);
     }
   }
 #pragma GCC unroll 2
-  for (int s = 0; s < 2; ++s) {
-    const VecF d = block.d(s);
+  for (int s = 0; s < Strips; ++s) {
+    const VecF d = block.d(strip + s);
 #pragma GCC unroll 12
     for (int r = 0; r < Rows; ++r)
       sum[r][s] = fused(__builtin_convertvector(total[r][s], VecF), d * splat(a[r].scale),
@@ -283,37 +306,48 @@ using CodesOf = std::conditional_t<F::kArithmetic == Arithmetic::kBlocks256, Cod
 template <class F>
 constexpr int kCodesOfBlock = F::kBlock / (int)sizeof(CodesOf<F>::code);
 
+// Strips at once: a few rows read a panel in the order of memory; with more, sums of one strip fill
+// the registers.
+template <class F>
+constexpr int strips_at_once(int rows) {
+  return F::kArithmetic == Arithmetic::kBlocks256 && rows > 6 ? 1 : 2;
+}
+
 // tile[Rows][kPanel] += rows x blocks; `tile` has rows of kTileStride.
 template <class F, int Rows, class Block>
 static __attribute__((noinline)) void add_tile(const Block* blocks, int num_blocks,
                                                const CodesOf<F>* a, size_t count, Lines ahead,
                                                float* tile) {
-  VecF sum[Rows][2];
-  for (int r = 0; r < Rows; ++r)
-    for (int s = 0; s < 2; ++s) sum[r][s] = load(tile + r * kTileStride + s * kLanes);
-  for (int i = 0; i < num_blocks; ++i, a += kCodesOfBlock<F> * count)
-    add_block<F, Rows>(blocks[i], a, count, ahead, i * F::kBlock, sum);
-  for (int r = 0; r < Rows; ++r)
-    for (int s = 0; s < 2; ++s) store(tile + r * kTileStride + s * kLanes, sum[r][s]);
+  constexpr int strips = strips_at_once<F>(Rows);
+  for (int first = 0; first < 2; first += strips, ahead.at += 64 * 8 * ahead.count) {
+    VecF sum[Rows][strips];
+    float* at = tile + first * kLanes;
+    for (int r = 0; r < Rows; ++r)
+      for (int s = 0; s < strips; ++s) sum[r][s] = load(at + r * kTileStride + s * kLanes);
+    const CodesOf<F>* codes = a;
+    for (int i = 0; i < num_blocks; ++i, codes += kCodesOfBlock<F> * count)
+      add_block<F, Rows, strips>(blocks[i], codes, count, first, ahead, i * F::kBlock, sum);
+    for (int r = 0; r < Rows; ++r)
+      for (int s = 0; s < strips; ++s) store(at + r * kTileStride + s * kLanes, sum[r][s]);
+  }
 }
 
 template <class F, class Block>
 using AddTile = void (*)(const Block* blocks, int num_blocks, const CodesOf<F>* a, size_t count,
                          Lines ahead, float* tile);
 
-template <class F, class Block, int Rows>
+template <class F, class Block, int Rows = kMaxRows>
 static AddTile<F, Block> add_tile_for(int rows) {
   if constexpr (Rows > 1)
     if (rows < Rows) return add_tile_for<F, Block, Rows - 1>(rows);
   return add_tile<F, Rows, Block>;
 }
 
-// Rows up to which tiles unpack in registers, and rows of such a tile, at most kPackedRows, by format;
-// rows of a tile of unpacked blocks, at most kMaxRows: as measured (tuning.h).
+// Rows up to which tiles unpack in registers, and rows of a tile, at most kMaxRows, by kind of its
+// blocks: as measured (tuning.h).
 template <class F>
 inline int packed_rows = 4;
-template <class F>
-inline int packed_tile_rows = 4;
+template <class Block>
 inline int tile_rows = 4;
 
 // tile[height][kPanel] = rows x a panel.
@@ -321,23 +355,24 @@ template <class F, class Block>
 static __attribute__((noinline)) void quantized_kernel(const char* rows, size_t count, int height,
                                                        const char* panel, int k_size, Ahead ahead,
                                                        float* tile) {
-  constexpr bool is_packed = std::is_same_v<Block, PackedBlock<F>>;
   constexpr int together = 256 / F::kBlock;
   Block blocks[together];
   const auto* a = (const CodesOf<F>*)rows;
   for (int r = 0; r < height; ++r) std::memset(tile + r * kTileStride, 0, kPanel * sizeof(float));
-  const int most = is_packed ? packed_tile_rows<F> : tile_rows;
-  const int groups = 8 * ((height + most - 1) / most);
-  Lines next{nullptr, height <= 2 ? 0 : (together * F::kPanelBytes + 64 * groups - 1) / (64 * groups)};
+  const int most = tile_rows<Block>;
+  const int tiles = (height + most - 1) / most;
+  const int groups = 16 / strips_at_once<F>(height / tiles) * tiles;
+  Lines next{nullptr, (together * F::kPanelBytes + 64 * groups - 1) / (64 * groups)};
+  if (height <= 2 && F::kBits != 6) next.count = 0;
   for (int k = 0; k < k_size; k += 256, a += 256 / sizeof(a->code) * count) {
     const int num_blocks = std::min(together, (k_size - k) / F::kBlock);
     for (int i = 0; i < num_blocks; ++i, panel += F::kPanelBytes) blocks[i].take(panel);
     next.at = panel + kPrefetchBytes;
     if (ahead.at) fetch(ahead.at + (size_t)k * ahead.step, 256 * ahead.step);
     for_blocks(height, most, [&](int row, int rows_of_tile) {
-      add_tile_for<F, Block, is_packed ? kPackedRows : kMaxRows>(rows_of_tile)(
-          blocks, num_blocks, a + row, count, next, tile + row * kTileStride);
-      next.at += 64 * 8 * next.count;
+      add_tile_for<F, Block>(rows_of_tile)(blocks, num_blocks, a + row, count, next,
+                                           tile + row * kTileStride);
+      next.at += 64 * 16 / strips_at_once<F>(rows_of_tile) * next.count;
     });
   }
 }

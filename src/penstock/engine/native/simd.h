@@ -134,6 +134,28 @@ PENSTOCK_INLINE float max_lanes(VecF v) {
 }
 PENSTOCK_INLINE VecF larger(VecF a, VecF b) { return a < b ? b : a; }
 
+// The lanes' sum or maximum, in any order. With masks, because the intrinsics without one warn.
+template <class Join>
+PENSTOCK_INLINE int32_t join_lanes(VecI v, Join&& join) {
+#if defined(__AVX512F__)
+  v = join(v, (VecI)_mm512_maskz_shuffle_i64x2(0xff, (__m512i)v, (__m512i)v, 0x4e));
+  v = join(v, (VecI)_mm512_maskz_shuffle_i64x2(0xff, (__m512i)v, (__m512i)v, 0xb1));
+  v = join(v, (VecI)_mm512_maskz_shuffle_epi32(0xffff, (__m512i)v, (_MM_PERM_ENUM)0x4e));
+  v = join(v, (VecI)_mm512_maskz_shuffle_epi32(0xffff, (__m512i)v, (_MM_PERM_ENUM)0xb1));
+  return v[0];
+#else
+  int32_t joined = v[0];
+  for (int i = 1; i < kLanes; ++i) joined = join(joined, (int32_t)v[i]);
+  return joined;
+#endif
+}
+PENSTOCK_INLINE int32_t largest_lane(VecI v) {
+  return join_lanes(v, [](auto a, auto b) { return a < b ? b : a; });
+}
+PENSTOCK_INLINE int32_t sum_lanes(VecI v) {
+  return join_lanes(v, [](auto a, auto b) { return a + b; });
+}
+
 PENSTOCK_INLINE bool any(VecI mask) {
   uint64_t word[kLanes / 2];
   std::memcpy(word, &mask, sizeof word);

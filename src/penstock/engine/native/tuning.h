@@ -7,53 +7,57 @@
 
 namespace penstock {
 
-// The least seconds of a product of `rows` rows by a panel in the cache.
+constexpr int kTurns = 16;
+
+// Lower `least` to the seconds of a product of `rows` rows by a panel in the cache.
 template <class F, class Block>
-double time_of(int rows) {
+void time_product(int rows, double& least) {
   constexpr int k_size = 1024;
   static const std::vector<char> panel(panel_bytes(F::kind, k_size) + 2 * kPrefetchBytes, 1);
   static const std::vector<char> codes(prepared_bytes(F::kArithmetic, k_size) * kPanelRows, 1);
   alignas(64) float tile[kTileFloats];
-  double least = INFINITY;
-  for (int i = 0; i < 16; ++i) {
-    const auto start = std::chrono::steady_clock::now();
-    quantized_kernel<F, Block>(codes.data(), rows, rows, panel.data(), k_size, Ahead{}, tile);
-    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
-    least = std::min(least, took.count());
-  }
-  return least;
+  const auto start = std::chrono::steady_clock::now();
+  quantized_kernel<F, Block>(codes.data(), rows, rows, panel.data(), k_size, Ahead{}, tile);
+  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
+  least = std::min(least, took.count());
 }
 
-// Set `height` to the fastest of `heights` that is at most `most`.
-template <class F, class Block, size_t N>
-void tune_height(int& height, const int (&heights)[N], int most) {
-  double least = INFINITY;
-  int fastest = height;
-  for (const int one : heights) {
-    if (one > most) break;
-    height = one;
-    const double took = time_of<F, Block>(24);
-    if (took < least) least = took, fastest = one;
-  }
-  height = fastest;
+// Set rows of a tile to the fastest, all in turn, as a processor is slower for a while at times.
+template <class F, class Block>
+void tune_height() {
+  constexpr int heights[] = {3, 4, 5, 6, 8, 12};
+  constexpr int count = kMaxRows == 12 ? 6 : 4;
+  double least[count];
+  std::fill_n(least, count, INFINITY);
+  for (int turn = 0; turn < kTurns; ++turn)
+    for (int i = 0; i < count; ++i) {
+      tile_rows<Block> = heights[i];
+      time_product<F, Block>(24, least[i]);
+    }
+  tile_rows<Block> = heights[std::min_element(least, least + count) - least];
 }
 
 template <class F>
-void tune_packed() {
-  tune_height<F, PackedBlock<F>>(packed_tile_rows<F>, {3, 4, 5, 6, 8}, kPackedRows);
+void tune_format() {
+  tune_height<F, PackedBlock<F>>();
+  tune_height<F, UnpackedBlock<F>>();
   for (const int rows : {8, 12, 16, kPanelRows}) {
-    if (time_of<F, PackedBlock<F>>(rows) > time_of<F, UnpackedBlock<F>>(rows)) break;
+    double packed = INFINITY, unpacked = INFINITY;
+    for (int turn = 0; turn < kTurns; ++turn) {
+      time_product<F, PackedBlock<F>>(rows, packed);
+      time_product<F, UnpackedBlock<F>>(rows, unpacked);
+    }
+    if (packed > unpacked) break;
     packed_rows<F> = rows;
   }
 }
 
 // Set rows of tiles to what multiplies fastest here, within some milliseconds.
 inline void tune() {
-  tune_height<Q4_K, UnpackedBlock<Q4_K>>(tile_rows, {4, 6, 8, 12}, kMaxRows);
   for (auto kind = Kind::kQ8_0; kind <= Kind::kMXFP4; kind = (Kind)((int)kind + 1))
     with_format(kind, [](auto format) {
       using F = decltype(format);
-      if constexpr (F::kFileBytes != 4 && F::kind != Kind::kInt8Rows) tune_packed<F>();
+      if constexpr (F::kFileBytes != 4 && F::kind != Kind::kInt8Rows) tune_format<F>();
     });
 }
 
