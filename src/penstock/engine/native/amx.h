@@ -1,5 +1,5 @@
-// Products of small matrices of int8 as AMX has them, behind five operations on eight tiles of at most
-// 16 rows of 64 bytes: by AMX, by ARM's int8 matrix instructions, and in plain C++, which says what
+// Products of tiles of int8 as AMX has them, behind five operations on eight tiles of at most 16
+// rows of 64 bytes: by AMX, by ARM's int8 matrix instructions, and in plain C++, which says what
 // the others have to give. int32 sums are exact, so all give equal bits.
 #pragma once
 
@@ -48,7 +48,7 @@ class PlainTiles {
     std::memset(bytes_[tile], 0, sizeof bytes_[tile]);
   }
 
-  // sum[r][c] += the products of row r of `a`, signed, with bytes 4 * c to 4 * c + 3 of the rows of `b`.
+  // sum[r][c] += products of row r of `a`, signed, with bytes 4 * c to 4 * c + 3 of `b`'s rows.
   template <int sum, int a, int b, bool kSigned>
   void multiply() {
     const int rows = shapes_.rows[sum], columns = shapes_.row_bytes[sum] / 4;
@@ -120,8 +120,8 @@ class AmxTiles {
 #endif
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-// Tiles of vectors' width, by products of 2 x 8 with 8 x 2. What is loaded stays where it lies until
-// it is multiplied, and only sums are zeroed and stored.
+// By products of 2 x 8 with 8 x 2, for tiles of a vector's width. What is loaded stays where it
+// lies until it is multiplied; only tiles 0 to 3 are zeroed and stored.
 class I8mmTiles {
  public:
   void configure(const TileShapes& shapes) { shapes_ = shapes; }

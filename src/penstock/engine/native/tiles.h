@@ -1,8 +1,8 @@
-// Tiles of quantised weights and many rows by a matrix unit (amx.h). Sums of integers are those of
+// Tiles of quantised weights and many rows by a matrix unit (amx.h). Integer sums are those of
 // quantized.h, and floats follow in the same order: the same bits.
 //
-// Where 256 codes have sub-scales, the bytes that are multiplied are code x sub-scale, in two parts:
-// so the unit sums over 256, and no sub-block's sums have to be scaled one by one.
+// Where 256 codes have sub-scales, code x sub-scale is multiplied, as two bytes: so the unit sums
+// over 256, and no sub-block's sums have to be scaled by themselves.
 #pragma once
 
 #include <climits>
@@ -39,17 +39,22 @@ class alignas(64) TileBlock {
   void unpack(const char* panel, int step) {
     PackedBlock<F> block;
     block.take(panel + step * 4 * kWords / F::kBlock * F::kPanelBytes);
-#pragma GCC unroll 16
-    for (int v = 0; v < kWords; ++v) {
-      const int group = (step * kWords + v) / 8 % (F::kBlock / 32);
+    for (int first = 0; first < kWords; first += 8) {
+      const int group = (step * kWords + first) / 8 % (F::kBlock / 32);
 #pragma GCC unroll 2
       for (int s = 0; s < 2; ++s) {
-        const VecI code = block.code(group, v % 8, s);
-        if constexpr (kHasSubs) {
-          const VecI weight = block.weight((group * 32 + v % 8 * 4) / F::kSub, s);
-          split(code, weight << 16 | (weight & 0xffff), words_[step][s][0][v], words_[step][s][1][v]);
-        } else {
-          words_[step][s][0][v] = less_offset(code);
+        VecI weights[2] = {};
+        if constexpr (kHasSubs)
+          for (int i = 0; i < 2; ++i) weights[i] = block.weight((group * 32 + i * 16) / F::kSub, s);
+        VecI* low = words_[step][s][0] + first;
+        VecI* high = words_[step][s][kParts - 1] + first;
+#pragma GCC unroll 8
+        for (int v = 0; v < 8; ++v) {
+          const VecI code = block.code(group, v, s);
+          if constexpr (kHasSubs)
+            split(code, weights[v / 4], low[v], high[v]);
+          else
+            low[v] = less_offset(code);
         }
       }
     }
@@ -105,7 +110,9 @@ class alignas(64) TileBlock {
         float* out = tile + r * kTileStride + s * kLanes;
         VecF sum = load(out);
         if constexpr (F::kHasLow) {
-          const VecI low = dot_sums<4>(a[r].sums, s, [&](int i, int) { return lows[i]; });
+          VecI low = {};
+          for (int i = 0; i < 4; ++i)
+            low = dot_pairs(low, lows[i], splat_int(load_as<int32_t>(a[r].sums + 2 * i)));
           sum = fused(__builtin_convertvector(low, VecF), m * splat(a[r].scale), sum);
         }
         const VecI total = (sums_[1][s][r] << kShift) + sums_[0][s][r];
@@ -150,6 +157,7 @@ class alignas(64) TileBlock {
   static VecI less_offset(VecI code) { return (VecI)((VecB4)code - (uint8_t)kOffsetLeft<F>); }
 
   static void split(VecI code, VecI weight, VecI& low, VecI& high) {
+    weight = weight << 16 | (weight & 0xffff);
     if constexpr (kIsSmall) {
       const VecW2 codes = (VecW2)code, weights = (VecW2)weight;
       low = (VecI)(codes * (weights & 7));
