@@ -1,26 +1,33 @@
 // Prints the bits of products in every format: random file blocks, packed, times random rows.
-// Compiled for several instruction sets, with and without PENSTOCK_PORTABLE, it must print the same
-// for the same vector width.
+// Compiled for several instruction sets, with PENSTOCK_PORTABLE, with PENSTOCK_TILES_PLAIN and with
+// neither, it must print the same for the same vector width.
 #include <cstdio>
 #include <random>
 
 #include "gemm.h"
+#if defined(__AMX_INT8__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 using namespace penstock;
 
-constexpr int kSize = 512, kColumns = 2 * kPanel;
+constexpr int kColumns = 2 * kPanel, kMostRows = 33, kStride = 640;
+// Where it may, a size that ends within a block of 256.
+template <class F>
+constexpr int kSize = F::kArithmetic == Arithmetic::kBlocks256 ? 512 : kStride;
 
 template <class F>
 void print_bits(const Matrix& matrix, const std::vector<float>& rows, int height) {
   const Arithmetic arithmetic = F::kArithmetic;
-  const size_t row_bytes = prepared_bytes(arithmetic, kSize);
+  const size_t row_bytes = prepared_bytes(arithmetic, kSize<F>);
   std::vector<char> prepared(row_bytes * height);
-  prepare(arithmetic, rows.data(), kSize, height, kSize, prepared.data());
+  prepare(arithmetic, rows.data(), kStride, height, kSize<F>, prepared.data());
   alignas(64) float tile[kTileFloats];
   for (int panel = 0; panel < kColumns / kPanel; ++panel) {
-    const char* at = (const char*)matrix.data + panel * panel_bytes(F::kind, kSize);
+    const char* at = (const char*)matrix.data + panel * panel_bytes(F::kind, kSize<F>);
     const size_t stride = codes_bytes(arithmetic) ? height : row_bytes;
-    kernel_for<F>(height, 1)(prepared.data(), stride, height, at, kSize, Ahead{}, tile);
+    kernel_for<F>(height, 1)(prepared.data(), stride, height, at, kSize<F>, Ahead{}, tile);
     for (int r = 0; r < height; ++r) {
       uint64_t hash = 0;
       for (int i = 0; i < kPanel; ++i) {
@@ -35,7 +42,7 @@ void print_bits(const Matrix& matrix, const std::vector<float>& rows, int height
 
 template <class F>
 void print_format(std::mt19937& random, const std::vector<float>& rows) {
-  const int blocks = kSize / F::kBlock;
+  const int blocks = kSize<F> / F::kBlock;
   std::vector<uint8_t> file((size_t)kColumns * blocks * F::kFileBytes);
   for (uint8_t& byte : file) byte = (uint8_t)random();
   // The first column's codes are the largest, as are the first two rows: sums must hold them.
@@ -49,23 +56,39 @@ void print_format(std::mt19937& random, const std::vector<float>& rows) {
   std::vector<const uint8_t*> columns(kColumns);
   for (int i = 0; i < kColumns; ++i) columns[i] = file.data() + (size_t)i * blocks * F::kFileBytes;
   columns[kColumns - 1] = nullptr;
-  std::vector<uint8_t> packed(2 * panel_bytes(F::kind, kSize));
-  pack_matrix(F::kind, columns.data(), kColumns, kSize, packed.data());
+  std::vector<uint8_t> packed(2 * panel_bytes(F::kind, kSize<F>));
+  pack_matrix(F::kind, columns.data(), kColumns, kSize<F>, packed.data());
   const Matrix matrix{packed.data(), F::kind};
+  if (kHasTiles) rows_for_tiles<F> = 2;
   tile_rows<PackedBlock<F>> = tile_rows<UnpackedBlock<F>> = kMaxRows;
-  for (int height : {1, 3, kMaxRows / 2 + 1, kMaxRows}) print_bits<F>(matrix, rows, height);
+  for (int height : {1, 3, kMaxRows / 2 + 1, kMaxRows, 17, kMostRows})
+    if (height <= kMaxRows || F::kFileBytes != 4) print_bits<F>(matrix, rows, height);
+  rows_for_tiles<F> = INT_MAX;
   // The highest one again, unpacked in registers.
   packed_rows<F> = kMaxRows;
   print_bits<F>(matrix, rows, kMaxRows);
 }
 
+// Negative control: a sum that is one too large in one place.
+struct WrongTiles : PlainTiles {
+  template <int tile>
+  void store(void* to, size_t stride) const {
+    PlainTiles::store<tile>(to, stride);
+    ++*(int32_t*)to;
+  }
+};
+
 int main() {
+#if defined(__AMX_INT8__)
+  if (syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) != 0) return 2;
+#endif
+  if (!tiles_agree<Tiles>() || tiles_agree<WrongTiles>()) return 1;
   static_assert(kMaxRows > 4, "as packed_rows is 4, the highest tile is of unpacked blocks");
   std::mt19937 random(7);
-  std::vector<float> rows(kMaxRows * kSize);
+  std::vector<float> rows(kMostRows * kStride);
   for (float& x : rows) x = (float)((int32_t)random() >> 8) * 0x1p-20f;
-  std::fill(rows.begin(), rows.begin() + kSize, 1.0f);
-  std::fill(rows.begin() + kSize, rows.begin() + 2 * kSize, -1.0f);
+  std::fill(rows.begin(), rows.begin() + kStride, 1.0f);
+  std::fill(rows.begin() + kStride, rows.begin() + 2 * kStride, -1.0f);
   print_format<Q8_0>(random, rows);
   print_format<Q4_0>(random, rows);
   print_format<Q4_1>(random, rows);

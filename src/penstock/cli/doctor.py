@@ -140,6 +140,7 @@ def _kernels(config: ServeConfig | None) -> Finding:
         NativeUnavailableError,
         best_instruction_set,
         load_library,
+        loaded_instruction_set,
     )
 
     best = best_instruction_set()
@@ -156,7 +157,7 @@ def _kernels(config: ServeConfig | None) -> Finding:
     if best == "baseline":
         told = "a processor with AVX2 or with ARM's dot products is several times as fast"
         return Finding("kernels", "warning", "none for this processor but the slowest", told)
-    return Finding("kernels", "ok", f"compiled for {best}")
+    return Finding("kernels", "ok", f"compiled for {loaded_instruction_set()}")
 
 
 def _threads(config: ServeConfig | None) -> Finding:

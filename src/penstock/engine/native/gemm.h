@@ -3,7 +3,7 @@
 // independent of the batch.
 #pragma once
 
-#include "quantized.h"
+#include "tiles.h"
 
 namespace penstock {
 
@@ -89,6 +89,8 @@ PENSTOCK_INLINE TileKernel plain_kernel_for(int panels) {
 template <class F, int Rows = kMaxRows>
 static TileKernel kernel_for(int rows, int panels) {
   if constexpr (F::kFileBytes != 4) {
+    if constexpr (kHasTiles)
+      if (rows >= rows_for_tiles<F>) return tiles_kernel<F>;
     if (rows > packed_rows<F>) return quantized_kernel<F, UnpackedBlock<F>>;
     return quantized_kernel<F, PackedBlock<F>>;
   } else {

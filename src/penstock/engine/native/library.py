@@ -211,6 +211,7 @@ def declared(library: ctypes.CDLL) -> ctypes.CDLL:
     signatures: dict[str, tuple[type | None, list[type]]] = {
         "penstock_lanes": (c_int32, []),
         "penstock_has_bf16_pairs": (c_int32, []),
+        "penstock_tiles_agree": (c_int32, []),
         "penstock_matrix_bytes": (c_size_t, [c_int32, c_int32, c_int32]),
         "penstock_pack": (None, [c_int32, pointer, c_int32, c_int32, pointer]),
         "penstock_create": (pointer, [pointer]),

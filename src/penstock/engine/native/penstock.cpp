@@ -441,6 +441,10 @@ PENSTOCK_API const char* penstock_sources() { return PENSTOCK_SOURCES; }
 // True if products of pairs of bfloat16 (Kind::kBf16Pairs) are available.
 PENSTOCK_API int32_t penstock_has_bf16_pairs() { return kDotsBf16; }
 
+// False if products of tiles by the processor's matrix unit are wrong; true where they are in plain
+// C++.
+PENSTOCK_API int32_t penstock_tiles_agree() { return kTilesArePlain || tiles_agree<Tiles>(); }
+
 PENSTOCK_API size_t penstock_matrix_bytes(int32_t kind, int32_t num_columns, int32_t k_size) {
   return num_columns / kPanel * panel_bytes((Kind)kind, k_size);
 }
