@@ -1,17 +1,25 @@
-"""Small random heads beside models (`mtp.*`), and what they draft by transformers' layers."""
+"""Small random heads and assistants beside models, and what they draft by transformers' layers."""
 
 import copy
 import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import gguf
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from tests.engine.small_models import Checkpoint
-from transformers import PreTrainedModel
+from tests.engine.small_models import Checkpoint, randomise
+from transformers import (
+    DynamicCache,
+    Gemma4AssistantConfig,
+    Gemma4AssistantForCausalLM,
+    Gemma4TextConfig,
+    PreTrainedModel,
+)
 
 from penstock.engine.models.checkpoint import EAGLE3
 from penstock.engine.models.config import DecoderConfig
@@ -155,3 +163,80 @@ def in_gguf(tensors: dict[str, torch.Tensor], layer: int) -> dict[str, np.ndarra
             theirs = str(names.get_name(base.replace("layers.0.", f"model.layers.{layer}.")))
         found[f"{theirs}.weight"] = (values + 1 if values.dim() == 1 else values).numpy()
     return found
+
+
+def add_assistant(target: Checkpoint, folder: Path, **changes: Any) -> PreTrainedModel:
+    """Write a random assistant of a small Gemma 4 into a folder. changes: of its text model."""
+    theirs: Any = target.model.config
+    kinds = ("sliding_attention", "sliding_attention", "full_attention")
+    heads = [theirs.per_layer_config[theirs.layer_types.index(kind)] for kind in kinds[1:]]
+    sizes = {
+        "vocab_size": theirs.vocab_size,
+        "hidden_size": 40,
+        "intermediate_size": 56,
+        "num_hidden_layers": 3,
+        "layer_types": list(kinds),
+        "num_attention_heads": 4,
+        "num_key_value_heads": heads[0].num_key_value_heads,
+        "head_dim": heads[0].head_dim,
+        "num_global_key_value_heads": heads[1].num_key_value_heads,
+        "global_head_dim": heads[1].head_dim,
+        "attention_k_eq_v": True,
+        "sliding_window": theirs.sliding_window,
+        "max_position_embeddings": theirs.max_position_embeddings,
+        **dict.fromkeys(("hidden_size_per_layer_input", "vocab_size_per_layer_input"), 0),
+    }
+    text = Gemma4TextConfig(**sizes | changes)
+    config = Gemma4AssistantConfig(text_config=text, backbone_hidden_size=theirs.hidden_size)
+    torch.manual_seed(5)
+    # The property knows no model of which every layer reads another's keys.
+    modes = property(lambda own: ["reuse"] * own.num_hidden_layers)
+    with patch.object(Gemma4TextConfig, "kv_sharing_modes", modes):
+        model = Gemma4AssistantForCausalLM(config).eval()
+    randomise(model)
+    model.save_pretrained(folder)
+    return model
+
+
+class ReferenceAssistant:
+    """What an assistant drafts: transformers' model, over the target's keys and values.
+
+    These are of the text but its last token, which the target has not read; a window ends there."""
+
+    def __init__(self, saved: Checkpoint, assistant: PreTrainedModel) -> None:
+        self._model, self._assistant = saved.model, assistant
+
+    @torch.inference_mode()
+    def draft(self, text: Sequence[int], count: int, front: Sequence[int] = ()) -> list[int]:
+        """As `ReferenceHead.draft`."""
+        rows = self.rows(text, len(front) + count, front)
+        return [int(logits.argmax()) for logits, _ in rows[len(front) :]]
+
+    @torch.inference_mode()
+    def rows(
+        self, text: Sequence[int], count: int, front: Sequence[int] = ()
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Logits and states of the first rows: of a text's last token, its front and its draft."""
+        cache, config = DynamicCache(), self._model.config
+        read = torch.tensor([text[:-1]])
+        state = self._model.model(input_ids=read, past_key_values=cache).last_hidden_state[:, -1:]
+        shared = {
+            kind: (layer.keys, layer.values)
+            for layer, kind in zip(cache.layers, config.layer_types, strict=False)
+        }
+        window = shared["sliding_attention"]
+        shared["sliding_attention"] = tuple(x[:, :, -config.sliding_window :] for x in window)
+        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        ids = [text[-1], *front]
+        while len(found) < count:
+            embedded = self._model.model.embed_tokens(torch.tensor([[ids[len(found)]]]))
+            out = self._assistant(
+                inputs_embeds=torch.cat((embedded, state), dim=-1),
+                position_ids=torch.tensor([[len(text) - 1]]),
+                shared_kv_states=shared,
+            )
+            state = out.last_hidden_state
+            found.append((out.logits[0, 0], state[0]))
+            if len(found) == len(ids):
+                ids.append(int(out.logits[0, 0].argmax()))
+        return found

@@ -143,8 +143,9 @@ class Decoder:
         everywhere = windowed = attention.prepare(batch)
         if variant.window is not None:
             windowed = attention.prepare(batch, variant.window.size)
-        # A head needs the states of all rows.
-        last = self.config.num_layers - 1 if self.head is None else -1
+        # A head, or an assistant, needs the states of all rows.
+        gives_states = self.config.gives_states
+        last = -1 if gives_states else self.config.num_layers - 1
 
         inputs: list[torch.Tensor] = []
 
@@ -172,10 +173,14 @@ class Decoder:
                 attended = attended.index_select(0, logits_rows)
             return after_attention(layer, hidden, attended)
 
-        if self.head is None:
+        if not gives_states:
             return self.run(token_ids, positions, compute, logits_rows)
         normed = self.norm(self.hidden(token_ids, positions, compute))
-        self._write_head(batch, cache, self.head.states(normed, inputs))
+        given = normed if self.head is None else self.head.states(normed, inputs)
+        if (carry := batch.carry) is not None:
+            carry.after = given[torch.from_numpy(carry.rows).to(cache.device)].float()
+        if self.head is not None:
+            self._write_head(batch, cache, given)
         return self._logits(normed.index_select(0, logits_rows))
 
     def _logits(self, normed: torch.Tensor) -> torch.Tensor:
@@ -190,9 +195,7 @@ class Decoder:
         carry, starts = batch.carry, torch.from_numpy(batch.query_start[:-1]).to(cache.device)
         before = states.roll(1, 0)
         before[starts.long()] = 0.0 if carry is None else carry.before.to(states.dtype)
-        if carry is not None:
-            carry.after = states[torch.from_numpy(carry.rows).to(cache.device)].float()
-        index, rotations = self.config.num_layers, self._rotated(positions)[-1]
+        index, rotations = self.config.num_layers, self.rotated(positions)[-1]
         given, _ = self.head.enter(self.embed(token_ids), before)
         _, kv, _ = self.before_attention(self.layers[index], given, rotations)
         cache.write(index, slots, kv)
@@ -207,7 +210,7 @@ class Decoder:
         embedded = self.embed(token_ids)
         before = torch.zeros_like(embedded) if carry is None else carry.before
         layer, (given, hidden) = self.layers[index], self.head.enter(embedded, before)
-        q, kv, gate = self.before_attention(layer, given, self._rotated(positions)[-1])
+        q, kv, gate = self.before_attention(layer, given, self.rotated(positions)[-1])
         cache.write(index, slots, kv)
         attended = attention.attend(q, index, attention.prepare(batch)).flatten(1)
         if gate is not None:
@@ -246,7 +249,7 @@ class Decoder:
         logits_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute all layers, each by `compute`. logits_rows: as in `run`."""
-        last, rotations = self.config.num_layers - 1, self._rotated(positions)
+        last, rotations = self.config.num_layers - 1, self.rotated(positions)
         hidden = self.embed(token_ids)
         inputs = None if self._ple is None else self._ple.of_rows(token_ids, hidden)
         for index, layer in enumerate(self.layers[: last + 1]):
@@ -260,7 +263,7 @@ class Decoder:
                 hidden = hidden * layer.scale
         return hidden
 
-    def _rotated(self, positions: torch.Tensor) -> list[torch.Tensor]:
+    def rotated(self, positions: torch.Tensor) -> list[torch.Tensor]:
         """Return every layer's rotations; by head where they scale the queries, too."""
         variant, found = self.config.variant, []
         scale = 1.0 if variant.qk_norm else variant.query_scale

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.engine.models.checkpoint import (
+    ASSISTANTS,
     EAGLE3,
     HEAD_PROJECTION,
     INDEX_FILE,
@@ -65,7 +66,8 @@ class FolderCheckpoint(Checkpoint):
             return {}
         with suppress(CheckpointError):  # whoever reads it says why
             content = _read_json(self.path / "config.json")
-            return content if content.get("architectures") == [EAGLE3] else None
+            known = [[name] for name in (EAGLE3, *ASSISTANTS)]
+            return content if content.get("architectures") in known else None
         return None
 
     def _tensor_names(self) -> Collection[str]:
