@@ -3,7 +3,8 @@
 import copy
 import dataclasses
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -59,7 +60,8 @@ def add_head(
     own = {} if beside else load_file(path / "model.safetensors")
     folder = beside or path
     folder.mkdir(exist_ok=True)
-    save_file(own | tensors, folder / "model.safetensors", {"format": "pt"})
+    own |= {_stored_name(path, name): values for name, values in tensors.items()}
+    save_file(own, folder / "model.safetensors", {"format": "pt"})
     if shape is not None:
         content = {
             "architectures": [EAGLE3],
@@ -69,6 +71,26 @@ def add_head(
         }
         (folder / "config.json").write_text(json.dumps(content))
     return tensors
+
+
+def _stored_name(path: Path, name: str) -> str:
+    """A tensor's name as the model's publishers write it."""
+    config = DecoderConfig.from_pretrained(path)
+    if config.architecture != "Glm4MoeForCausalLM":
+        return name
+    of_head = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm"}
+    base = name.removeprefix("mtp.").removeprefix("layers.0.").removesuffix(".weight")
+    theirs = of_head.get(base, "shared_head.norm" if base == "norm" else base)
+    suffix = ".weight" if name.endswith(".weight") else ""
+    return f"model.layers.{config.num_layers}.{theirs}{suffix}"
+
+
+def _stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Matrices of all experts as one: `experts.gate_proj` and so on."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for name, values in tensors.items():
+        found.setdefault(re.sub(r"experts\.\d+", "experts", name), []).append(values)
+    return {n: torch.stack(x) if ".experts." in n else x[0] for n, x in found.items()}
 
 
 class ReferenceHead:
@@ -84,6 +106,8 @@ class ReferenceHead:
             config.layer_types = ["full_attention"]
         if self._is_eagle:
             config.intermediate_size = EAGLE.intermediate_size
+        if hasattr(config, "first_k_dense_replace"):
+            config.first_k_dense_replace = 0
         self._layer = type(saved.model)(config).model.eval()
         self._tensors = tensors
         prefix = "midlayer." if self._is_eagle else "mtp.layers.0."
@@ -100,6 +124,11 @@ class ReferenceHead:
         else:
             self._embed_norm = tensors["mtp.pre_fc_norm_embedding.weight"]
             self._hidden_norm = tensors["mtp.pre_fc_norm_hidden.weight"]
+        own = _stacked(own)
+        if (gate := own.pop("mlp.experts.gate_proj.weight", None)) is not None:
+            up = own.pop("mlp.experts.up_proj.weight")
+            own["mlp.experts.gate_up_proj"] = torch.cat((gate, up), dim=1)
+            own["mlp.experts.down_proj"] = own.pop("mlp.experts.down_proj.weight")
         missing, _ = layer.load_state_dict(own, strict=False)
         assert all("q_proj" in n or "k_proj" in n or "v_proj" in n for n in missing), missing
 
@@ -151,17 +180,22 @@ class ReferenceHead:
         return x * scale * (weight + self._offset)
 
 
-def in_gguf(tensors: dict[str, torch.Tensor], layer: int) -> dict[str, np.ndarray]:
-    """A head's tensors as they lie in a file of Qwen3.5's, whose norms include the 1."""
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN35, layer + 1)
+def in_gguf(
+    tensors: dict[str, torch.Tensor], layer: int, architecture: gguf.MODEL_ARCH
+) -> dict[str, np.ndarray]:
+    """A head's tensors as they lie in a file. Qwen3.5's norms include the 1."""
+    names = gguf.get_tensor_name_map(architecture, layer + 1)
+    is_centred = architecture is gguf.MODEL_ARCH.QWEN35
     of_head = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm"}
     found = {}
-    for name, values in tensors.items():
-        base = name.removeprefix("mtp.").removesuffix(".weight")
+    for name, values in _stacked(tensors).items():
+        suffix = ".bias" if name.endswith(("bias",)) else ".weight"
+        base = name.removeprefix("mtp.").removesuffix(".weight").removesuffix(".bias")
+        base = base.replace("_correction_bias", "_correction")
         theirs = f"blk.{layer}.nextn.{of_head.get(base, 'shared_head_norm')}"
         if base.startswith("layers.0."):
             theirs = str(names.get_name(base.replace("layers.0.", f"model.layers.{layer}.")))
-        found[f"{theirs}.weight"] = (values + 1 if values.dim() == 1 else values).numpy()
+        found[theirs + suffix] = (values + int(is_centred and values.dim() == 1)).numpy()
     return found
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gguf import MODEL_ARCH
 from tests.engine.small_family import VOCAB, small_llama, write_tokenizer
 from tests.engine.small_gguf import save_gguf
 from tests.engine.small_heads import (
@@ -59,7 +60,9 @@ from penstock.engine.sequences import TokenBuffer
 from penstock.engine.verifier import Decided
 
 HEADS = ("qwen3-5", "llama")
-KINDS = (*HEADS, "eagle3", "assistant")
+INSIDE = {"qwen3-5": MODEL_ARCH.QWEN35, "glm4-moe": MODEL_ARCH.GLM4_MOE}
+"""Heads in the target's own folder or file."""
+KINDS = (*HEADS, "glm4-moe", "eagle3", "assistant")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,15 +74,15 @@ class Loaded:
 
 
 def load(root: Path, kind: str, backend: str = "auto", **settings: Any) -> Loaded:
-    """A hybrid target with a head in its folder, or a Llama with one of either kind beside it,
-    or a Gemma with an assistant, and look-up and a small model that is hardly ever right."""
+    """A hybrid target or a GLM with a head in its folder, a Llama with one of either kind beside
+    it, or a Gemma with an assistant, and look-up and a small model that is hardly ever right."""
     is_eagle, is_assistant = kind == "eagle3", kind == "assistant"
     case = CASES[{"eagle3": "llama", "assistant": "gemma4-shared"}.get(kind, kind)]
     changes = case.changes | {"vocab_size": VOCAB, "max_position_embeddings": 512}
     changes |= {"eos_token_id": None} | ({"num_hidden_layers": 4} if is_eagle else {})
     changes |= {"vocab_size_per_layer_input": VOCAB} if is_assistant else {}
     saved = write_checkpoint(root / "target", dataclasses.replace(case, changes=changes))
-    beside = None if kind == "qwen3-5" else root / "head"
+    beside = None if kind in INSIDE else root / "head"
     reference: ReferenceHead | ReferenceAssistant
     if is_assistant:
         reference = ReferenceAssistant(saved, add_assistant(saved, root / "head"))
@@ -448,10 +451,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "target"
 
 
-def test_a_gguf_file_has_the_same_head_as_a_folder(folder: Path, tmp_path: Path) -> None:
-    saved = write_checkpoint(folder, CASES["qwen3-5"])
+@pytest.mark.parametrize("kind", INSIDE)
+def test_a_gguf_file_has_the_same_head_as_a_folder(kind: str, tmp_path: Path) -> None:
+    saved = write_checkpoint(folder := tmp_path / "target", CASES[kind])
     tensors, file = add_head(folder), tmp_path / "model.gguf"
-    more = {"tensors": in_gguf(tensors, 3), "block_count": 4, "nextn_predict_layers": 1}
+    stored = in_gguf(tensors, 3, INSIDE[kind])
+    more = {"tensors": stored, "block_count": 4, "nextn_predict_layers": 1}
     save_gguf(file, saved.model, **more)
     assert open_checkpoint(folder).head() == {}
     assert open_checkpoint(file).head() == {}

@@ -20,6 +20,8 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 HEAD_PROJECTION = "mtp.fc.weight"
 """Tensor of a head for multi-token prediction."""
+GLM_HEAD = ".eh_proj.weight"
+"""The end of its name in GLM's folders."""
 EAGLE3 = "LlamaForCausalLMEagle3"
 """Architecture of a folder with an EAGLE-3 head."""
 ASSISTANTS = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
