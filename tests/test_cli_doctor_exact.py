@@ -137,7 +137,7 @@ def test_a_head_and_recurrent_layers(cli: Cli, tmp_path: Path, case: str) -> Non
     code, receipt = checked(cli, tmp_path / "target", *drafters, tokens=40)
     found = verdicts(receipt)
     assert found[f"drafter {head}"] == "same"
-    assert (code, found.pop("drafter ngram")) == (0, "not tested")
+    assert (code, found.pop("drafter ngram") in ("same", "not tested")) == (0, True)
     assert {*found.values()} == {"same", "found"}
     if head == "mtp":
         assert receipt["engine"]["state_slots"] >= 33
