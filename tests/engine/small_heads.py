@@ -13,12 +13,14 @@ import gguf
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from tests.engine.small_models import Checkpoint, randomise
+from tests.engine.small_models import SHAPE, Checkpoint, randomise
 from transformers import (
     DynamicCache,
     Gemma4AssistantConfig,
     Gemma4AssistantForCausalLM,
     Gemma4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedModel,
 )
 
@@ -38,7 +40,7 @@ def head_tensors(
     """Random tensors of a head for the model in a folder or file."""
     config = DecoderConfig.from_pretrained(path)
     config = dataclasses.replace(config, head=shape or HeadShape(config.intermediate_size))
-    offset = FAMILIES[config.architecture].norm_offset
+    offset = 0.0 if shape else FAMILIES[config.architecture].norm_offset
     generator = torch.Generator().manual_seed(seed)
     found = {}
     for name, size in [source for spec in head_specs(config) for source in spec.sources]:
@@ -99,16 +101,18 @@ class ReferenceHead:
     def __init__(self, saved: Checkpoint, tensors: dict[str, torch.Tensor]) -> None:
         self._model: PreTrainedModel = saved.model
         config = copy.deepcopy(saved.model.config)
-        self._offset = 1.0 if config.model_type == "qwen3_5_text" else 0.0
         self._is_eagle = "d2t" in tensors
+        is_centred = config.model_type == "qwen3_5_text" and not self._is_eagle
+        self._offset = 1.0 if is_centred else 0.0
         config.num_hidden_layers = 1
         if hasattr(config, "layer_types"):
             config.layer_types = ["full_attention"]
         if self._is_eagle:
-            config.intermediate_size = EAGLE.intermediate_size
+            config = LlamaConfig(**SHAPE | {"intermediate_size": EAGLE.intermediate_size})
         if hasattr(config, "first_k_dense_replace"):
             config.first_k_dense_replace = 0
-        self._layer = type(saved.model)(config).model.eval()
+        kind = LlamaForCausalLM if self._is_eagle else type(saved.model)
+        self._layer = kind(config).model.eval()
         self._tensors = tensors
         prefix = "midlayer." if self._is_eagle else "mtp.layers.0."
         layer = self._layer.layers[0]

@@ -62,7 +62,12 @@ from penstock.engine.verifier import Decided
 HEADS = ("qwen3-5", "llama")
 INSIDE = {"qwen3-5": MODEL_ARCH.QWEN35, "glm4-moe": MODEL_ARCH.GLM4_MOE}
 """Heads in the target's own folder or file."""
-KINDS = (*HEADS, "glm4-moe", "eagle3", "assistant")
+GATED = {
+    "layer_types": ["linear_attention"] * 2 + ["full_attention"] * 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+}
+"""A hybrid target of four layers whose heads are rotated as EAGLE-3's."""
+KINDS = (*HEADS, "glm4-moe", "eagle3", "eagle3-gated", "assistant")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,11 +81,13 @@ class Loaded:
 def load(root: Path, kind: str, backend: str = "auto", **settings: Any) -> Loaded:
     """A hybrid target or a GLM with a head in its folder, a Llama with one of either kind beside
     it, or a Gemma with an assistant, and look-up and a small model that is hardly ever right."""
-    is_eagle, is_assistant = kind == "eagle3", kind == "assistant"
-    case = CASES[{"eagle3": "llama", "assistant": "gemma4-shared"}.get(kind, kind)]
+    is_eagle, is_assistant = kind.startswith("eagle3"), kind == "assistant"
+    others = {"eagle3": "llama", "eagle3-gated": "qwen3-5", "assistant": "gemma4-shared"}
+    case = CASES[others.get(kind, kind)]
     changes = case.changes | {"vocab_size": VOCAB, "max_position_embeddings": 512}
     changes |= {"eos_token_id": None} | ({"num_hidden_layers": 4} if is_eagle else {})
     changes |= {"vocab_size_per_layer_input": VOCAB} if is_assistant else {}
+    changes |= GATED if kind == "eagle3-gated" else {}
     saved = write_checkpoint(root / "target", dataclasses.replace(case, changes=changes))
     beside = None if kind in INSIDE else root / "head"
     reference: ReferenceHead | ReferenceAssistant

@@ -114,6 +114,8 @@ class DecoderConfig:
 
     def at(self, index: int) -> DecoderConfig:
         """Return the configuration of a layer alone; scores have one scale in all."""
+        if index == self.num_layers and self.head is not None and self.head.reads:
+            return replace(self, variant=LLAMA)  # as all EAGLE-3 heads
         if not self.variant.shapes:
             return replace(self, rope=self.layer_rope(index) or self.rope)
         shape = self.shape(index)
@@ -217,10 +219,10 @@ def _head_shape(path: Path, content: dict[str, Any], config: DecoderConfig) -> H
     reads = content.get("eagle_aux_hidden_state_layer_ids") or (2, last // 2, last - 3)
     vocab, inner = content.get("draft_vocab_size"), content.get("intermediate_size", inner)
     in_order = len(reads) == 3 and sorted({*reads, -1, last}) == [-1, *reads, last]
-    if config.variant.gated or not in_order or not isinstance(vocab, int) or vocab < 1:
+    if not in_order or not isinstance(vocab, int) or vocab < 1:
         raise CheckpointError(
             f"{path}: reads the inputs of layers {[*reads]} of {last} and tells {vocab!r} tokens; "
-            "three are expected, ascending, of a model without gated attention"
+            "three are expected, ascending"
         )
     return HeadShape(inner, tuple(reads), vocab)
 

@@ -62,7 +62,7 @@ class Layer:
     o_norm, down_norm: norms of attention's and the MLP's output before the residual is added.
     num_kv_heads: 0 in a layer that reads another's keys and values.
     delta: of a recurrent layer. sinks: [num_heads] float32. ple: per-layer embeddings.
-    scale: of the output."""
+    scale: of the output. gated: behind the queries' columns of qkv lie gates."""
 
     head_dim: int
     num_kv_heads: int
@@ -82,6 +82,7 @@ class Layer:
     ple: PleMlp | None = None
     beside: ExpertsBeside | None = None
     scale: float = 1.0
+    gated: bool = False
 
 
 ComputeLayer = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -284,7 +285,7 @@ class Decoder:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return rotated queries [num_tokens, num_heads, head_dim], and keys before values.
 
-        With variant.gated also gates: [num_tokens, num_heads * head_dim]."""
+        Of a gated layer also gates: [num_tokens, num_heads * head_dim]."""
         normed = hidden if layer.input_norm is None else layer.input_norm(hidden)
         if layer.qkv_bias is None:
             flat = torch.mm(normed, layer.qkv)
@@ -292,7 +293,7 @@ class Decoder:
             flat = torch.addmm(layer.qkv_bias, normed, layer.qkv)
         num_heads, num_kv_heads = self.config.num_heads, layer.num_kv_heads
         gate = None
-        if self.config.variant.gated:
+        if layer.gated:
             gate, flat = flat[:, -self.config.q_size :], flat[:, : -self.config.q_size]
         qkv = flat.unflatten(1, (num_heads + 2 * num_kv_heads, layer.head_dim))
         qk, v = qkv.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
@@ -407,6 +408,7 @@ def _layer(
         ple=ple,
         beside=_beside(config, mine),
         scale=float(mine.get("scale", 1.0)),
+        gated=config.variant.gated,
     )
 
 
