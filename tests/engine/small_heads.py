@@ -239,7 +239,7 @@ def add_assistant(target: Checkpoint, folder: Path, **changes: Any) -> PreTraine
 class ReferenceAssistant:
     """What an assistant drafts: transformers' model, over the target's keys and values.
 
-    These are of the text but its last token, which the target has not read; a window ends there."""
+    These are of the text but its last token, which the target has not read."""
 
     def __init__(self, saved: Checkpoint, assistant: PreTrainedModel) -> None:
         self._model, self._assistant = saved.model, assistant
@@ -263,7 +263,8 @@ class ReferenceAssistant:
             for layer, kind in zip(cache.layers, config.layer_types, strict=False)
         }
         window = shared["sliding_attention"]
-        shared["sliding_attention"] = tuple(x[:, :, -config.sliding_window :] for x in window)
+        seen = config.sliding_window - 1  # and the position of the draft
+        shared["sliding_attention"] = tuple(x[:, :, -seen:] for x in window)
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
         ids = [text[-1], *front]
         while len(found) < count:

@@ -47,7 +47,7 @@ class Assistant:
         carry, decoder = batch.carry, self._decoder
         assert carry is not None
         assert carry.anchors is not None
-        # A row sees what the one before the draft sees.
+        # A row sees the text before the draft.
         ends = np.maximum(carry.anchors, 1)
         seen = replace(batch, positions=ends - 1, seq_lens=ends)
         variant, attention = decoder.config.variant, self._attention

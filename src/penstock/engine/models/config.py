@@ -194,7 +194,9 @@ def _assistant(path: Path, content: dict[str, Any], model: DecoderConfig) -> Dec
         raise CheckpointError(f"{path}: {one_line(error)}") from error
     scale = model.variant.embedding_scale  # its embeddings enter
     variant = replace(variant, embedding_scale=scale, softcap=0.0, shapes=shapes)
-    variant = replace(variant, assists=model.hidden_size)
+    if (window := variant.window) is not None:  # counts a row's own position, which has no key
+        window = replace(window, size=max(1, window.size - 1))
+    variant = replace(variant, window=window, assists=model.hidden_size)
     return replace(own, variant=variant, max_position_embeddings=model.max_position_embeddings)
 
 
