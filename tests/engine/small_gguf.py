@@ -118,18 +118,20 @@ def save_gguf(
     split: int = 0,
     tensors: Mapping[str, np.ndarray] = MappingProxyType({}),
     fused: bool = False,
+    architecture: str | None = None,
     **changes: Any,
 ) -> Checkpoint:
     """A model, which comes back with what was stored.
 
+    architecture: by GGUF's name, if it is not that of the model's text part
     kind: the matrices' ggml type, or what gives it for a name of Hugging Face's
     split: most tensors of a part of `file`; 0: it is not split
     tensors: further ones, by name
     fused: gates and ups of experts are one tensor; projections of recurrent layers as in folders
     changes: metadata keys and their values, None for one that is left out
     """
-    config: Any = model.config
-    architecture = gguf.MODEL_ARCH_NAMES[ARCHITECTURES[config.model_type]]
+    config: Any = model.config.get_text_config()
+    architecture = architecture or gguf.MODEL_ARCH_NAMES[ARCHITECTURES[config.model_type]]
     writer = gguf.GGUFWriter(file, architecture, split_max_tensors=split)
     for key, value in (_metadata(config) | changes).items():
         if value is not None:
@@ -342,7 +344,7 @@ def _expert_metadata(config: Any) -> dict[str, Any]:
 
 def _rope_tensors(model: PreTrainedModel) -> dict[str, np.ndarray]:
     """What frequencies are divided by, where that is scaling."""
-    config: Any = model.config
+    config: Any = model.config.get_text_config()
     rope, names = config.rope_parameters, gguf.MODEL_TENSOR
     factors = {}
     if config.model_type == "gemma4_text":
@@ -363,13 +365,13 @@ def _rope_tensors(model: PreTrainedModel) -> dict[str, np.ndarray]:
 def _add_tensors(
     writer: gguf.GGUFWriter, model: PreTrainedModel, kind: str | Callable[[str], str], fused: bool
 ) -> None:
-    config: Any = model.config
+    config: Any = model.config.get_text_config()
     architecture = ARCHITECTURES[config.model_type]
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     for name, values in _rope_tensors(model).items():
         writer.add_tensor(name, values)
     for name, parameter in _parameters(model, fused):
-        theirs = names.get_name(name, (".weight", ".bias"))
+        theirs = names.get_name(name, (".weight", ".bias")) or f"nextn.{name}"
         if ".router." in name and "scale" in name:
             layer, _, use = name.removesuffix(".weight").rpartition(".router.")
             of = "experts.down_proj" if use == "per_expert_scale" else "router.proj"

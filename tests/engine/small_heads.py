@@ -1,17 +1,28 @@
-"""Small random heads beside models (`mtp.*`), and what they draft by transformers' layers."""
+"""Small random heads and assistants beside models, and what they draft by transformers' layers."""
 
 import copy
 import dataclasses
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import gguf
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from tests.engine.small_models import Checkpoint
-from transformers import PreTrainedModel
+from tests.engine.small_models import SHAPE, Checkpoint, randomise
+from transformers import (
+    DynamicCache,
+    Gemma4AssistantConfig,
+    Gemma4AssistantForCausalLM,
+    Gemma4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 from penstock.engine.models.checkpoint import EAGLE3
 from penstock.engine.models.config import DecoderConfig
@@ -29,7 +40,7 @@ def head_tensors(
     """Random tensors of a head for the model in a folder or file."""
     config = DecoderConfig.from_pretrained(path)
     config = dataclasses.replace(config, head=shape or HeadShape(config.intermediate_size))
-    offset = FAMILIES[config.architecture].norm_offset
+    offset = 0.0 if shape else FAMILIES[config.architecture].norm_offset
     generator = torch.Generator().manual_seed(seed)
     found = {}
     for name, size in [source for spec in head_specs(config) for source in spec.sources]:
@@ -51,7 +62,8 @@ def add_head(
     own = {} if beside else load_file(path / "model.safetensors")
     folder = beside or path
     folder.mkdir(exist_ok=True)
-    save_file(own | tensors, folder / "model.safetensors", {"format": "pt"})
+    own |= {_stored_name(path, name): values for name, values in tensors.items()}
+    save_file(own, folder / "model.safetensors", {"format": "pt"})
     if shape is not None:
         content = {
             "architectures": [EAGLE3],
@@ -63,20 +75,44 @@ def add_head(
     return tensors
 
 
+def _stored_name(path: Path, name: str) -> str:
+    """A tensor's name as the model's publishers write it."""
+    config = DecoderConfig.from_pretrained(path)
+    if config.architecture != "Glm4MoeForCausalLM":
+        return name
+    of_head = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm"}
+    base = name.removeprefix("mtp.").removeprefix("layers.0.").removesuffix(".weight")
+    theirs = of_head.get(base, "shared_head.norm" if base == "norm" else base)
+    suffix = ".weight" if name.endswith(".weight") else ""
+    return f"model.layers.{config.num_layers}.{theirs}{suffix}"
+
+
+def _stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Matrices of all experts as one: `experts.gate_proj` and so on."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for name, values in tensors.items():
+        found.setdefault(re.sub(r"experts\.\d+", "experts", name), []).append(values)
+    return {n: torch.stack(x) if ".experts." in n else x[0] for n, x in found.items()}
+
+
 class ReferenceHead:
     """What a head drafts: one layer of transformers, over the whole text each time."""
 
     def __init__(self, saved: Checkpoint, tensors: dict[str, torch.Tensor]) -> None:
         self._model: PreTrainedModel = saved.model
         config = copy.deepcopy(saved.model.config)
-        self._offset = 1.0 if config.model_type == "qwen3_5_text" else 0.0
         self._is_eagle = "d2t" in tensors
+        is_centred = config.model_type == "qwen3_5_text" and not self._is_eagle
+        self._offset = 1.0 if is_centred else 0.0
         config.num_hidden_layers = 1
         if hasattr(config, "layer_types"):
             config.layer_types = ["full_attention"]
         if self._is_eagle:
-            config.intermediate_size = EAGLE.intermediate_size
-        self._layer = type(saved.model)(config).model.eval()
+            config = LlamaConfig(**SHAPE | {"intermediate_size": EAGLE.intermediate_size})
+        if hasattr(config, "first_k_dense_replace"):
+            config.first_k_dense_replace = 0
+        kind = LlamaForCausalLM if self._is_eagle else type(saved.model)
+        self._layer = kind(config).model.eval()
         self._tensors = tensors
         prefix = "midlayer." if self._is_eagle else "mtp.layers.0."
         layer = self._layer.layers[0]
@@ -92,6 +128,11 @@ class ReferenceHead:
         else:
             self._embed_norm = tensors["mtp.pre_fc_norm_embedding.weight"]
             self._hidden_norm = tensors["mtp.pre_fc_norm_hidden.weight"]
+        own = _stacked(own)
+        if (gate := own.pop("mlp.experts.gate_proj.weight", None)) is not None:
+            up = own.pop("mlp.experts.up_proj.weight")
+            own["mlp.experts.gate_up_proj"] = torch.cat((gate, up), dim=1)
+            own["mlp.experts.down_proj"] = own.pop("mlp.experts.down_proj.weight")
         missing, _ = layer.load_state_dict(own, strict=False)
         assert all("q_proj" in n or "k_proj" in n or "v_proj" in n for n in missing), missing
 
@@ -143,15 +184,98 @@ class ReferenceHead:
         return x * scale * (weight + self._offset)
 
 
-def in_gguf(tensors: dict[str, torch.Tensor], layer: int) -> dict[str, np.ndarray]:
-    """A head's tensors as they lie in a file of Qwen3.5's, whose norms include the 1."""
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN35, layer + 1)
+def in_gguf(
+    tensors: dict[str, torch.Tensor], layer: int, architecture: gguf.MODEL_ARCH
+) -> dict[str, np.ndarray]:
+    """A head's tensors as they lie in a file. Qwen3.5's norms include the 1."""
+    names = gguf.get_tensor_name_map(architecture, layer + 1)
+    is_centred = architecture is gguf.MODEL_ARCH.QWEN35
     of_head = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm"}
     found = {}
-    for name, values in tensors.items():
-        base = name.removeprefix("mtp.").removesuffix(".weight")
+    for name, values in _stacked(tensors).items():
+        suffix = ".bias" if name.endswith(("bias",)) else ".weight"
+        base = name.removeprefix("mtp.").removesuffix(".weight").removesuffix(".bias")
+        base = base.replace("_correction_bias", "_correction")
         theirs = f"blk.{layer}.nextn.{of_head.get(base, 'shared_head_norm')}"
         if base.startswith("layers.0."):
             theirs = str(names.get_name(base.replace("layers.0.", f"model.layers.{layer}.")))
-        found[f"{theirs}.weight"] = (values + 1 if values.dim() == 1 else values).numpy()
+        found[theirs + suffix] = (values + int(is_centred and values.dim() == 1)).numpy()
     return found
+
+
+def add_assistant(target: Checkpoint, folder: Path, **changes: Any) -> PreTrainedModel:
+    """Write a random assistant of a small Gemma 4 into a folder. changes: of its text model."""
+    theirs: Any = target.model.config
+    kinds = ("sliding_attention", "sliding_attention", "full_attention")
+    heads = [theirs.per_layer_config[theirs.layer_types.index(kind)] for kind in kinds[1:]]
+    sizes = {
+        "vocab_size": theirs.vocab_size,
+        "hidden_size": 40,
+        "intermediate_size": 56,
+        "num_hidden_layers": 3,
+        "layer_types": list(kinds),
+        "num_attention_heads": 4,
+        "num_key_value_heads": heads[0].num_key_value_heads,
+        "head_dim": heads[0].head_dim,
+        "num_global_key_value_heads": heads[1].num_key_value_heads,
+        "global_head_dim": heads[1].head_dim,
+        "attention_k_eq_v": True,
+        "sliding_window": theirs.sliding_window,
+        "max_position_embeddings": theirs.max_position_embeddings,
+        **dict.fromkeys(("hidden_size_per_layer_input", "vocab_size_per_layer_input"), 0),
+    }
+    text = Gemma4TextConfig(**sizes | changes)
+    config = Gemma4AssistantConfig(text_config=text, backbone_hidden_size=theirs.hidden_size)
+    torch.manual_seed(5)
+    # The property knows no model of which every layer reads another's keys.
+    modes = property(lambda own: ["reuse"] * own.num_hidden_layers)
+    with patch.object(Gemma4TextConfig, "kv_sharing_modes", modes):
+        model = Gemma4AssistantForCausalLM(config).eval()
+    randomise(model)
+    model.save_pretrained(folder)
+    return model
+
+
+class ReferenceAssistant:
+    """What an assistant drafts: transformers' model, over the target's keys and values.
+
+    These are of the text but its last token, which the target has not read."""
+
+    def __init__(self, saved: Checkpoint, assistant: PreTrainedModel) -> None:
+        self._model, self._assistant = saved.model, assistant
+
+    @torch.inference_mode()
+    def draft(self, text: Sequence[int], count: int, front: Sequence[int] = ()) -> list[int]:
+        """As `ReferenceHead.draft`."""
+        rows = self.rows(text, len(front) + count, front)
+        return [int(logits.argmax()) for logits, _ in rows[len(front) :]]
+
+    @torch.inference_mode()
+    def rows(
+        self, text: Sequence[int], count: int, front: Sequence[int] = ()
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Logits and states of the first rows: of a text's last token, its front and its draft."""
+        cache, config = DynamicCache(), self._model.config
+        read = torch.tensor([text[:-1]])
+        state = self._model.model(input_ids=read, past_key_values=cache).last_hidden_state[:, -1:]
+        shared = {
+            kind: (layer.keys, layer.values)
+            for layer, kind in zip(cache.layers, config.layer_types, strict=False)
+        }
+        window = shared["sliding_attention"]
+        seen = config.sliding_window - 1  # and the position of the draft
+        shared["sliding_attention"] = tuple(x[:, :, -seen:] for x in window)
+        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        ids = [text[-1], *front]
+        while len(found) < count:
+            embedded = self._model.model.embed_tokens(torch.tensor([[ids[len(found)]]]))
+            out = self._assistant(
+                inputs_embeds=torch.cat((embedded, state), dim=-1),
+                position_ids=torch.tensor([[len(text) - 1]]),
+                shared_kv_states=shared,
+            )
+            state = out.last_hidden_state
+            found.append((out.logits[0, 0], state[0]))
+            if len(found) == len(ids):
+                ids.append(int(out.logits[0, 0].argmax()))
+        return found

@@ -184,6 +184,50 @@ class Alone(dict[str, list[tuple[int, ...]]]):
         return self[sampling]
 
 
+def check_cancelled(
+    loop: Loop,
+    requests: Sequence[Request],
+    gone: Sequence[int],
+    expected: Sequence[tuple[int, ...]],
+) -> None:
+    """Outputs are those expected where some requests are cancelled in the middle, of which the
+    first comes again as the last, in memory that does not hold all."""
+    ids, texts = {requests[i].id for i in gone}, {r.id: list[int]() for r in requests}
+    again = dataclasses.replace(requests[-1], id=requests[gone[0]].id)
+    events: list[Arrive | Cancel] = [Arrive(r) for r in requests]
+    while events or loop.scheduler.num_unfinished or loop.num_plans_in_flight:
+        for output in loop.turn(events).outputs:
+            assert output.error is None
+            texts[output.request_id] += output.token_ids
+        events = []
+        for request_id in [i for i in ids if len(texts[i]) > 10]:
+            ids.discard(request_id)
+            texts[request_id].clear()
+            events.append(Cancel(request_id))
+            if request_id == again.id:
+                events.append(Arrive(again))
+        if loop.num_plans_in_flight:
+            loop.wait(0.01)
+    assert loop.scheduler.table.counters.preemptions > 0
+    assert not ids
+    for i, request in enumerate(requests):
+        if i not in gone[1:]:
+            assert tuple(texts[request.id]) == expected[-1 if i == gone[0] else i], i
+
+
+def check_many(engine: Engine, sampling: str, **settings: Any) -> None:
+    """500 requests, each by itself, then all in memory that holds a few, in chunks of prompts, by
+    any source."""
+    expected = Alone(engine, num=500)[sampling]
+    requests = predicted(make_requests(SAMPLINGS[sampling], 500, "auto"), expected)
+    small = {"kv_tokens": 10 * 16, "max_num_batched_tokens": 48, "pipeline": "async"}
+    loop = make_loop(engine, learn=timeless(), **small | settings)
+    outputs, accepted = run(loop, requests)
+    assert outputs == expected
+    assert accepted > 500
+    assert loop.scheduler.table.counters.preemptions > 0
+
+
 @pytest.fixture(scope="module")
 def alone(engines: Callable[[str], Engine]) -> Alone:
     """From the plainest backend."""
@@ -377,29 +421,7 @@ def test_preempted_and_cancelled_in_a_pipeline(engine, alone, sampling, pipeline
         learn=Estimators(A_DEVICE_EACH),
     )
     requests = make_requests(SAMPLINGS[sampling], 16, "auto")
-    gone = {r.id for r in requests[5:12:3]}
-    again = dataclasses.replace(requests[15], id=requests[5].id)
-    events: list[Arrive | Cancel] = [Arrive(r) for r in requests]
-    texts: dict[str, list[int]] = {r.id: [] for r in requests}
-    while events or loop.scheduler.num_unfinished or loop.num_plans_in_flight:
-        for output in loop.turn(events).outputs:
-            texts[output.request_id] += output.token_ids
-        events = []
-        half_made = [i for i in gone if len(texts[i]) > 15]
-        for request_id in half_made:
-            gone.discard(request_id)
-            texts[request_id].clear()
-            events.append(Cancel(request_id))
-            if request_id == again.id:
-                events.append(Arrive(again))
-        if loop.num_plans_in_flight:
-            loop.wait(0.01)
-    assert loop.scheduler.table.counters.preemptions > 0
-    assert not gone
-    for i, request in enumerate(requests):
-        if i in (8, 11):
-            continue
-        assert tuple(texts[request.id]) == alone[sampling][15 if i == 5 else i], i
+    check_cancelled(loop, requests, (5, 8, 11), alone[sampling])
 
 
 def test_negative_control_accepting_a_lanes_drafts_is_caught(engine, alone, monkeypatch) -> None:

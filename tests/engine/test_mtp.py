@@ -11,14 +11,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gguf import MODEL_ARCH
 from tests.engine.small_family import VOCAB, small_llama, write_tokenizer
 from tests.engine.small_gguf import save_gguf
-from tests.engine.small_heads import EAGLE, ReferenceHead, add_head, in_gguf
-from tests.engine.small_models import CASES, Checkpoint, Paging, tokens, write_checkpoint
+from tests.engine.small_heads import (
+    EAGLE,
+    ReferenceAssistant,
+    ReferenceHead,
+    add_assistant,
+    add_head,
+    in_gguf,
+)
+from tests.engine.small_models import CASES, Paging, tokens, write_checkpoint
 from tests.engine.test_exactness import (
     SAMPLINGS,
     Alone,
     EndingEarly,
+    check_cancelled,
+    check_many,
     make_loop,
     make_requests,
     predicted,
@@ -32,7 +42,7 @@ from penstock.config import NGRAM, ConfigError, EngineConfig
 from penstock.core.learn import Estimators
 from penstock.core.policies.base import AllocationPolicy, DraftCandidate, View
 from penstock.core.state import DrafterKind, Grant, RequestState
-from penstock.core.types import Arrive, Cancel, DraftOrder, SamplingParams
+from penstock.core.types import DraftOrder, SamplingParams
 from penstock.engine import verifier
 from penstock.engine.build import Engine, load_engine
 from penstock.engine.calibrate import calibrate
@@ -50,28 +60,42 @@ from penstock.engine.sequences import TokenBuffer
 from penstock.engine.verifier import Decided
 
 HEADS = ("qwen3-5", "llama")
-KINDS = (*HEADS, "eagle3")
+INSIDE = {"qwen3-5": MODEL_ARCH.QWEN35, "glm4-moe": MODEL_ARCH.GLM4_MOE}
+"""Heads in the target's own folder or file."""
+GATED = {
+    "layer_types": ["linear_attention"] * 2 + ["full_attention"] * 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+}
+"""A hybrid target of four layers whose heads are rotated as EAGLE-3's."""
+KINDS = (*HEADS, "glm4-moe", "eagle3", "eagle3-gated", "assistant")
 
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """An engine with a head, and the models of which it is made."""
+    """An engine with a head, and what that drafts."""
 
     engine: Engine
-    saved: Checkpoint
-    tensors: dict[str, torch.Tensor]
+    reference: ReferenceHead | ReferenceAssistant
 
 
 def load(root: Path, kind: str, backend: str = "auto", **settings: Any) -> Loaded:
-    """A hybrid target with a head in its folder, or a Llama with one of either kind beside it,
-    and look-up and a small model that is hardly ever right."""
-    is_eagle = kind == "eagle3"
-    case = CASES["llama" if is_eagle else kind]
+    """A hybrid target or a GLM with a head in its folder, a Llama with one of either kind beside
+    it, or a Gemma with an assistant, and look-up and a small model that is hardly ever right."""
+    is_eagle, is_assistant = kind.startswith("eagle3"), kind == "assistant"
+    others = {"eagle3": "llama", "eagle3-gated": "qwen3-5", "assistant": "gemma4-shared"}
+    case = CASES[others.get(kind, kind)]
     changes = case.changes | {"vocab_size": VOCAB, "max_position_embeddings": 512}
     changes |= {"eos_token_id": None} | ({"num_hidden_layers": 4} if is_eagle else {})
+    changes |= {"vocab_size_per_layer_input": VOCAB} if is_assistant else {}
+    changes |= GATED if kind == "eagle3-gated" else {}
     saved = write_checkpoint(root / "target", dataclasses.replace(case, changes=changes))
-    beside = None if kind == "qwen3-5" else root / "head"
-    tensors = add_head(root / "target", beside=beside, shape=EAGLE if is_eagle else None)
+    beside = None if kind in INSIDE else root / "head"
+    reference: ReferenceHead | ReferenceAssistant
+    if is_assistant:
+        reference = ReferenceAssistant(saved, add_assistant(saved, root / "head"))
+    else:
+        tensors = add_head(root / "target", beside=beside, shape=EAGLE if is_eagle else None)
+        reference = ReferenceHead(saved, tensors)
     small_llama(1, seed=3).save_pretrained(root / "far")
     for name in ("target", "far"):
         write_tokenizer(root / name)
@@ -83,7 +107,7 @@ def load(root: Path, kind: str, backend: str = "auto", **settings: Any) -> Loade
         backend=backend,
         **{"kv_tokens": 32 * 256, "num_threads": 1} | settings,
     )
-    return Loaded(load_engine(config, calibrated=False), saved, tensors)
+    return Loaded(load_engine(config, calibrated=False), reference)
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +149,7 @@ def test_drafts_are_those_of_the_reference(loaded, monkeypatch, kind, backend, s
     memory = {"kv_tokens": 12 * 16, "max_num_batched_tokens": 48} if small else {}
     loop = make_loop(one.engine, learn=timeless(), look_up=False, **memory)
     run(loop, make_requests(SAMPLINGS["greedy"], 9, "mtp"))
-    reference = ReferenceHead(one.saved, one.tensors)
+    reference = one.reference
     assert len(found) > 60
     right = [reference.draft(text, len(d), front) == d for text, front, d in found]
     if small:
@@ -142,7 +166,7 @@ def test_drafts_go_on_behind_looked_up_tokens(loaded, by_itself, monkeypatch, ki
     alone = by_itself(kind)["greedy"]
     requests = predicted(make_requests(SAMPLINGS["greedy"], 16, "mtp"), alone)
     run(make_loop(one.engine, learn=timeless(), allocation=Both()), requests)
-    reference = ReferenceHead(one.saved, one.tensors)
+    reference = one.reference
     fronts = [len(front) for _, front, _ in found]
     assert max(fronts) > 2
     assert all(reference.draft(text, len(d), front) == d for text, front, d in found)
@@ -217,28 +241,7 @@ def test_preempted_cancelled_and_chunked(loaded, by_itself, kind, pipeline) -> N
         learn=timeless(),
         rotating=True,
     )
-    gone = {requests[5].id, requests[8].id}
-    again = dataclasses.replace(requests[15], id=requests[5].id)
-    texts: dict[str, list[int]] = {r.id: [] for r in requests}
-    events: list[Arrive | Cancel] = [Arrive(r) for r in requests]
-    while events or loop.scheduler.num_unfinished or loop.num_plans_in_flight:
-        for output in loop.turn(events).outputs:
-            assert output.error is None
-            texts[output.request_id] += output.token_ids
-        events = []
-        for request_id in [i for i in gone if len(texts[i]) > 10]:
-            gone.discard(request_id)
-            texts[request_id].clear()
-            events.append(Cancel(request_id))
-            if request_id == again.id:
-                events.append(Arrive(again))
-        if loop.num_plans_in_flight:
-            loop.wait(0.01)
-    assert loop.scheduler.table.counters.preemptions > 0
-    for i, request in enumerate(requests):
-        if i != 8:
-            expected = by_itself(kind)[sampling][15 if i == 5 else i]
-            assert tuple(texts[request.id]) == expected, i
+    check_cancelled(loop, requests, (5, 8), by_itself(kind)[sampling])
     carried = engine.executor._carried
     loop.turn([])
     assert not carried._known
@@ -257,22 +260,7 @@ def test_the_default_policies_leave_the_text_as_it_is(loaded, by_itself, kind) -
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "sampling"), covering(KINDS, ["greedy", "coupled"], strength=2))
 def test_many_requests(loaded, kind, sampling) -> None:
-    """Each by itself, then all in memory that holds a few, in chunks of prompts, by any source."""
-    engine = loaded(kind).engine
-    expected = Alone(engine, num=500)[sampling]
-    requests = predicted(make_requests(SAMPLINGS[sampling], 500, "auto"), expected)
-    loop = make_loop(
-        engine,
-        kv_tokens=10 * 16,
-        max_num_batched_tokens=48,
-        pipeline="async",
-        learn=timeless(),
-        rotating=True,
-    )
-    outputs, accepted = run(loop, requests)
-    assert outputs == expected
-    assert accepted > 500
-    assert loop.scheduler.table.counters.preemptions > 0
+    check_many(loaded(kind).engine, sampling, rotating=True)
 
 
 # --- drafting -------------------------------------------------------------------------------------
@@ -304,7 +292,8 @@ def head_rows(runner: NativeRunner, count: int, seed: int = 0) -> tuple[RaggedBa
     rows = np.arange(count + 1, dtype=np.int32)
     tokens = rng.integers(VOCAB, size=count).astype(np.int32)
     batch = RaggedBatch(tokens, positions, rows, positions + 1, tables, rows[:-1])
-    return dataclasses.replace(batch, carry=Carry(states, rows[:-1])), states
+    carry = Carry(states, rows[:-1], anchors=np.maximum(positions - 2, 0))
+    return dataclasses.replace(batch, carry=carry), states
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -322,7 +311,7 @@ def test_rows_of_the_head_have_the_same_bits_alone(loaded, kind, count) -> None:
             batch.seq_lens[i : i + 1],
             batch.block_tables[i : i + 1],
             one[:1],
-            carry=Carry(states[i : i + 1], one[:1]),
+            carry=Carry(states[i : i + 1], one[:1], anchors=batch.carry.anchors[i : i + 1]),
         )
         assert torch.equal(runner.forward_head(alone)[0], together[i])
         assert torch.equal(alone.carry.after[0], batch.carry.after[i])
@@ -352,7 +341,7 @@ def test_threads_and_chunks_change_no_bit(loaded, kind) -> None:
             np.full(9, 61, dtype=np.int32),
             table,
             rows[:-1],
-            carry=Carry(before, rows[:-1]),
+            carry=Carry(before, rows[:-1], anchors=np.full(9, 60, dtype=np.int32)),
         )
         none = np.zeros(9)
         steps = np.full(9, 5, dtype=np.int32)
@@ -396,7 +385,7 @@ def test_common_tokens_follow_the_outputs() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("kind", [*HEADS, "assistant"])
 def test_common_tokens_alone_are_drafted(loaded, by_itself, monkeypatch, kind) -> None:
     """By both backends alike, at any temperature; other tokens have probability 0."""
     monkeypatch.setattr(CommonTokens, "limit", 70)
@@ -469,10 +458,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "target"
 
 
-def test_a_gguf_file_has_the_same_head_as_a_folder(folder: Path, tmp_path: Path) -> None:
-    saved = write_checkpoint(folder, CASES["qwen3-5"])
+@pytest.mark.parametrize("kind", INSIDE)
+def test_a_gguf_file_has_the_same_head_as_a_folder(kind: str, tmp_path: Path) -> None:
+    saved = write_checkpoint(folder := tmp_path / "target", CASES[kind])
     tensors, file = add_head(folder), tmp_path / "model.gguf"
-    more = {"tensors": in_gguf(tensors, 3), "block_count": 4, "nextn_predict_layers": 1}
+    stored = in_gguf(tensors, 3, INSIDE[kind])
+    more = {"tensors": stored, "block_count": 4, "nextn_predict_layers": 1}
     save_gguf(file, saved.model, **more)
     assert open_checkpoint(folder).head() == {}
     assert open_checkpoint(file).head() == {}
@@ -505,7 +496,7 @@ def test_a_target_with_a_head_drafts_with_it_and_with_look_up(folder: Path) -> N
 
 def test_what_is_no_head_is_refused_in_one_line(folder: Path) -> None:
     config = EngineConfig(target=folder, drafters={"mtp": "mtp"}, kv_tokens=256, num_threads=1)
-    with pytest.raises(CheckpointError, match=r"has no head \(mtp\.fc\.weight, or LlamaForCausal"):
+    with pytest.raises(CheckpointError, match=r"has no head \(mtp\.fc\.weight, LlamaFor"):
         load_engine(config, calibrated=False)
     for settings, told in (
         ({"drafters": {"mtp": {"path": "mtp", "device": "cpu:0"}}}, "it takes no device"),

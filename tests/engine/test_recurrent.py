@@ -14,6 +14,8 @@ from tests.engine.small_models import CASES, Checkpoints, Paging, tokens, write_
 from tests.engine.test_exactness import (
     SAMPLINGS,
     Alone,
+    check_cancelled,
+    check_many,
     make_loop,
     make_requests,
     predicted,
@@ -26,7 +28,7 @@ from typer.testing import CliRunner
 from penstock.cli import app
 from penstock.config import NGRAM, ConfigError, EngineConfig, read_profile
 from penstock.core.loop import Loop
-from penstock.core.types import Arrive, Cancel, Request
+from penstock.core.types import Arrive, Request
 from penstock.engine.backends import why_not_native
 from penstock.engine.build import Engine, load_engine
 from penstock.engine.eager import EagerRunner
@@ -258,27 +260,7 @@ def test_preempted_cancelled_and_chunked(engine, by_itself, pipeline) -> None:
     loop = make_loop(
         engine, pipeline=pipeline, kv_tokens=10 * 16, max_num_batched_tokens=48, learn=timeless()
     )
-    gone = {requests[5].id, requests[8].id}
-    again = dataclasses.replace(requests[15], id=requests[5].id)
-    texts: dict[str, list[int]] = {r.id: [] for r in requests}
-    events: list[Arrive | Cancel] = [Arrive(r) for r in requests]
-    while events or loop.scheduler.num_unfinished or loop.num_plans_in_flight:
-        for output in loop.turn(events).outputs:
-            assert output.error is None
-            texts[output.request_id] += output.token_ids
-        events = []
-        for request_id in [i for i in gone if len(texts[i]) > 10]:
-            gone.discard(request_id)
-            texts[request_id].clear()
-            events.append(Cancel(request_id))
-            if request_id == again.id:
-                events.append(Arrive(again))
-        if loop.num_plans_in_flight:
-            loop.wait(0.01)
-    assert loop.scheduler.table.counters.preemptions > 0
-    for i, request in enumerate(requests):
-        if i != 8:
-            assert tuple(texts[request.id]) == by_itself[sampling][15 if i == 5 else i], i
+    check_cancelled(loop, requests, (5, 8), by_itself[sampling])
 
 
 def test_scores_of_a_prompt(engine: Engine) -> None:
@@ -436,13 +418,4 @@ def test_a_hybrid_drafter_is_refused_in_one_line(engine: Engine, tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", ["greedy", "coupled"])
 def test_many_requests(engine: Engine, sampling: str) -> None:
-    """Each by itself, then all in memory that holds a few, in chunks of prompts, by any source."""
-    expected = Alone(engine, num=500)[sampling]
-    requests = make_requests(SAMPLINGS[sampling], 500, "auto")
-    loop = make_loop(
-        engine, kv_tokens=10 * 16, max_num_batched_tokens=48, pipeline="async", learn=timeless()
-    )
-    outputs, accepted = run(loop, predicted(requests, expected))
-    assert outputs == expected
-    assert accepted > 500
-    assert loop.scheduler.table.counters.preemptions > 0
+    check_many(engine, sampling)

@@ -1,15 +1,49 @@
-"""The small model that drafts for a target without being named."""
+"""What drafts for a target without being named: its head, its assistant or a small model."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from penstock.engine.memory import MEMORY_SHARE, free_memory, model_bytes
+from penstock.engine.models.checkpoint import CheckpointError, is_gguf
+from penstock.engine.models.formats import open_checkpoint
 from penstock.engine.models.hub import HubName, Say, cached, fetch
 from penstock.engine.models.pairs import SmallModel, small_models
 
 _SMALLER = 2
 """Times that a target must be as large as a drafter, in bytes: a choice."""
+
+
+def own_head(target: Path, name: str) -> dict[str, str]:
+    """Return name and path of a target's head, or of its assistant if that is here, or nothing.
+
+    name: of the target, as the user gave it."""
+    if open_checkpoint(target).head() == {}:
+        return {"mtp": "mtp"}
+    found = assistant_beside(target, name)
+    return {} if found is None else {"assistant": str(found)}
+
+
+def assistant_beside(target: Path, name: str) -> Path | None:
+    """Return a target's assistant where publishers put it, if it is here and fits.
+
+    That is a file `mtp-*.gguf` beside a GGUF file, else a folder, or a model of the hub, that is
+    called as the target with `-assistant` behind it."""
+    hub = None if Path(name).exists() else HubName.parse(f"{name.partition('@')[0]}-assistant")
+    if is_gguf(target):
+        known: list[Path | None] = [*sorted(target.parent.glob("mtp-*.gguf"))]
+    else:
+        known = [target.with_name(f"{target.name}-assistant") if hub is None else cached(hub)]
+    return next((path for path in known if path is not None and _assists(path, target)), None)
+
+
+def _assists(path: Path, target: Path) -> bool:
+    with suppress(CheckpointError):
+        content = open_checkpoint(path).head() or {}
+        if size := content.get("backbone_hidden_size"):
+            return bool(open_checkpoint(target).description().content.get("hidden_size") == size)
+    return False
 
 
 def cached_drafter(target: Path, name: str) -> tuple[SmallModel, Path] | None:
@@ -69,7 +103,6 @@ def _suits(target: Path, num_bytes: int) -> bool:
 
 
 def _reads_alike(target: Path, drafter: Path) -> bool:
-    from penstock.engine.models.checkpoint import CheckpointError
     from penstock.engine.tokenizer import unlike_tokenizers
 
     try:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.drafters import automatic_drafter
+from penstock.cli.drafters import assistant_beside, automatic_drafter, own_head
 from penstock.cli.terminal import note
 from penstock.config import (
     HEADS,
@@ -21,12 +21,13 @@ from penstock.config import (
     model_name,
 )
 from penstock.engine.models.checkpoint import is_gguf
-from penstock.engine.models.formats import open_checkpoint
 from penstock.engine.models.hub import HubName, cached, fetch
 from penstock.zoo.registry import DEFAULT_DRAFTER, DEFAULT_TARGET, ModelCard, bundled_models
 
 _AUTOMATIC = "auto"
 """In place of a drafter: a small model of the target's family, fetched from the hub."""
+_ASSISTANT = "assistant"
+"""The same: a target's assistant, where publishers put it."""
 
 _HUB_FORMS = "models of the hub are owner/name[@revision], owner/name:QUANT or owner/name/FILE.gguf"
 
@@ -49,6 +50,8 @@ def with_models(engine: dict[str, Any], *, download: bool = True) -> dict[str, A
         for name, given in settings_in(engine["drafters"], "engine.drafters").items():
             own = given if isinstance(given, dict) else {"path": given}
             model = str(own.get("path", name))
+            if name == model == _ASSISTANT:
+                model = str(assistant_beside(path, target) or f"{target}-{_ASSISTANT}")
             if name == model == _AUTOMATIC:
                 drafters |= automatic_drafter(path, target, say, download=download)
             else:
@@ -56,10 +59,9 @@ def with_models(engine: dict[str, Any], *, download: bool = True) -> dict[str, A
                 drafters[name] = {**own, "path": found} if len({*own, "path"}) > 1 else found
     else:
         drafters = _drafters_of(target)
-        if not drafters and is_added and open_checkpoint(path).head() == {}:
-            drafters = {HEADS[0]: HEADS[0]}
-        elif not drafters and is_added:
-            drafters = automatic_drafter(path, target, say, download=False)
+        if not drafters and is_added:
+            drafters = own_head(path, target)
+            drafters = drafters or automatic_drafter(path, target, say, download=False)
     paths = [given["path"] if isinstance(given, dict) else given for given in drafters.values()]
     is_bare = all(DrafterParts.from_path(path).server for path in paths)
     if is_bare and look_up in LOOK_UPS and engine.get("drafters", True):

@@ -32,7 +32,7 @@ SUFFIX = "suffix"
 """Drafter paths without a model: look-up in a request's text, or in its tenant's outputs, too."""
 LOOK_UPS = (NGRAM, SUFFIX)
 
-HEADS = ("mtp", "eagle3")
+HEADS = ("mtp", "eagle3", "assistant")
 """Names of drafters that are layers of the target: theirs is the path, or a folder beside it."""
 
 _CHAIN = "+"
@@ -363,7 +363,7 @@ class EngineConfig(ModelsConfig):
             known = ", ".join(self.drafters) or "none is configured"
             raise ValueError(f"selection names an unknown drafter {selected!r}; drafters: {known}")
         if sum(name in self.drafters for name in HEADS) > 1:
-            raise ValueError(f"drafters {' and '.join(HEADS)}: a target has one head at most")
+            raise ValueError(f"drafters {', '.join(HEADS)}: a target has one head at most")
         if self.head is not None and self.vllm is not None:
             raise ValueError(f"drafter {self.head[0]!r} is a part of the target, not with vLLM")
         return self

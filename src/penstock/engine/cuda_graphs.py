@@ -185,7 +185,7 @@ class GraphRunner(EagerRunner):
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         variant = self.config.variant
         self._can_record = variant.experts is None and variant.delta is None
-        self._can_record &= self.config.head is None and not variant.sinks
+        self._can_record &= not (self.config.gives_states or variant.sinks)
         self.compute_layer = compiled_layer()
 
     @torch.inference_mode()

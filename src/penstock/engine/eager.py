@@ -11,6 +11,7 @@ from penstock.engine.attention import AttentionFactory
 from penstock.engine.attention.mixed import attention_of
 from penstock.engine.attention.packed import PackedAttention
 from penstock.engine.kv_cache import PagedKVCache
+from penstock.engine.models.assistant import Assistant
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.delta import ConvStates, DeltaStates
@@ -47,8 +48,9 @@ class EagerRunner(ModelRunner):
         num_held = num_blocks + self.num_spare_blocks
         self.cache = PagedKVCache(config, num_held, block_size, dtype, device)
         self.attention = attention_of(config, self.cache, attention)
-        max_positions = min(config.max_position_embeddings, num_blocks * block_size)
-        self._decoder = Decoder(config, weights, max_positions, device)
+        self._max_positions = min(config.max_position_embeddings, num_blocks * block_size)
+        self._decoder = Decoder(config, weights, self._max_positions, device)
+        self._assistant: Assistant | None = None
         self._states: tuple[StateSlots, ConvStates] | None = None
         if (delta := config.variant.delta) is not None:
             self.num_slots = num_slots
@@ -76,7 +78,11 @@ class EagerRunner(ModelRunner):
         Raises: CheckpointError; ValueError for an empty cache."""
         config = DecoderConfig.from_pretrained(path).within(max_model_len, head)
         weights = load_weights(path, config, dtype, head)
-        return cls(config, weights, device, num_blocks, block_size, attention, num_slots)
+        runner = cls(config, weights, device, num_blocks, block_size, attention, num_slots)
+        if (own := config.assistant) is not None and head is not None:
+            weights, room = load_weights(head, own, dtype), runner._max_positions
+            runner._assistant = Assistant(own, weights, runner.cache, attention, room)
+        return runner
 
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
@@ -91,4 +97,6 @@ class EagerRunner(ModelRunner):
 
     @torch.inference_mode()
     def forward_head(self, batch: RaggedBatch) -> torch.Tensor:
+        if self._assistant is not None:
+            return self._assistant.forward(batch, self._decoder.embed)
         return self._decoder.forward_head(batch, self.cache, self.attention)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
 
 import torch
@@ -75,6 +76,13 @@ class PagedKVCache:
         """Return a view for the layers whose heads are these."""
         view = copy(self)
         view.num_kv_heads, view.head_dim = num_kv_heads, head_dim
+        return view
+
+    def of_layers(self, layers: Sequence[int]) -> PagedKVCache:
+        """Return a view that has these layers."""
+        view = copy(self)
+        view.layers = [self.layers[i] for i in layers]
+        view.by_slot = [self.by_slot[i] for i in layers]
         return view
 
     def write(self, layer: int, slots: torch.Tensor, keys_values: torch.Tensor) -> None:

@@ -28,12 +28,15 @@ class Carry:
     before: [num_seqs, hidden_size] float32, of the row before each sequence's first
     rows:   [num_kept] int32, ascending rows whose states are kept
     vocab:  tokens to which the head's rows give logits, the first ones; 0: all
-    after:  the kept states, [num_kept, hidden_size] float32; set by the pass"""
+    after:  the kept states, [num_kept, hidden_size] float32; set by the pass
+    anchors: [num_seqs] int32, position of each draft's first row, where an assistant has all rows
+            of it: it reads keys and values of the text before"""
 
     before: torch.Tensor
     rows: IntArray
     vocab: int = 0
     after: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    anchors: IntArray | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,8 @@ class HeadDrafter(ModelDrafter):
         """State before each order's next row: [num_orders, hidden_size]."""
         self._jobs = torch.empty(0)
         """Orders of the latest rows."""
+        self._anchors = np.empty(0, dtype=np.int32)
+        """Position of each order's first row."""
 
     def draft(self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]) -> Drafts:
         if not self._has_own_tokens:
@@ -96,8 +98,9 @@ class HeadDrafter(ModelDrafter):
     ) -> RaggedBatch:
         """Compute each order's rows but the last, which is returned."""
         ids = [o.request_id for o in orders]
-        self._states = self._carried.before(ids, [o.start for o in orders])
         at = np.array([o.start for o in orders])
+        self._anchors = at.astype(np.int32)
+        self._states = self._carried.before(ids, at.tolist())
         ends = at + [o.num_catch_up_tokens for o in orders]
 
         def next_rows(jobs: IntArray) -> RaggedBatch:
@@ -115,5 +118,6 @@ class HeadDrafter(ModelDrafter):
     ) -> RaggedBatch:
         batch = super()._one_more(orders, jobs, tokens, at)
         self._jobs = torch.from_numpy(jobs)
-        carry = Carry(self._states[self._jobs], batch.query_start[:-1], self._num_guessed)
+        states, rows = self._states[self._jobs], batch.query_start[:-1]
+        carry = Carry(states, rows, self._num_guessed, anchors=self._anchors[jobs])
         return replace(batch, carry=carry)

@@ -20,8 +20,12 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 HEAD_PROJECTION = "mtp.fc.weight"
 """Tensor of a head for multi-token prediction."""
+GLM_HEAD = ".eh_proj.weight"
+"""The end of its name in GLM's folders."""
 EAGLE3 = "LlamaForCausalLMEagle3"
 """Architecture of a folder with an EAGLE-3 head."""
+ASSISTANTS = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
+"""Architectures of small models that draft from a target's states, keys and values."""
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.\w+$")
 """Suffix of the parts of a split model."""
 
@@ -88,9 +92,9 @@ class Checkpoint(ABC):
     def tensors(self) -> AbstractContextManager[Tensors]: ...
 
     def head(self) -> dict[str, Any] | None:
-        """Return config.json of an EAGLE-3 head (`models.head`); of another head nothing.
+        """Return config.json of an EAGLE-3 head or an assistant; of another head nothing.
 
-        None where there is none. Read without PyTorch."""
+        None where there is none. Read without PyTorch, but for an assistant's GGUF file."""
         return None
 
     @abstractmethod

@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 
-from penstock.engine.models.checkpoint import EAGLE3, HEAD_PROJECTION, CheckpointError, one_line
+from penstock.engine.models.checkpoint import (
+    ASSISTANTS,
+    EAGLE3,
+    HEAD_PROJECTION,
+    CheckpointError,
+    one_line,
+)
 from penstock.engine.models.dtypes import DTYPES
 from penstock.engine.models.families import FAMILIES, MISSING, TEXT_PARTS, rope_of
 from penstock.engine.models.fields import are_ids, check_fields, in_words, token_ids
@@ -17,6 +23,9 @@ from penstock.engine.models.formats import open_checkpoint
 from penstock.engine.models.ordinary import ordinary_config
 from penstock.engine.models.rope import WHOLE_HEADS, Rope
 from penstock.engine.models.variant import LLAMA, HeadShape, LayerShape, Variant
+
+_ASSISTANT = "Gemma4ForCausalLM"
+"""What an assistant's text model is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +39,8 @@ class DecoderConfig:
     eos_token_ids:  end-of-text ids (config.json, then generation_config.json)
     dtype:          the checkpoint's own
     architecture:   a key of FAMILIES, which names a checkpoint's tensors
-    head:           it drafts with one layer more (`models.head`), behind the others"""
+    head:           it drafts with one layer more (`models.head`), behind the others
+    assistant:      a small model drafts from its states, keys and values (`models.assistant`)"""
 
     vocab_size: int
     hidden_size: int
@@ -48,6 +58,7 @@ class DecoderConfig:
     dtype: torch.dtype = torch.float32
     architecture: str = "LlamaForCausalLM"
     head: HeadShape | None = None
+    assistant: DecoderConfig | None = None
 
     def __post_init__(self) -> None:
         sizes = {f.name: getattr(self, f.name) for f in fields(self)[:9]}
@@ -75,6 +86,11 @@ class DecoderConfig:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def gives_states(self) -> bool:
+        """Whether something drafts from what is behind its layers."""
+        return self.head is not None or self.assistant is not None
+
+    @property
     def num_all_layers(self) -> int:
         """Layers, with that of the head."""
         return self.num_layers + (self.head is not None)
@@ -98,6 +114,8 @@ class DecoderConfig:
 
     def at(self, index: int) -> DecoderConfig:
         """Return the configuration of a layer alone; scores have one scale in all."""
+        if index == self.num_layers and self.head is not None and self.head.reads:
+            return replace(self, variant=LLAMA)  # as all EAGLE-3 heads
         if not self.variant.shapes:
             return replace(self, rope=self.layer_rope(index) or self.rope)
         shape = self.shape(index)
@@ -124,8 +142,16 @@ class DecoderConfig:
         """Return it for shorter texts, and with a checkpoint's head. Raises: CheckpointError."""
         most = self.max_position_embeddings
         least = min(most, max_model_len or most)
-        shape = None if head is None else _head_shape(head, self)
-        return replace(self, max_position_embeddings=least, head=shape)
+        own = replace(self, max_position_embeddings=least)
+        content = None if head is None else open_checkpoint(head).head()
+        if head is None:
+            return own
+        if content is None:
+            some = f"{HEAD_PROJECTION}, {EAGLE3} or {ASSISTANTS[0]}"
+            raise CheckpointError(f"{head}: has no head ({some})")
+        if content.get("architectures") in [[name] for name in ASSISTANTS]:
+            return replace(own, assistant=_assistant(head, content, own))
+        return replace(own, head=_head_shape(head, content, own))
 
     @classmethod
     def from_pretrained(cls, path: Path) -> DecoderConfig:
@@ -146,21 +172,59 @@ class DecoderConfig:
             raise CheckpointError(f"{described.file}: {one_line(error)}") from error
 
 
-def _head_shape(path: Path, config: DecoderConfig) -> HeadShape:
+def _assistant(path: Path, content: dict[str, Any], model: DecoderConfig) -> DecoderConfig:
+    """Return the configuration of an assistant beside a model. Raises: CheckpointError."""
+    text = {**(content.get("text_config") or {}), "num_kv_shared_layers": 0}
+    text |= {key: content[key] for key in ("dtype", "torch_dtype") if key in content}
+    text["tie_word_embeddings"] = content.get("tie_word_embeddings", True)
+    try:
+        check_fields(text)
+        own = _from_transformers(_ASSISTANT, _in_transformers(text), ())
+        size, variant = content.get("backbone_hidden_size"), own.variant
+        fits = size == model.hidden_size and own.vocab_size == model.vocab_size
+        if not fits or not model.variant.shapes:
+            raise ValueError(
+                f"it assists a Gemma 4 of hidden_size {size} with {own.vocab_size} tokens; this is "
+                f"{model.architecture}, {model.hidden_size} with {model.vocab_size}"
+            )
+        if variant.ple_size or variant.experts is not None:
+            raise ValueError("per-layer embeddings and experts of an assistant are not computed")
+        shapes = tuple(_read_shape(own, i, model) for i in range(own.num_layers))
+    except Exception as error:
+        raise CheckpointError(f"{path}: {one_line(error)}") from error
+    scale = model.variant.embedding_scale  # its embeddings enter
+    variant = replace(variant, embedding_scale=scale, softcap=0.0, shapes=shapes)
+    if (window := variant.window) is not None:  # counts a row's own position, which has no key
+        window = replace(window, size=max(1, window.size - 1))
+    variant = replace(variant, window=window, assists=model.hidden_size)
+    return replace(own, variant=variant, max_position_embeddings=model.max_position_embeddings)
+
+
+def _read_shape(config: DecoderConfig, index: int, model: DecoderConfig) -> LayerShape:
+    """Return an assistant's layer with the model's layer whose keys and values it reads.
+
+    That is the last of the same kind that has its own. Raises ValueError where heads differ."""
+    shape, is_windowed = config.shape(index), config.variant.is_windowed(index)
+    same = [i for i in model.kv_layers if model.variant.is_windowed(i) == is_windowed]
+    read = model.shape(same[-1]) if same else None
+    own = (shape.num_kv_heads, shape.head_dim)
+    if read is None or own != (read.num_kv_heads, read.head_dim):
+        raise ValueError(f"layer {index} reads {own[0]} heads of {own[1]}; the target has {read}")
+    return replace(shape, kv_layer=~same[-1])
+
+
+def _head_shape(path: Path, content: dict[str, Any], config: DecoderConfig) -> HeadShape:
     """Return the shape of a head beside a model. Raises: CheckpointError."""
-    content = open_checkpoint(path).head()
-    if content is None:
-        raise CheckpointError(f"{path}: has no head ({HEAD_PROJECTION}, or {EAGLE3})")
     inner, last = config.intermediate_size, config.num_layers
     if not content:
         return HeadShape(inner)
     reads = content.get("eagle_aux_hidden_state_layer_ids") or (2, last // 2, last - 3)
     vocab, inner = content.get("draft_vocab_size"), content.get("intermediate_size", inner)
     in_order = len(reads) == 3 and sorted({*reads, -1, last}) == [-1, *reads, last]
-    if config.variant.gated or not in_order or not isinstance(vocab, int) or vocab < 1:
+    if not in_order or not isinstance(vocab, int) or vocab < 1:
         raise CheckpointError(
             f"{path}: reads the inputs of layers {[*reads]} of {last} and tells {vocab!r} tokens; "
-            "three are expected, ascending, of a model without gated attention"
+            "three are expected, ascending"
         )
     return HeadShape(inner, tuple(reads), vocab)
 

@@ -62,7 +62,7 @@ class Layer:
     o_norm, down_norm: norms of attention's and the MLP's output before the residual is added.
     num_kv_heads: 0 in a layer that reads another's keys and values.
     delta: of a recurrent layer. sinks: [num_heads] float32. ple: per-layer embeddings.
-    scale: of the output."""
+    scale: of the output. gated: behind the queries' columns of qkv lie gates."""
 
     head_dim: int
     num_kv_heads: int
@@ -82,6 +82,7 @@ class Layer:
     ple: PleMlp | None = None
     beside: ExpertsBeside | None = None
     scale: float = 1.0
+    gated: bool = False
 
 
 ComputeLayer = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -143,8 +144,9 @@ class Decoder:
         everywhere = windowed = attention.prepare(batch)
         if variant.window is not None:
             windowed = attention.prepare(batch, variant.window.size)
-        # A head needs the states of all rows.
-        last = self.config.num_layers - 1 if self.head is None else -1
+        # A head, or an assistant, needs the states of all rows.
+        gives_states = self.config.gives_states
+        last = -1 if gives_states else self.config.num_layers - 1
 
         inputs: list[torch.Tensor] = []
 
@@ -172,10 +174,14 @@ class Decoder:
                 attended = attended.index_select(0, logits_rows)
             return after_attention(layer, hidden, attended)
 
-        if self.head is None:
+        if not gives_states:
             return self.run(token_ids, positions, compute, logits_rows)
         normed = self.norm(self.hidden(token_ids, positions, compute))
-        self._write_head(batch, cache, self.head.states(normed, inputs))
+        given = normed if self.head is None else self.head.states(normed, inputs)
+        if (carry := batch.carry) is not None:
+            carry.after = given[torch.from_numpy(carry.rows).to(cache.device)].float()
+        if self.head is not None:
+            self._write_head(batch, cache, given)
         return self._logits(normed.index_select(0, logits_rows))
 
     def _logits(self, normed: torch.Tensor) -> torch.Tensor:
@@ -190,9 +196,7 @@ class Decoder:
         carry, starts = batch.carry, torch.from_numpy(batch.query_start[:-1]).to(cache.device)
         before = states.roll(1, 0)
         before[starts.long()] = 0.0 if carry is None else carry.before.to(states.dtype)
-        if carry is not None:
-            carry.after = states[torch.from_numpy(carry.rows).to(cache.device)].float()
-        index, rotations = self.config.num_layers, self._rotated(positions)[-1]
+        index, rotations = self.config.num_layers, self.rotated(positions)[-1]
         given, _ = self.head.enter(self.embed(token_ids), before)
         _, kv, _ = self.before_attention(self.layers[index], given, rotations)
         cache.write(index, slots, kv)
@@ -207,7 +211,7 @@ class Decoder:
         embedded = self.embed(token_ids)
         before = torch.zeros_like(embedded) if carry is None else carry.before
         layer, (given, hidden) = self.layers[index], self.head.enter(embedded, before)
-        q, kv, gate = self.before_attention(layer, given, self._rotated(positions)[-1])
+        q, kv, gate = self.before_attention(layer, given, self.rotated(positions)[-1])
         cache.write(index, slots, kv)
         attended = attention.attend(q, index, attention.prepare(batch)).flatten(1)
         if gate is not None:
@@ -246,7 +250,7 @@ class Decoder:
         logits_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute all layers, each by `compute`. logits_rows: as in `run`."""
-        last, rotations = self.config.num_layers - 1, self._rotated(positions)
+        last, rotations = self.config.num_layers - 1, self.rotated(positions)
         hidden = self.embed(token_ids)
         inputs = None if self._ple is None else self._ple.of_rows(token_ids, hidden)
         for index, layer in enumerate(self.layers[: last + 1]):
@@ -260,7 +264,7 @@ class Decoder:
                 hidden = hidden * layer.scale
         return hidden
 
-    def _rotated(self, positions: torch.Tensor) -> list[torch.Tensor]:
+    def rotated(self, positions: torch.Tensor) -> list[torch.Tensor]:
         """Return every layer's rotations; by head where they scale the queries, too."""
         variant, found = self.config.variant, []
         scale = 1.0 if variant.qk_norm else variant.query_scale
@@ -281,7 +285,7 @@ class Decoder:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return rotated queries [num_tokens, num_heads, head_dim], and keys before values.
 
-        With variant.gated also gates: [num_tokens, num_heads * head_dim]."""
+        Of a gated layer also gates: [num_tokens, num_heads * head_dim]."""
         normed = hidden if layer.input_norm is None else layer.input_norm(hidden)
         if layer.qkv_bias is None:
             flat = torch.mm(normed, layer.qkv)
@@ -289,7 +293,7 @@ class Decoder:
             flat = torch.addmm(layer.qkv_bias, normed, layer.qkv)
         num_heads, num_kv_heads = self.config.num_heads, layer.num_kv_heads
         gate = None
-        if self.config.variant.gated:
+        if layer.gated:
             gate, flat = flat[:, -self.config.q_size :], flat[:, : -self.config.q_size]
         qkv = flat.unflatten(1, (num_heads + 2 * num_kv_heads, layer.head_dim))
         qk, v = qkv.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
@@ -404,6 +408,7 @@ def _layer(
         ple=ple,
         beside=_beside(config, mine),
         scale=float(mine.get("scale", 1.0)),
+        gated=config.variant.gated,
     )
 
 

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.engine.models.checkpoint import (
+    ASSISTANTS,
     EAGLE3,
+    GLM_HEAD,
     HEAD_PROJECTION,
     INDEX_FILE,
     SINGLE_FILE,
@@ -61,11 +63,13 @@ class FolderCheckpoint(Checkpoint):
             yield FolderTensors(self.path, stack, packed)
 
     def head(self) -> dict[str, Any] | None:
-        if HEAD_PROJECTION in self._tensor_names():
+        names = self._tensor_names()
+        if any(name == HEAD_PROJECTION or name.endswith(GLM_HEAD) for name in names):
             return {}
         with suppress(CheckpointError):  # whoever reads it says why
             content = _read_json(self.path / "config.json")
-            return content if content.get("architectures") == [EAGLE3] else None
+            known = [[name] for name in (EAGLE3, *ASSISTANTS)]
+            return content if content.get("architectures") in known else None
         return None
 
     def _tensor_names(self) -> Collection[str]:

@@ -12,6 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from penstock.engine.models.checkpoint import (
+    GLM_HEAD,
+    HEAD_PROJECTION,
     INDEX_FILE,
     SINGLE_FILE,
     CheckpointError,
@@ -36,6 +38,14 @@ _PREFIXES = {
 }
 """Old and new spellings of a text part's tensor names."""
 
+_GLM_HEAD = {
+    HEAD_PROJECTION: GLM_HEAD,
+    "mtp.pre_fc_norm_embedding.weight": ".enorm.weight",
+    "mtp.pre_fc_norm_hidden.weight": ".hnorm.weight",
+    "mtp.norm.weight": ".shared_head.norm.weight",
+}
+"""Ends of names in the layer of a head, in GLM's folders."""
+
 
 class FolderTensors:
     """Tensors of safetensors files, each opened once and mapped."""
@@ -48,6 +58,7 @@ class FolderTensors:
         self._open: dict[Path, Any] = {}
         self._file_of = self._locate()
         self._names = {_text_name(name): name for name in self._file_of}
+        self._names |= _names_of_head(self._names)
 
     def has(self, name: str) -> bool:
         return name in self._names
@@ -191,6 +202,16 @@ class FolderTensors:
                     f"{file}: not a whole safetensors file ({one_line(error)})"
                 ) from error
         return self._open[file]
+
+
+def _names_of_head(names: dict[str, str]) -> dict[str, str]:
+    """Return GLM's names of a head, a layer behind the model's, by those that Qwen's have."""
+    layer = next((n.removesuffix(GLM_HEAD) for n in names if n.endswith(GLM_HEAD)), None)
+    if layer is None:
+        return {}
+    own = {n.removeprefix(layer): theirs for n, theirs in names.items() if n.startswith(layer)}
+    of_layer = {f"mtp.layers.0{name}": theirs for name, theirs in own.items()}
+    return of_layer | {ours: own[theirs] for ours, theirs in _GLM_HEAD.items() if theirs in own}
 
 
 def _text_name(name: str) -> str:

@@ -191,6 +191,7 @@ def _parts(file: str) -> list[str]:
 def _first_files(files: Collection[str]) -> list[str]:
     """Return GGUF files that are models, of split ones the first part."""
     ggufs = (f for f in files if f.endswith(".gguf") and not any(x in f for x in _NO_MODEL))
+    ggufs = (f for f in ggufs if not Path(f).name.startswith("mtp-"))  # a head or an assistant
     return sorted(f for f in ggufs if (part := _PART.fullmatch(f)) is None or int(part[2]) == 1)
 
 

@@ -124,7 +124,8 @@ class LayerShape:
     """Sizes of one layer.
 
     inner_size:      of the MLP
-    kv_layer:        whose keys and values it reads: its own, or an earlier layer's of equal heads
+    kv_layer:        whose keys and values it reads: its own, or an earlier layer's of equal heads;
+                     in an assistant ~I for layer I of the other model
     keys_are_values: one projection gives both"""
 
     head_dim: int
@@ -167,7 +168,8 @@ class Variant:
     layer_scale:     a layer's output is multiplied by a number of its own
     ple_size:        of what a token adds to every layer (per-layer embeddings); 0: nothing
     softcap:         logits are softcap * tanh(logits / softcap); 0: as they are
-    shapes:          of every layer, where they differ"""
+    shapes:          of every layer, where they differ
+    assists:         hidden_size of the model for which an assistant drafts; 0: it is none"""
 
     bias: Bias = "none"
     qk_norm: bool = False
@@ -190,6 +192,7 @@ class Variant:
     ple_size: int = 0
     softcap: float = 0.0
     shapes: tuple[LayerShape, ...] = ()
+    assists: int = 0
 
     @property
     def qkv_bias(self) -> bool:

@@ -67,7 +67,8 @@ def weight_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
 
     The native runner keeps quantised and bfloat16 matrices as stored."""
     specs = (*weight_specs(config), *head_specs(config))
-    return sum(math.prod(spec.shape) for spec in specs) * dtype.itemsize
+    beside = 0 if config.assistant is None else weight_bytes(config.assistant, dtype)
+    return beside + sum(math.prod(spec.shape) for spec in specs) * dtype.itemsize
 
 
 def weight_specs(config: DecoderConfig) -> Iterator[WeightSpec]:
@@ -127,7 +128,9 @@ def weight_specs(config: DecoderConfig) -> Iterator[WeightSpec]:
                               experts_norm of their input, experts_out_norm of their sum
     layers.I.experts_scale    [experts]: of what each gives
     layers.I.router_norm      [hidden_size], to be multiplied by hidden_size ** -0.5
-    layers.I.dense_norm       [hidden_size]: of what the dense MLP gives"""
+    layers.I.dense_norm       [hidden_size]: of what the dense MLP gives
+    head.fc                   [hidden_size, 2 * assists]: of an assistant, over embedding and state
+    head.out                  [assists, hidden_size]: gives its state"""
     for spec in _usual_specs(config):
         sources = spec.sources
         for usual, theirs in FAMILIES[config.architecture].renamed:
@@ -138,6 +141,9 @@ def weight_specs(config: DecoderConfig) -> Iterator[WeightSpec]:
 def _usual_specs(config: DecoderConfig) -> Iterator[WeightSpec]:
     hidden, vocab = config.hidden_size, config.vocab_size
     yield _spec("embed_tokens", (EMBEDDINGS, (vocab, hidden)))
+    if size := config.variant.assists:
+        yield _spec("head.fc", ("pre_projection.weight", (hidden, 2 * size)))
+        yield _spec("head.out", ("post_projection.weight", (size, hidden)))
     if size := config.variant.ple_size:
         rows = config.num_layers * size
         yield _spec("ple_embed", ("model.embed_tokens_per_layer.weight", (vocab, rows)))

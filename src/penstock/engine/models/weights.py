@@ -79,7 +79,7 @@ def opened(
     with ExitStack() as stack:
         own = other = stack.enter_context(open_checkpoint(path).tensors())
         found = [(own, spec) for spec in specs_in(own, config)]
-        if head not in (None, path):
+        if config.head is not None and head not in (None, path):
             other = stack.enter_context(open_checkpoint(head).tensors())
         yield found + [(other, spec) for spec in _checked(other, head_specs(config))]
 

@@ -11,7 +11,9 @@ from penstock.engine.models.quantized import Weight
 
 
 def channel_scales(
-    config: DecoderConfig, weights: Mapping[str, Weight]
+    config: DecoderConfig,
+    weights: Mapping[str, Weight],
+    assisted: Mapping[str, torch.Tensor] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each layer's `qk_scale`, [(num_heads + num_kv_heads) * head_dim], where it has one.
 
@@ -19,11 +21,19 @@ def channel_scales(
     Qwen2.5's biases perplexity rises by 4%. Queries are multiplied by a factor in each channel and
     keys divided by it, which leaves the scores, and both sides as even as they can be at once. How
     large channels are is told by the norms of heads, or the biases; both of a rotary pair get one
-    factor, so that it may be applied before the rotation."""
+    factor, so that it may be applied before the rotation. assisted: what was yielded for the model
+    whose keys an assistant reads."""
     heads, found = config.num_heads, dict[int, torch.Tensor]()
     for index in range(config.num_all_layers):
         shape, layer = config.shape(index), f"layers.{index}"
         groups, half = shape.num_kv_heads, shape.head_dim // 2
+        if shape.kv_layer < 0:
+            keys = (assisted or {}).get(f"layers.{~shape.kv_layer}.qk_scale")
+            if keys is not None:
+                of_keys = keys[-groups * shape.head_dim :].view(groups, -1)
+                factors = of_keys.reciprocal().repeat_interleave(heads // groups, 0)
+                yield f"{layer}.qk_scale", factors.flatten()
+            continue
         if shape.kv_layer != index:
             # Its keys are divided already.
             if (read := found.get(shape.kv_layer)) is not None:

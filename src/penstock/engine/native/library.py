@@ -130,6 +130,8 @@ class ModelWeights(Structure):
         ("head_vocab", c_int32),
         ("head_lm_head", Matrix),
         ("head_tokens", c_void_p),
+        *((name, c_int32) for name in ("has_assistant", "state_size")),
+        ("head_out", Matrix),
     ]
 
 
@@ -147,6 +149,7 @@ class BatchValues(Structure):
         ("num_kept", c_int32),
         ("is_head", c_int32),
         ("vocab", c_int32),
+        ("anchors", c_void_p),
     ]
 
 

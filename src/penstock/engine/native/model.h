@@ -98,6 +98,11 @@ struct ModelWeights {
   int32_t head_vocab;
   penstock::Matrix head_lm_head;
   const int32_t* head_tokens;  // [head_vocab], their ids
+  // Whether states are kept for another model that drafts, an assistant. It has head_fc over the
+  // other's embedding and state, of state_size each (else hidden_size), and the matrix that gives
+  // such a state: [state_size, hidden_size]. Its layers read the other's keys and values.
+  int32_t has_assistant, state_size;
+  penstock::Matrix head_out;
 };
 
 // RaggedBatch of batch.py. `values` holds its arrays one after the other, in the order below.
@@ -112,6 +117,7 @@ struct BatchValues {
   const int32_t* kept_rows;
   int32_t num_kept, is_head;
   int32_t vocab;  // tokens that have logits, the first ones
+  const int32_t* anchors;  // [num_seqs], of an assistant's rows: see `Carry` of runner.py
 };
 
 }  // extern "C"
@@ -128,6 +134,7 @@ struct Batch {
   int num_kept;
   bool is_head;
   int vocab;
+  const int32_t* anchors;
 
   explicit Batch(const BatchValues& given)
       : num_tokens(given.num_tokens),
@@ -148,7 +155,8 @@ struct Batch {
         kept_rows(given.kept_rows),
         num_kept(given.num_kept),
         is_head(given.is_head),
-        vocab(given.vocab) {}
+        vocab(given.vocab),
+        anchors(given.anchors) {}
 
   const int32_t* block_table(int seq) const { return block_tables + (size_t)seq * max_blocks; }
 };
@@ -247,6 +255,16 @@ struct Plan {
     after.clear();
   }
 
+  // A row of an assistant, which sees what the row before `position` sees.
+  void add_anchored(int32_t token, int position, const int32_t* block_table, int block_size) {
+    const int row = num_rows(), last = std::max(0, position - 1);
+    token_ids.push_back(token);
+    positions.push_back(position);
+    blocks.push_back(block_table[last / block_size]);
+    attention.push_back({block_table, row, 1, last});
+    num_blocks_read += last / block_size + 1;
+  }
+
   void add_sequence(const int32_t* tokens, int first_position, int num_rows,
                     const int32_t* block_table, int block_size, int rows_per_task) {
     const int row = this->num_rows();
@@ -284,7 +302,8 @@ struct Model {
 
   explicit Model(const ModelWeights& given)
       : weights(given),
-        layers(given.layers, given.layers + given.num_layers + (given.head_fc.data ? 1 : 0)),
+        layers(given.layers, given.layers + given.num_layers +
+                                 (given.head_fc.data && !given.head_out.data ? 1 : 0)),
         shape{given.head_dim, given.num_kv_heads, given.block_size, given.kv_kind},
         scratch(given.num_threads),
         thread_limit(given.num_threads),
@@ -300,12 +319,15 @@ struct Model {
                                 inner_stride(layer.shared_size)});
     }
     reserve_scratch();
-    std::fill_n(no_state.reserve(residual_stride()), residual_stride(), 0.0f);
+    std::fill_n(no_state.reserve(state_stride()), state_stride(), 0.0f);
   }
 
-  bool has_head() const { return weights.head_fc.data; }
+  bool is_assistant() const { return weights.head_out.data; }
+  bool has_head() const { return weights.head_fc.data && !is_assistant(); }
   bool is_eagle() const { return has_head() && weights.head_reads[0] >= 0; }
-  size_t joined_stride() const { return round_up(2 * weights.hidden_size, kPanel) + kPanel; }
+  bool keeps_states() const { return weights.head_fc.data || weights.has_assistant; }
+  size_t state_stride() const { return round_up(weights.state_size, kPanel) + kPanel; }
+  size_t joined_stride() const { return round_up(2 * weights.state_size, kPanel) + kPanel; }
   size_t read_stride() const { return round_up(3 * weights.hidden_size, kPanel) + kPanel; }
 
   bool has_post_norms() const { return layers[0].o_norm; }
@@ -359,11 +381,9 @@ struct Model {
       inputs.reserve(rows * inputs_stride());
       output_gate.reserve(rows * value_stride());
     }
-    if (has_head()) {
-      states.reserve(rows * residual_stride());
-      joined.reserve(rows * joined_stride());
-      if (is_eagle()) read.reserve(rows * read_stride());
-    }
+    if (keeps_states()) states.reserve(rows * state_stride());
+    if (weights.head_fc.data) joined.reserve(rows * joined_stride());
+    if (is_eagle()) read.reserve(rows * read_stride());
     if (weights.num_experts == 0) return;
     router.reserve(rows * router_stride());
     mixed.reserve(rows * weights.experts_per_token * residual_stride());

@@ -294,6 +294,8 @@ class Packer:
             width = config.vocab_size if last == "lm_head" else config.hidden_size
             if name == "head.lm_head" and config.head is not None:
                 width = config.head.vocab_size
+            if name == "head.out":
+                width = config.variant.assists
             if last == "router" and experts is not None:
                 width = experts.router_rows
             if last in ("ple_gate", "ple_proj"):

@@ -108,7 +108,7 @@ class Pass {
   }
 
   void run() {
-    if (plan_.is_head) return run_head();
+    if (plan_.is_head) return model_.is_assistant() ? run_assistant() : run_head();
     embed();
     if (weights_.ple_size) embed_layers();
     upcoming_.start(0);
@@ -126,7 +126,10 @@ class Pass {
     }
     if (!plan_.logits_rows.empty()) unembed(weights_.norm);
     if (!plan_.sampling.empty()) sample();
-    if (model_.has_head()) write_head();
+    if (model_.has_head())
+      write_head();
+    else if (model_.keeps_states())
+      keep_states(weights_.norm);
   }
 
  private:
@@ -174,6 +177,24 @@ class Pass {
     keep_states(model_.is_eagle() ? nullptr : weights_.head_norm);
   }
 
+  // The same of an assistant, which has no keys and values of its own.
+  void run_assistant() {
+    join();
+    for (const LayerWeights& layer : model_.layers) {
+      attend_in(layer);
+      finish_layer(layer, weights_.num_heads * layer.head_dim);
+    }
+    if (!plan_.logits_rows.empty()) unembed(weights_.norm);
+    if (!plan_.sampling.empty()) sample();
+    auto state = [&](int row) { return model_.states.get() + row * model_.state_stride(); };
+    project_normed<1>(weights_.norm, {&weights_.head_out}, weights_.state_size,
+                      [&](int row, int) { return state(row); });
+    worker_.for_each(plan_.num_rows(), [&](int64_t row) {
+      if (plan_.after[row])
+        std::memcpy(plan_.after[row], state((int)row), weights_.state_size * sizeof(float));
+    });
+  }
+
   // The head's keys and values of the model's rows, after the model's layers.
   void write_head() {
     if (model_.is_eagle())
@@ -199,7 +220,7 @@ class Pass {
   void keep_states(const float* norm) {
     const int width = weights_.hidden_size;
     worker_.for_each(plan_.num_rows(), [&](int64_t row) {
-      float* state = model_.states.get() + row * model_.residual_stride();
+      float* state = model_.states.get() + row * model_.state_stride();
       if (norm)
         rms_norm(residual((int)row), norm, width, weights_.rms_norm_eps, state);
       else
@@ -208,16 +229,20 @@ class Pass {
     });
   }
 
-  // joined = RMSNorm(embedding), RMSNorm(state before); residual = head_fc x joined, or of EAGLE-3
-  // the state before
+  // joined = RMSNorm(embedding), RMSNorm(state before), of an assistant both as they are;
+  // residual = head_fc x joined, or of EAGLE-3 the state before
   void join() {
-    const int width = weights_.hidden_size;
+    const int width = weights_.state_size;
     const size_t stride = model_.joined_stride();
     const bool is_eagle = model_.is_eagle();
     worker_.for_each(plan_.num_rows(), [&](int64_t row) {
       const float* before = plan_.before[row];
-      if (!before) before = model_.states.get() + (row - 1) * model_.residual_stride();
+      if (!before) before = model_.states.get() + (row - 1) * model_.state_stride();
       float *out = model_.joined.get() + row * stride, *x = scratch_.normed.get();
+      if (model_.is_assistant()) {
+        embed_row(plan_.token_ids[row], out);
+        return (void)std::memcpy(out + width, before, width * sizeof(float));
+      }
       embed_row(plan_.token_ids[row], x);
       rms_norm(x, weights_.head_embed_norm, width, weights_.rms_norm_eps, out);
       std::memcpy(x, before, width * sizeof(float));  // behind which there may be anything
@@ -251,7 +276,7 @@ class Pass {
   }
 
   void embed_row(int token, float* target) const {
-    const int width = weights_.hidden_size;
+    const int width = weights_.state_size;
     dequantize_row(weights_.embedding, token, width, target);
     std::fill(target + width, target + round_up(width, kPanel), 0.0f);
     for (int i = 0; i < width; i += kLanes)

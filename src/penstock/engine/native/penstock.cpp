@@ -145,16 +145,22 @@ bool check_moves(const Model& model, const Batch& batch, const DraftOrder* order
 
 // Rows of a head, and states of a model with one.
 bool check_head(const Model& model, const Batch& batch, char* error) {
-  if (batch.is_head && !(model.has_head() && batch.before))
+  const bool is_assistant = model.is_assistant(), has_head = model.has_head() || is_assistant;
+  if (batch.is_head && !(has_head && batch.before && (batch.anchors || !is_assistant)))
     return refuse(error, "this model has no head, or the batch no states before its rows");
+  if (is_assistant && !batch.is_head) return refuse(error, "an assistant has no rows of a text");
   const int most = model.weights.vocab_size, least = model.is_eagle() ? most : 1;
   if (batch.vocab < least || batch.vocab > most)
     return refuse(error, "vocab is %d; allowed: %d..%d", batch.vocab, least, most);
   for (int seq = 0; batch.is_head && seq < batch.num_seqs; ++seq)
     if (batch.query_start[seq + 1] != seq + 1)
       return refuse(error, "sequence %d has not one row of the head", seq);
+  for (int seq = 0; is_assistant && seq < batch.num_seqs; ++seq)
+    if (batch.anchors[seq] < 0 || batch.anchors[seq] > batch.positions[seq])
+      return refuse(error, "anchors[%d] is %d; allowed: 0..%d", seq, batch.anchors[seq],
+                    batch.positions[seq]);
   for (int i = 0; i < batch.num_kept; ++i)
-    if (!model.has_head() || batch.kept_rows[i] < 0 || batch.kept_rows[i] >= batch.num_tokens)
+    if (!model.keeps_states() || batch.kept_rows[i] < 0 || batch.kept_rows[i] >= batch.num_tokens)
       return refuse(error, "kept_rows[%d] is %d; must be within 0..%d of a model with a head", i,
                     batch.kept_rows[i], batch.num_tokens - 1);
   return true;
@@ -195,8 +201,12 @@ void plan_rows(Model& model, const Batch& batch, Plan& plan) {
   for (int seq = 0; seq < batch.num_seqs; ++seq) {
     const int first = batch.query_start[seq], rows = batch.query_start[seq + 1] - first;
     if (rows == 0) continue;
-    plan.add_sequence(batch.token_ids + first, batch.positions[first], rows,
-                      batch.block_table(seq), model.weights.block_size, model.rows_per_task());
+    if (model.is_assistant())
+      plan.add_anchored(batch.token_ids[first], batch.anchors[seq], batch.block_table(seq),
+                        model.weights.block_size);
+    else
+      plan.add_sequence(batch.token_ids + first, batch.positions[first], rows,
+                        batch.block_table(seq), model.weights.block_size, model.rows_per_task());
     if (batch.slots && !batch.is_head)
       plan.moves.push_back({batch.slots[seq], plan.num_rows() - rows, rows, batch.replayed[seq],
                             batch.committed[seq]});
@@ -204,10 +214,10 @@ void plan_rows(Model& model, const Batch& batch, Plan& plan) {
   model.reserve(plan.num_rows());
   plan.is_head = batch.is_head;
   plan.vocab = batch.vocab;
-  if (!model.has_head()) return;
+  if (!model.keeps_states()) return;
   plan.before.resize(plan.num_rows());
   plan.after.resize(plan.num_rows());
-  const size_t width = model.weights.hidden_size;
+  const size_t width = model.weights.state_size;
   for (int seq = 0; seq < batch.num_seqs; ++seq)
     if (batch.query_start[seq] < batch.query_start[seq + 1])
       plan.before[batch.query_start[seq]] =
@@ -219,12 +229,13 @@ void plan_rows(Model& model, const Batch& batch, Plan& plan) {
 // Where the head keeps its state of a sequence in a draft's step.
 float* chain_state(const Model& model, const Batch& batch, int seq, int step) {
   const size_t place = (size_t)(step % 2) * batch.num_seqs + seq;
-  return model.chain.get() + place * model.residual_stride();
+  return model.chain.get() + place * model.state_stride();
 }
 
 // Have `row`'s logits sampled as the draft's step `step` of sequence `seq`.
-void plan_sample(const Model& model, const DraftOrder& order, int seq, int step, int row,
-                 Plan& plan) {
+void plan_sample(const Model& model, const Batch& batch, const DraftOrder& order, int seq, int step,
+                 int row, Plan& plan) {
+  const int last = batch.query_start[seq + 1] - 1;  // of the rows that the draft goes on from
   const size_t vocab_size = plan.vocab;
   const size_t place = (size_t)seq * order.max_steps + step;
   plan.logits.push_back(order.logits ? order.logits + place * vocab_size
@@ -232,7 +243,8 @@ void plan_sample(const Model& model, const DraftOrder& order, int seq, int step,
   plan.sequences.push_back(seq);
   plan.logits_rows.push_back(row);
   plan.sampling.push_back(RowSampling::make(order.temperatures[seq], order.seeds[seq],
-                                            (uint64_t)plan.positions[row] + 1, order.salts[seq]));
+                                            (uint64_t)batch.positions[last] + 1 + step,
+                                            order.salts[seq]));
   plan.sampled.push_back(0);
   if (order.stop) plan.confidence.push_back(0);
 }
@@ -279,13 +291,17 @@ void advance(const Model& model, const Batch& batch, const DraftOrder& order, in
     order.token_ids[(size_t)seq * order.max_steps + step] = done.sampled[i];
     if (step + 1 == order.num_steps[seq]) continue;
     const int position = done.positions[done.logits_rows[i]] + 1;
-    next.add_sequence(&done.sampled[i], position, 1, batch.block_table(seq),
-                      model.weights.block_size, model.rows_per_task());
+    if (model.is_assistant())
+      next.add_anchored(done.sampled[i], batch.anchors[seq], batch.block_table(seq),
+                        model.weights.block_size);
+    else
+      next.add_sequence(&done.sampled[i], position, 1, batch.block_table(seq),
+                        model.weights.block_size, model.rows_per_task());
     if (batch.is_head) {
       next.before.push_back(chain_state(model, batch, seq, step));
       next.after.push_back(chain_state(model, batch, seq, step + 1));
     }
-    plan_sample(model, order, seq, step + 1, next.num_rows() - 1, next);
+    plan_sample(model, batch, order, seq, step + 1, next.num_rows() - 1, next);
   }
 }
 
@@ -294,7 +310,8 @@ int threads_for(const Model& model, const Plan& plan) {
   const double layer = (double)w.hidden_size *
                        ((2.0 * w.num_heads + 2.0 * w.num_kv_heads) * w.head_dim +
                         3.0 * w.intermediate_size * w.experts_per_token + w.num_experts);
-  const double work = plan.num_rows() * layer * (plan.is_head ? 1 : w.num_layers) +
+  const bool is_one = plan.is_head && !model.is_assistant();
+  const double work = plan.num_rows() * layer * (is_one ? 1 : w.num_layers) +
                       (double)plan.logits_rows.size() * w.vocab_size * w.hidden_size;
   return work < kWorkForThreads ? 1 : model.thread_limit;
 }
@@ -389,12 +406,12 @@ void execute(Model& model, const Batch& batch, const DraftOrder* order, const Ta
   plan_rows(model, batch, plan);
   if (order) {
     if (!order->logits) model.logits.reserve((size_t)batch.num_seqs * model.weights.vocab_size);
-    if (batch.is_head) model.chain.reserve(2 * batch.num_seqs * model.residual_stride());
+    if (batch.is_head) model.chain.reserve(2 * batch.num_seqs * model.state_stride());
     for (int seq = 0; batch.is_head && seq < batch.num_seqs; ++seq)
       plan.after[seq] = chain_state(model, batch, seq, 0);
     for (int seq = 0; seq < batch.num_seqs; ++seq)
       if (order->num_steps[seq] > 0)
-        plan_sample(model, *order, seq, 0, batch.query_start[seq + 1] - 1, plan);
+        plan_sample(model, batch, *order, seq, 0, batch.query_start[seq + 1] - 1, plan);
   } else if (target) {
     plan_target(model, batch, *target, plan);
   } else {

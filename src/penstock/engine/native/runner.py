@@ -73,10 +73,13 @@ class NativeRunner(ModelRunner):
         num_threads: int,
         kv_dtype: torch.dtype | None = None,
         num_slots: int = 8,
+        assisted: NativeRunner | None = None,
     ) -> None:
         """Pack `weights` (as `load_weights` names them; float32, bfloat16 or quantised).
 
         kv_dtype: of the cache, if not `dtype`. num_slots: room for recurrent states.
+        assisted: runner of the model whose embeddings, keys and values this one, its assistant,
+        reads; it keeps this one.
 
         Raises NativeUnavailableError without compiled kernels, ValueError for a bad size."""
         sizes = {"num_blocks": num_blocks, "block_size": block_size, "num_threads": num_threads}
@@ -89,10 +92,13 @@ class NativeRunner(ModelRunner):
         self.block_size = block_size
         self.device = torch.device("cpu")
         self.sample = sample_natively
+        self._qk_scales: dict[str, torch.Tensor] = {}
         layout = Layout(config, self._library.penstock_lanes())
         pairs = dtype == torch.bfloat16 and bool(self._library.penstock_has_bf16_pairs())
         if kv_dtype == torch.int8:
-            weights = {**weights, **dict(channel_scales(config, weights))}
+            read = {} if assisted is None else assisted._qk_scales
+            self._qk_scales = dict(channel_scales(config, weights, read))
+            weights = {**weights, **self._qk_scales}
         self._head_tokens = torch.empty(0, dtype=torch.int32)
         if (offsets := weights.get("head.d2t")) is not None:
             weights = {name: w for name, w in weights.items() if name != "head.d2t"}
@@ -107,7 +113,12 @@ class NativeRunner(ModelRunner):
             if kind[0] is not None and kind not in ropes:
                 ropes[kind] = replace(layout, config=config.at(i)).rope(positions)
         self._ropes = ropes
-        self._cache = _allocate_cache(layout, kv_dtype or dtype, num_blocks, block_size)
+        if assisted is None:
+            self._cache = _allocate_cache(layout, kv_dtype or dtype, num_blocks, block_size)
+        else:
+            reads = [~config.shape(i).kv_layer for i in range(config.num_layers)]
+            self._cache = [assisted._cache[i] for i in reads]
+            self._matrices["embed_tokens"] = assisted._matrices["embed_tokens"]
         self._states: StateSlots | None = None
         self._state_memory: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         if config.variant.delta is not None:
@@ -121,6 +132,9 @@ class NativeRunner(ModelRunner):
         self._model = self._create(num_threads, positions)
         self._thread_limit = num_threads
         weakref.finalize(self, self._library.penstock_destroy, self._model)
+        self._assistant: NativeRunner | None = None
+        if assisted is not None:
+            assisted._assistant = self
 
     @classmethod
     def load(
@@ -156,10 +170,16 @@ class NativeRunner(ModelRunner):
         with stored_weights(path, config, plain, BLOCK_FORMATS, head) as stored:
             rounds = rounding == "int4" or (rounding == "auto" and is_large(stored))
             weights = round_weights(stored, num_threads) if rounds else stored
-            room = (num_blocks, block_size)
-            return cls(config, weights, dtype, *room, num_threads, kv_dtype, num_slots)
+            room = (num_blocks, block_size, num_threads, kv_dtype)
+            runner = cls(config, weights, dtype, *room, num_slots)
+        if (own := config.assistant) is not None and head is not None:
+            with stored_weights(head, own, plain, BLOCK_FORMATS) as stored:
+                cls(own, stored, dtype, *room, assisted=runner)
+        return runner
 
     def limit_threads(self, num_threads: int) -> None:
+        if self._assistant is not None:
+            self._assistant.limit_threads(num_threads)
         if num_threads != self._thread_limit:
             self._library.penstock_limit_threads(self._model, num_threads)
             self._thread_limit = num_threads
@@ -221,13 +241,14 @@ class NativeRunner(ModelRunner):
         self, function: Any, batch: RaggedBatch, order: Any, *, of_head: bool = False
     ) -> None:
         """Call the library with a batch. Raises ValueError where it refuses."""
+        runner = (self._assistant or self) if of_head else self
         states = None if of_head else self._states
         moves = None if states is None else states.moves(batch)
         _values, described = _flatten(batch, moves)
         described.is_head, described.vocab = of_head, self.config.vocab_size
         if batch.carry is not None:
             _describe(batch.carry, described)
-        if function(self._model, ctypes.byref(described), order, self._error):
+        if function(runner._model, ctypes.byref(described), order, self._error):
             raise ValueError(self._error.value.decode())
         if states is not None and moves is not None:
             states.moved(batch, moves)
@@ -395,6 +416,8 @@ class NativeRunner(ModelRunner):
             ple_embed=matrices.get("ple_embed", c.Matrix()),
             ple_proj=matrices.get("ple_proj", c.Matrix()),
             ple_norm=None if ple_norm is None else ple_norm.data_ptr(),
+            has_assistant=config.assistant is not None,
+            state_size=variant.assists or config.hidden_size,
         )
         model = self._library.penstock_create(ctypes.byref(described))
         if not model:
@@ -402,14 +425,17 @@ class NativeRunner(ModelRunner):
         return int(model)
 
     def _head_fields(self, matrices: dict[str, c.Matrix]) -> dict[str, Any]:
-        head = self.config.head
+        head, none = self.config.head, (-1, -1, -1)
+        if self.config.variant.assists:
+            own = {f"head_{x}": matrices[f"head.{x}"] for x in ("fc", "out")}
+            return {**own, "head_reads": none}
         if head is None:
             return {}
         norms = {f"head_{n}": self._vectors[f"head.{n}"].data_ptr() for n in HEAD_NORMS}
         return {
             **norms,
             "head_fc": matrices["head.fc"],
-            "head_reads": head.reads or (-1, -1, -1),
+            "head_reads": head.reads or none,
             "head_vocab": head.vocab_size,
             "head_lm_head": matrices.get("head.lm_head", c.Matrix()),
             "head_tokens": self._head_tokens.data_ptr(),
@@ -497,6 +523,9 @@ def _describe(carry: Carry, described: c.BatchValues) -> None:
     described.before, described.after = carry.before.data_ptr(), carry.after.data_ptr()
     described.vocab = carry.vocab or described.vocab
     described.kept_rows, described.num_kept = c.address(carry.rows), len(carry.rows)
+    if (anchors := carry.anchors) is not None:
+        c.require("anchors", anchors, c.INT32, (num_seqs,))
+        described.anchors = c.address(anchors)
 
 
 def _refuse(batch: RaggedBatch, max_blocks: int) -> None:

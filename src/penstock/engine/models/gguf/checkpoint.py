@@ -34,7 +34,10 @@ class GgufCheckpoint(Checkpoint):
 
     def head(self) -> dict[str, Any] | None:
         try:
-            names = open_gguf(self.path).tensors
+            file = open_gguf(self.path)
+            if file.metadata.get("general.architecture") == "gemma4-assistant":
+                return self.description().content
+            names = file.tensors
         except (CheckpointError, OSError):
             return None  # whoever reads it says why
         return {} if any(name.endswith(".nextn.eh_proj.weight") for name in names) else None

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from gguf.constants import ExpertGatingFuncType, TokenType
 
+from penstock.engine.models.checkpoint import ASSISTANTS
 from penstock.engine.models.families import FAMILIES, MISSING
 from penstock.engine.models.gguf.file import GgufFile, TensorEntry
 from penstock.engine.models.gguf.tokenizer import SPM_IDS
 from penstock.engine.models.gguf.values import read_values
 from penstock.engine.models.quantized import FLOATS
 
+ASSISTANT = "gemma4-assistant"
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -32,11 +34,19 @@ _ARCHITECTURES = {
     "granitehybrid": "GraniteForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "gemma4": "Gemma4ForCausalLM",
+    ASSISTANT: "Gemma4ForCausalLM",
 }
 """GGUF's architectures; Mistral's models are of architecture llama."""
 
+_GEMMA4 = ("gemma4", ASSISTANT)
 _GRANITE = ("granite", "granitehybrid")
 _SCALES = {"attention.scale", "embedding_scale", "residual_scale", "logit_scale"}
+_OF_GEMMA4 = {
+    "attention.sliding_window",
+    "attention.sliding_window_pattern",
+    "expert_count",
+    "final_logit_softcapping",
+}
 _COMPUTED = {
     **{name: {"expert_count"} for name in ("qwen3moe", "qwen35moe", "qwen3next")},
     "glm4moe": {"expert_count", "expert_gating_func", "expert_weights_scale"},
@@ -45,12 +55,7 @@ _COMPUTED = {
     "gpt-oss": {"attention.sliding_window", "attention.sliding_window_pattern", "expert_count"},
     "mistral3": {"rope.scaling.yarn_log_multiplier"},
     **dict.fromkeys(_GRANITE, _SCALES),
-    "gemma4": {
-        "attention.sliding_window",
-        "attention.sliding_window_pattern",
-        "expert_count",
-        "final_logit_softcapping",
-    },
+    **dict.fromkeys(_GEMMA4, _OF_GEMMA4),
 }
 """Keys of _REFUSED that an architecture supports."""
 
@@ -112,7 +117,7 @@ _MIXED = {"in_proj_qkvz": ".ssm_in.weight", "in_proj_ba": ".ssm_ba.weight"}
 """Matrices that mix projections of recurrent layers, by Hugging Face's names."""
 RECURRENT = ("qwen35", "qwen35moe", "qwen3next")
 _PARTLY_ROTATED = ("phi3", "glm4moe", *RECURRENT)
-_UNEVEN = ("gemma4",)
+_UNEVEN = _GEMMA4
 """Architectures of which layers have different sizes and rotary embeddings."""
 
 
@@ -169,6 +174,8 @@ class Metadata:
     @property
     def num_layers(self) -> int:
         """Layers of the model, without those of heads that predict further tokens."""
+        if self.architecture == ASSISTANT:
+            return self.whole("block_count")
         return self.whole("block_count") - self.get("nextn_predict_layers", 0)
 
     @property
@@ -204,7 +211,7 @@ def config_json(file: GgufFile) -> dict[str, Any]:
     architecture = _ARCHITECTURES[metadata.architecture]
     own = _own(file, metadata)
     inner = own.get("moe_intermediate_size")  # also where all layers have experts
-    return {
+    content = {
         "architectures": [architecture],
         "model_type": FAMILIES[architecture].model_type,
         "vocab_size": embeddings.shape[0],
@@ -224,8 +231,13 @@ def config_json(file: GgufFile) -> dict[str, Any]:
         "torch_dtype": _dtype(file),
         **own,
         **_rope(file, metadata),
-        **(_gemma4(file, metadata) if metadata.architecture == "gemma4" else {}),
+        **(_gemma4(file, metadata) if metadata.architecture in _GEMMA4 else {}),
     }
+    if metadata.architecture != ASSISTANT:
+        return content
+    size = metadata.whole("embedding_length_out")
+    own = {"architectures": [ASSISTANTS[0]], "model_type": "gemma4_assistant"}
+    return {**own, "text_config": content, "backbone_hidden_size": size}
 
 
 def _own(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
@@ -299,7 +311,7 @@ def _experts(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
         "moe_intermediate_size": inner,
         "norm_topk_prob": bool(metadata.get("expert_weights_norm", not is_glm)),
     }
-    if metadata.architecture in ("qwen3moe", "gemma4"):
+    if metadata.architecture in ("qwen3moe", *_GEMMA4):
         return fields
     if not is_glm:
         shared = metadata.whole("expert_shared_feed_forward_length")

@@ -11,7 +11,7 @@ import torch
 from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
 from penstock.engine.models.checkpoint import HEAD_PROJECTION
-from penstock.engine.models.gguf.config import RECURRENT, ROPE_TENSORS, Metadata
+from penstock.engine.models.gguf.config import ASSISTANT, RECURRENT, ROPE_TENSORS, Metadata
 from penstock.engine.models.gguf.file import GgufFile, TensorEntry
 from penstock.engine.models.gguf.values import read_values
 from penstock.engine.models.quantized import (
@@ -29,6 +29,11 @@ _HEAD_NAMES = {
     "mtp.pre_fc_norm_hidden.weight": "hnorm",
     "mtp.norm.weight": "shared_head_norm",
 }
+_ASSISTANT_NAMES = {
+    f"{x}_projection.weight": f"nextn.{x}_projection.weight" for x in ("pre", "post")
+}
+_UNUSED = ("masked_embd_centroids.weight", "masked_embd_ordering", "masked_embd_ordering.weight")
+"""What finds the likely tokens of an assistant without the others."""
 _SHARED_GATE = ".shared_expert_gate.weight"
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(\w+)(\..*)")
 _DECAY, _PLAIN_NORM = ".A_log", "linear_attn.norm.weight"
@@ -61,10 +66,11 @@ class GgufTensors:
 
     def __init__(self, file: GgufFile) -> None:
         self._file = file
-        self._known = set(ROPE_TENSORS)  # read with the configuration
+        self._known = {*ROPE_TENSORS, *_UNUSED}  # the first are read with the configuration
         self._metadata = Metadata(file)
         architecture = self._metadata.architecture
-        kind = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}[architecture]
+        usual = "gemma4" if architecture == ASSISTANT else architecture
+        kind = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}[usual]
         self._names = get_tensor_name_map(kind, self._metadata.whole("block_count"))
         self._pairs_rows = architecture in _PAIRS
         self._norm_offset = 1.0 if architecture in ("gemma3", *RECURRENT) else 0.0
@@ -126,6 +132,8 @@ class GgufTensors:
     def _name(self, name: str) -> str:
         if (of_head := _HEAD_NAMES.get(name)) is not None:
             return f"blk.{self._head}.nextn.{of_head}.weight"
+        if name in _ASSISTANT_NAMES:
+            return _ASSISTANT_NAMES[name]
         name = name.replace("mtp.layers.0.", f"model.layers.{self._head}.")
         if name.endswith(_DECAY):
             return str(self._names.get_name(name))
