@@ -269,7 +269,7 @@ def test_ignored_options_are_said(http: httpx.Client) -> None:
     body = {"model": "toy", "prompt": "a", "think": None, "keep_alive": "5m", "options": options}
     answer = http.post("/api/generate", json=body)
     ignored = answer.headers["X-Penstock-Ignored-Fields"].split(", ")
-    assert {*ignored} == {"keep_alive", "options.num_ctx", "options.repeat_last_n"}
+    assert {*ignored} == {"options.num_ctx", "options.repeat_last_n"}
 
 
 def test_unknown_models_and_endpoints(llama: ollama.Client, http: httpx.Client) -> None:

@@ -26,7 +26,10 @@ from penstock.core.types import (
 )
 from penstock.engine.ends import LazyTokenizer, OutputEnd
 from penstock.engine.lanes import Wakeup
+from penstock.engine.memory import MemoryNeed
 from penstock.engine.tokenizer import load_tokenizer
+from penstock.serving.messages import Ready
+from penstock.serving.planning import EnginePlan
 
 TOKENIZER = Path(__file__).parents[2] / "src/penstock/zoo/weights/target-large"
 EOS = 2
@@ -208,6 +211,13 @@ def toy_engine(config: EngineConfig) -> ToyEngine:
 
 def slow_engine(config: EngineConfig) -> ToyEngine:
     return build(config, SLOW_STEP_S)
+
+
+def toy_plan(config: EngineConfig, num_engines: int) -> EnginePlan:
+    """Says that an engine takes `kv_tokens` bytes."""
+    need = MemoryNeed(0, config.kv_tokens or 1000, free=0)
+    ready = Ready(TOKENIZER, 512, VOCAB, frozenset({EOS}), ("toy-drafter",), {"kv_tokens": 65536})
+    return EnginePlan(config, need, ready)
 
 
 def refused_engine(config: EngineConfig) -> ToyEngine:

@@ -58,8 +58,10 @@ class RunningServer:
 
 
 @contextmanager
-def running_server(config: ServeConfig, factory: str = FACTORY) -> Iterator[RunningServer]:
-    """Serve in a thread until the block ends."""
+def running_server(
+    config: ServeConfig, factory: str = FACTORY, **several: Any
+) -> Iterator[RunningServer]:
+    """Serve in a thread until the block ends. several: arguments for several models."""
     started = threading.Event()
     address: list[str] = []
     stop: list[Callable[[], object]] = []
@@ -75,7 +77,7 @@ def running_server(config: ServeConfig, factory: str = FACTORY) -> Iterator[Runn
         stop.append(lambda: loop.call_soon_threadsafe(task.cancel))
         try:
             with suppress(asyncio.CancelledError):
-                await serve(config, announce, factory)
+                await serve(config, announce, factory, **several)
         finally:
             started.set()
 

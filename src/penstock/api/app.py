@@ -40,31 +40,29 @@ if TYPE_CHECKING:
     from penstock.engine.tokenizer import Tokenizer
 
 
-def create_app(config: ServeConfig, client: RequestClient, tokenizer: Tokenizer) -> FastAPI:
+def create_app(
+    config: ServeConfig,
+    client: RequestClient,
+    tokenizer: Tokenizer,
+    shared: ApiKeys | None = None,
+) -> FastAPI:
     """Build the application in front of a started client and the target's tokenizer.
 
-    Its state holds `metrics`, which draft servers share, and `api_keys`, which may be reloaded."""
+    Its state holds `metrics`, which draft servers share, and `api_keys`, which may be reloaded.
+    shared: keys of an application before this one, which has the limits and headers, too."""
     # No documentation pages: they load scripts from other servers.
     app = FastAPI(
         openapi_url="/openapi.json", docs_url=None, redoc_url=None, responses=refusals("Error")
     )
     errors.install(app)
     describe(app)
-    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
-    if config.cors_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=config.cors_origins,
-            allow_methods=["GET", "HEAD", "POST"],
-            allow_headers=["*"],
-            expose_headers=[REQUEST_ID, IGNORED_FIELDS, "Retry-After"],
-        )
-    app.add_middleware(ResponseHeaders)
-    service = Service(config, client, tokenizer)
+    if shared is None:
+        add_middleware(app, config)
+    service = app.state.service = Service(config, client, tokenizer)
     app.state.metrics = service.metrics
-    api_keys = ApiKeys(config.engine.tenants, config.metrics_keys)
+    api_keys = shared or ApiKeys(config.engine.tenants, config.metrics_keys)
     app.state.api_keys = api_keys
-    caller_of = _callers(api_keys)
+    caller_of = callers(api_keys)
     for add in (_add_openai, _add_infill, add_messages, add_ollama):
         add(app, service, caller_of)
     viewers = ApiKeys({}) if config.open_metrics else api_keys
@@ -79,7 +77,21 @@ def create_app(config: ServeConfig, client: RequestClient, tokenizer: Tokenizer)
     return app
 
 
-def _callers(api_keys: ApiKeys) -> Callable[..., Caller]:
+def add_middleware(app: FastAPI, config: ServeConfig) -> None:
+    """Limit bodies, and add headers to answers."""
+    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
+    if config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origins,
+            allow_methods=["GET", "HEAD", "POST"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID, IGNORED_FIELDS, "Retry-After"],
+        )
+    app.add_middleware(ResponseHeaders)
+
+
+def callers(api_keys: ApiKeys) -> Callable[..., Caller]:
     """Return the dependency that identifies a caller by key, in OpenAI's or Anthropic's header."""
 
     def caller_of(
@@ -134,15 +146,25 @@ def _add_openai(app: FastAPI, service: Service, caller_of: Callable[..., Caller]
 
     @app.get("/v1/models", dependencies=[Depends(caller_of)])
     async def models() -> dict[str, Any]:
-        data = [*map(service.model_card, service.model_names)]
-        page = {"has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}
-        return {"object": "list", "data": data, **page}
+        return listed([*map(service.model_card, service.model_names)])
 
     # A model's name may contain slashes.
     @app.get("/v1/models/{model_id:path}", dependencies=[Depends(caller_of)])
     async def model(model_id: str) -> dict[str, Any]:
         service.prepare.check_model(model_id)
         return service.model_card(model_id)
+
+
+def listed(data: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the answer of `/v1/models`."""
+    ids = [card["id"] for card in data] or [None]
+    return {
+        "object": "list",
+        "data": data,
+        "has_more": False,
+        "first_id": ids[0],
+        "last_id": ids[-1],
+    }
 
 
 def _add_infill(app: FastAPI, service: Service, caller_of: Callable[..., Caller]) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Coroutine
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from starlette.requests import Request
 
-from penstock.api.errors import from_validation
+from penstock.api.errors import ApiError, from_validation
 from penstock.engine.grammar import GrammarKind
 
 _Schema = dict[str, Any] | bool | str
@@ -19,6 +21,7 @@ _Choice = Annotated[list[str], Field(min_length=1, max_length=10_000, fail_fast=
 _ANY_OBJECT = {"type": "object"}
 
 _Model = TypeVar("_Model", bound=BaseModel)
+_T = TypeVar("_T")
 
 
 async def validated(model: type[_Model], http: Request) -> _Model:
@@ -28,6 +31,24 @@ async def validated(model: type[_Model], http: Request) -> _Model:
         return model.model_validate_json(await http.body())
     except ValidationError as error:
         raise from_validation(error) from error
+
+
+async def unless_gone(http: Request, work: Coroutine[Any, Any, _T]) -> _T:
+    """Do work for a client. Raises: ApiError if the client disconnects before; as `work`."""
+    task, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(http))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(499, "the client closed the connection")
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+async def _disconnected(http: Request) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
 
 
 class Body(BaseModel):

@@ -183,11 +183,17 @@ class Metrics:
         refused: Mapping[tuple[str, str], int] = MappingProxyType({}),
     ) -> bytes:
         """Return the exposition text. refused: rejected requests by tenant and reason."""
+        self.know(stats, is_up, num_restarts, refused)
+        return generate_latest(self.registry)
+
+    def know(
+        self, stats: EngineStats | None, is_up: bool, num_restarts: int, refused: Mapping[Any, int]
+    ) -> None:
+        """Take over the engine's state, as of `render`."""
         self._engine.refused = refused
         self._engine.stats = stats
         self._engine.is_up = is_up
         self._engine.num_restarts = num_restarts
-        return generate_latest(self.registry)
 
     def follow(self, hub: DraftHub) -> None:
         """Include draft servers."""

@@ -122,7 +122,7 @@ class RequestBuilder:
     max_choices: limit of one client's body, over all its prompts
     quotas: limits of tenants"""
 
-    model_names: tuple[str, ...]
+    model_names: Sequence[str]
     tokenizer: Tokenizer
     engine: Ready
     verification: Literal["coupled", "ratio"] | None

@@ -10,10 +10,11 @@ from contextvars import Context
 from penstock.api.http import ApiKeys
 from penstock.config import ConfigError, EngineConfig, ServeConfig
 from penstock.serving.client import EngineClient
+from penstock.serving.pool import ModelPool
 
 _log = logging.getLogger(__name__)
 
-_KEPT = {"engine", "tenants", "metrics_keys"}
+_KEPT = {"engine", "models", "tenants", "metrics_keys"}
 """Settings that are reloaded, and what holds them; they need no restart."""
 
 
@@ -27,7 +28,7 @@ class Reload:
         self,
         config: ServeConfig,
         read_again: Callable[[], ServeConfig],
-        client: EngineClient,
+        client: EngineClient | ModelPool,
         api_keys: ApiKeys,
     ) -> None:
         self._config = config

@@ -17,6 +17,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from penstock.api.bodies import GenerationBody
+from penstock.api.body import unless_gone
 from penstock.api.choices import Delta, ResponseChoice, TokenText, usage
 from penstock.api.errors import ApiError
 from penstock.api.metrics import Metrics, RequestMeter, count_response
@@ -306,7 +307,7 @@ class Generation(AbstractContextManager["Generation"]):
         limits = [limit for limit in (left_s, max_wait_s) if limit is not None]
         requests = [choice.request for choice in choices]
         meters = [RequestMeter(metrics, request) for request in requests]
-        with _as_api_errors():
+        with as_api_errors():
             async with asyncio.timeout_at(deadline):
                 stream = await client.submit(asker, requests, min(limits, default=None))
         return cls(choices, stream, meters, deadline)
@@ -326,7 +327,7 @@ class Generation(AbstractContextManager["Generation"]):
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """Yield the new text of choices. Raises: ApiError."""
-        with _as_api_errors():
+        with as_api_errors():
             async for output in self._stream:
                 choice, meter = self._by_request[output.request_id]
                 meter.on_output(output)
@@ -340,7 +341,7 @@ class Generation(AbstractContextManager["Generation"]):
 
 
 @contextmanager
-def _as_api_errors() -> Iterator[None]:
+def as_api_errors() -> Iterator[None]:
     """Turn rejections and timeouts into ApiError."""
     try:
         yield
@@ -457,23 +458,9 @@ def timestamp(seconds: float) -> str:
 async def collected(job: Generation, form: Form, http: HttpRequest) -> Response:
     """Return the whole response. Raises: ApiError, also if the client disconnects before."""
     with job:
-        work = asyncio.create_task(_all(job))
-        gone = asyncio.create_task(_disconnected(http))
-        try:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                raise ApiError(499, "the client closed the connection")
-            body = form.response(job.choices, work.result())
-        finally:
-            work.cancel()
-            gone.cancel()
+        body = form.response(job.choices, await unless_gone(http, _all(job)))
     return Response(as_json(body), media_type="application/json")
 
 
 async def _all(job: Generation) -> list[Delta]:
     return [delta async for delta in job.deltas()]
-
-
-async def _disconnected(http: HttpRequest) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
-        pass

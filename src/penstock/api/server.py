@@ -21,13 +21,16 @@ import uvicorn
 from fastapi import FastAPI
 
 from penstock.api.app import create_app
+from penstock.api.front import Front, Pulled, front_app
 from penstock.api.http import Connection
 from penstock.api.metrics import Metrics, RequestMeter
 from penstock.api.reload import Reload
+from penstock.api.service import loaded_tokenizer
 from penstock.config import ConfigError, DraftersConfig, ServeConfig
 from penstock.engine.models.checkpoint import is_gguf
 from penstock.serving.client import EngineClient, RequestClient
 from penstock.serving.fork_context import LOAD_ENGINE
+from penstock.serving.pool import ModelPool
 
 if TYPE_CHECKING:
     from penstock.api.tracing import Tracer
@@ -45,6 +48,7 @@ async def serve(
     announce_drafters: Callable[[str], None] = lambda address: None,
     tell: Callable[[str], None] = lambda line: None,
     read_again: Callable[[], ServeConfig] | None = None,
+    pulled: Pulled | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT; a second one ends it at once.
 
@@ -55,9 +59,13 @@ async def serve(
     announce_drafters: called with the address of draft servers when it is open
     tell: called with lines on the model and its use, before and after the address
     read_again: reads the settings again; may raise ConfigError
+    pulled: as of `Front`
 
     Raises: ConfigError for the address or the tokenizer, EngineFailed if the engine fails to load.
     """
+    if config.models:
+        await _serve_several(Front(config, factory, pulled), announce, tell, read_again)
+        return
     tracer = _tracer(config)
     with bind(config.host, config.port) as sock:
         listener = None if config.drafters is None else _draft_listener(config.drafters)
@@ -97,6 +105,36 @@ async def serve(
             await client.close()
             if tracer is not None:
                 await asyncio.to_thread(tracer.close)
+
+
+async def _serve_several(
+    front: Front,
+    announce: Callable[[str], None],
+    tell: Callable[[str], None],
+    read_again: Callable[[], ServeConfig] | None,
+) -> None:
+    """As `serve`, for several models. Raises: ConfigError."""
+    config, pool = front.config, front.pool
+    with bind(config.host, config.port) as sock:
+        try:
+            for name, engine in config.models.items():
+                await front.add(name, engine)
+            await pool.preload()
+            reload = None
+            if read_again is not None:
+                reload = Reload(config, read_again, pool, front.api_keys).start
+
+            def on_started() -> None:
+                address = address_of(config.host, sock)
+                for model in pool.each:
+                    when = "at once" if model.is_running else "at its first request"
+                    tell(f"{model}, KV memory of {model.plan.config.kv_tokens:,} tokens: {when}")
+                announce(address)
+                tell(f"try:\n  curl {address}/v1/models")
+
+            await HttpServer(front_app(front), pool, config, on_started, reload).serve([sock])
+        finally:
+            await pool.close()
 
 
 def _facts(model: str, config: ServeConfig, client: EngineClient) -> Iterator[str]:
@@ -175,7 +213,7 @@ async def _listen(
 async def _start(client: EngineClient, path: Path) -> Tokenizer:
     """Load the engine and the tokenizer concurrently. Raises: as `serve`."""
     engine, tokenizer = await asyncio.gather(
-        client.start(), asyncio.to_thread(_load_tokenizer, path), return_exceptions=True
+        client.start(), asyncio.to_thread(loaded_tokenizer, path), return_exceptions=True
     )
     if isinstance(engine, BaseException):
         raise engine
@@ -186,22 +224,13 @@ async def _start(client: EngineClient, path: Path) -> Tokenizer:
     return tokenizer
 
 
-def _load_tokenizer(path: Path) -> Tokenizer:
-    # The import takes seconds, during which the engine loads.
-    from penstock.engine.tokenizer import load_tokenizer
-
-    tokenizer = load_tokenizer(path)
-    tokenizer.prepare()
-    return tokenizer
-
-
 class HttpServer(uvicorn.Server):
     """HTTP server of uvicorn that drains the engine's requests on shutdown."""
 
     def __init__(
         self,
         app: FastAPI,
-        client: RequestClient,
+        client: RequestClient | ModelPool,
         config: ServeConfig,
         on_started: Callable[[], None],
         reload: Callable[[], None] | None = None,

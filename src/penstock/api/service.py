@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Request, Response
 
 from penstock.api import errors
 from penstock.api.bodies import ChatBody, GenerationBody
-from penstock.api.body import validated
+from penstock.api.body import unless_gone, validated
 from penstock.api.choices import ResponseChoice
 from penstock.api.http import EXPECTED_OUTPUT_TOKENS, Caller
 from penstock.api.metrics import Metrics
@@ -33,7 +35,7 @@ class Service:
     def __init__(self, config: ServeConfig, client: RequestClient, tokenizer: Tokenizer) -> None:
         self.client = client
         self.tokenizer = tokenizer
-        self.model_names = config.model_names
+        self.model_names: Sequence[str] = config.model_names
         self.model_name = self.model_names[0]
         self.started_at = int(time.time())
         self._timeout_s = config.request_timeout_s
@@ -66,24 +68,7 @@ class Service:
         return body
 
     def model_card(self, name: str) -> dict[str, Any]:
-        """Return an entry of `/v1/models`, with OpenAI's and Anthropic's fields."""
-        engine = self.client.info
-        card = {
-            "id": name,
-            "object": "model",
-            "created": self.started_at,
-            "owned_by": "penstock",
-            "max_model_len": engine.max_request_tokens,
-            "drafters": list(self.client.drafters),
-            "type": "model",
-            "display_name": name,
-            "created_at": timestamp(self.started_at),
-            "lifecycle": "active",
-            "max_input_tokens": engine.max_request_tokens,
-        }
-        if engine.draft_model is not None:
-            card["draft_model"] = engine.draft_model
-        return card
+        return model_card(self.client, name, self.started_at)
 
     async def answer(
         self,
@@ -96,12 +81,44 @@ class Service:
         """Run the choices and return their response. Raises: ApiError."""
         limits = [t for t in (body.timeout, self._timeout_s) if t is not None]
         deadline = asyncio.get_running_loop().time() + min(limits) if limits else None
-        job = await Generation.start(
+        start = Generation.start(
             self.client, self.metrics, choices, caller.client, deadline, self._max_wait_s
         )
+        job = await (start if self.client.is_open else unless_gone(http, start))
         if body.stream:
             return EventStream(job, form, body)
         return await collected(job, form, http)
+
+
+def model_card(client: RequestClient, name: str, started_at: int) -> dict[str, Any]:
+    """Return an entry of `/v1/models`, with OpenAI's and Anthropic's fields."""
+    engine = client.info
+    card = {
+        "id": name,
+        "object": "model",
+        "created": started_at,
+        "owned_by": "penstock",
+        "max_model_len": engine.max_request_tokens,
+        "drafters": list(client.drafters),
+        "type": "model",
+        "display_name": name,
+        "created_at": timestamp(started_at),
+        "lifecycle": "active",
+        "max_input_tokens": engine.max_request_tokens,
+    }
+    if engine.draft_model is not None:
+        card["draft_model"] = engine.draft_model
+    return card
+
+
+def loaded_tokenizer(path: Path) -> Tokenizer:
+    """Load a tokenizer and what the first request needs of it. Raises: ValueError."""
+    # The import takes seconds, during which the engine loads.
+    from penstock.engine.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(path)
+    tokenizer.prepare()
+    return tokenizer
 
 
 def _count(told: str) -> int:

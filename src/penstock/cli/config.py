@@ -82,7 +82,10 @@ def show(**options: Any) -> None:
     parts = {("engine", part) for part in PARTS}
     for where, value in leaves(config.model_dump(mode="json")):
         default = f"policy {config.engine.policy}" if where[:2] in parts else "default"
-        origin = (given.origin(where) if given.at(where) is not None else None) or default
+        # Several models share what is not their own.
+        is_shared = where[0] == "models" and given.at(where) is None
+        at = ("engine", *where[2:]) if is_shared else where
+        origin = (given.origin(at) if given.at(at) is not None else None) or default
         rows.append({"setting": ".".join(where), "value": _shown(where, value), "from": origin})
     if as_json:
         print(dumps(rows))

@@ -21,7 +21,7 @@ from penstock.config import (
     model_name,
 )
 from penstock.engine.models.checkpoint import is_gguf
-from penstock.engine.models.hub import HubName, cached, fetch
+from penstock.engine.models.hub import HubName, Progress, cached, fetch
 from penstock.zoo.registry import DEFAULT_DRAFTER, DEFAULT_TARGET, ModelCard, bundled_models
 
 _AUTOMATIC = "auto"
@@ -83,6 +83,24 @@ def _model_path(text: str, what: str, role: str, where: Where, *, download: bool
             where,
         )
     return found
+
+
+def label_of(target: str) -> str:
+    """Return the name of one of several models: of a path its last part, else the text itself."""
+    path = Path(target)
+    return model_name(Path(os.path.abspath(path))) if path.exists() else target
+
+
+def fetched(name: str, progress: Progress) -> Path:
+    """Return a bundled target's path, or that of a model of the hub, which is downloaded.
+
+    No other path is looked at: the name is a client's. Raises: ConfigError."""
+    cards, parsed = _cards("target"), HubName.parse(name)
+    if name in cards:
+        return cards[name].path
+    if parsed is None:
+        raise ConfigError(f"{name!r} is no model; bundled are {', '.join(cards)}; {_HUB_FORMS}")
+    return fetch(parsed, note, progress)
 
 
 def hub_name(text: str) -> HubName | None:

@@ -53,6 +53,14 @@ _TARGET_HELP = (
 )
 
 TargetArgument = Annotated[str | None, typer.Argument(help=_TARGET_HELP, show_default=False)]
+TargetsArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[TARGET]...",
+        help=f"{_TARGET_HELP} Several are served behind one address, each by its name.",
+        show_default=False,
+    ),
+]
 TargetOption = Annotated[str | None, typer.Option(metavar="NAME|PATH", help=_TARGET_HELP)]
 DrafterOption = Annotated[
     list[str] | None,

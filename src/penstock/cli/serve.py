@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 def serve(
-    target: cli.TargetArgument = None,
+    targets: cli.TargetsArgument = None,
     drafter: cli.DrafterOption = None,
     no_speculation: cli.NoSpeculationOption = False,
     engine: cli.EngineOption = None,
@@ -86,7 +86,7 @@ def serve(
     ] = None,
     settings: cli.SettingsOption = None,
 ) -> None:
-    """Serve a target model over the OpenAI API, with speculative decoding."""
+    """Serve one or several target models over the OpenAI API, with speculative decoding."""
     options = dict(locals())
     import asyncio
 
@@ -95,7 +95,7 @@ def serve(
     if not (config or settings) and device in (None, "cpu") and engine in (None, cli.NATIVE):
         # Importing PyTorch takes as long as the rest of the start-up, so it runs in parallel.
         preload()
-    from penstock.cli.settings import in_force
+    from penstock.cli.settings import in_force, of_pulled
     from penstock.config import ConfigError
     from penstock.serving.process import EngineFailed, is_forked
 
@@ -120,6 +120,7 @@ def serve(
                 announce_drafters=lambda address: announce(f"draft servers connect to {address}"),
                 tell=announce,
                 read_again=None if config is None else lambda: in_force(options),
+                pulled=lambda name, progress: of_pulled(options, name, progress),
             )
         )
 

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
-from penstock.cli.models import hub_name, named_drafters, settings_in, with_models
+from penstock.cli.models import (
+    fetched,
+    hub_name,
+    label_of,
+    named_drafters,
+    settings_in,
+    with_models,
+)
 from penstock.cli.options import NATIVE, VLLM
 from penstock.config import (
     DEFAULT_TENANT,
@@ -26,6 +33,7 @@ from penstock.config import (
     yaml_value,
 )
 from penstock.core.policies.bundles import AUTO, BUNDLES
+from penstock.engine.models.hub import Progress
 
 OPTION = "option"
 """Origin of a setting given by its own option."""
@@ -74,8 +82,10 @@ def _with_state(config: ServeConfig, given: Settings) -> ServeConfig:
     """Return settings with the default folder of what was learned, unless one was given."""
     if given.at((_ENGINE, "state")) is not None:
         return config
-    engine = config.engine.model_copy(update={"state": default_state_folder()})
-    return config.model_copy(update={"engine": engine})
+    folder = {"state": default_state_folder()}
+    engine = config.engine.model_copy(update=folder)
+    several = {name: own.model_copy(update=folder) for name, own in config.models.items()}
+    return config.model_copy(update={"engine": engine, "models": several})
 
 
 def engine_with(options: Mapping[str, Any]) -> EngineConfig:
@@ -94,10 +104,48 @@ def assembled(given: Settings, *, download: bool = True) -> dict[str, Any]:
     if settings_in(settings.get("drafters"), "drafters"):
         bundled = BUNDLES.get(str(engine.get("policy", AUTO)), BUNDLES[AUTO])
         engine = {"drafters": {}, "verification": "coupled", **bundled.engine, **engine}
+    if settings_in(settings.get("models"), "models"):
+        several = dict(_several(engine, settings["models"], download))
+        return {**settings, "models": several, _ENGINE: next(iter(several.values()))}
     target = str(engine.get("target"))
     if hub_name(target) is not None:
         settings = {"served_model_name": target, **settings}
     return {**settings, _ENGINE: with_models(engine, download=download)}
+
+
+def _several(
+    engine: dict[str, Any], several: dict[str, Any], download: bool
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield names and settings of several models, that of `engine` first. Raises: ConfigError."""
+    pairs, target = [*several.items()], engine.get("target")
+    if target is not None:
+        pairs.insert(0, (label_of(str(target)), engine))
+    for name, given in each_once(pairs, "models").items():
+        own = _without_null(settings_in(given, f"models.{name}"))
+        if given is not engine and {"tenants", "state"} & own.keys():
+            raise ConfigError(
+                f"models.{name}: tenants and state are under engine", ("models", name)
+            )
+        try:
+            yield name, with_models({**_shared(engine), **own}, download=download)
+        except ConfigError as error:
+            where = ("models", name, *error.where[1:])
+            raise ConfigError(f"models.{name}: {error}", where) from error
+
+
+def _shared(engine: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what several models share of `engine`: not what is of its own target."""
+    own = ("target", "drafters", "profile") if engine.get("target") is not None else ()
+    return {name: value for name, value in engine.items() if name not in own or not value}
+
+
+def of_pulled(options: Mapping[str, Any], name: str, progress: Progress) -> EngineConfig:
+    """Return the settings of a model that is fetched, or bundled. Raises: ConfigError."""
+    given = read_settings(options.get("config"), os.environ)
+    put_options(given, options)
+    engine = _shared(_without_null(settings_in(given.values.get(_ENGINE), _ENGINE)))
+    engine["target"] = str(fetched(name, progress))
+    return _with_state(parse_config({_ENGINE: with_models(engine, download=False)}), given).engine
 
 
 def _without_null(settings: dict[str, Any]) -> dict[str, Any]:
@@ -109,6 +157,11 @@ def put_options(settings: Settings, options: Mapping[str, Any]) -> None:
     for name, where in _PLACES.items():
         if options.get(name) is not None:
             _put(settings, where, options[name], OPTION)
+    first, *more = options.get("targets") or [None]
+    if first is not None:
+        settings.put((_ENGINE, "target"), first, OPTION)
+    for name, target in each_once(((label_of(t), t) for t in more), "models").items():
+        settings.put(("models", name), {"target": target}, OPTION)
     drafters = options.get("drafter")
     if options.get("no_speculation"):
         settings.put((_ENGINE, "drafters"), {}, OPTION)

@@ -25,7 +25,7 @@ from penstock.config.engine import (
 from penstock.config.files import Where, lines_of, read_yaml, yaml_value
 from penstock.config.model import ConfigError, each_once, mistakes_in, parsed, unknown_setting
 from penstock.config.profiles import ProfilePath, read_profile
-from penstock.config.server import ServeConfig
+from penstock.config.server import ServeConfig, seconds_in
 from penstock.config.sources import Settings, read_settings
 from penstock.config.state import default_state_folder
 from penstock.config.tenants import (
@@ -74,6 +74,7 @@ __all__ = [
     "read_profile",
     "read_settings",
     "read_yaml",
+    "seconds_in",
     "unknown_setting",
     "yaml_value",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -131,6 +132,8 @@ class RequestClient(ABC):
         self._idle.set()
         self._stopping = False
         self._sinks: dict[str, OutputSink] = {}
+        self.keep_alive_s = math.inf
+        """Time without a request after which the engine is stopped, if it may be."""
 
     @property
     @abstractmethod
@@ -175,6 +178,11 @@ class RequestClient(ABC):
         return "the server is shutting down" if self._stopping else self._failure
 
     @property
+    def is_open(self) -> bool:
+        """Whether a request need not wait to be submitted."""
+        return self.problem is None
+
+    @property
     def num_open(self) -> int:
         """Unfinished requests."""
         return len(self._sinks)
@@ -189,7 +197,7 @@ class RequestClient(ABC):
         ids = [request.id for request in requests]
         self._enter(client, requests, within_s)
         try:
-            await self._wait_until_ready()
+            await self._wait_until_ready(within_s)
             self._check(requests)
         except BaseException:
             self._leave(ids)
@@ -218,6 +226,10 @@ class RequestClient(ABC):
     async def stats(self) -> EngineStats | None:
         """Return a snapshot, or None while there is none."""
         return None
+
+    async def load(self) -> None:
+        """Wait until the engine runs. Raises: EngineUnavailable."""
+        await self._wait_until_ready(None)
 
     async def drain(self, grace_s: float) -> None:
         """Take no more requests; cancel unfinished ones after `grace_s` seconds."""
@@ -249,7 +261,7 @@ class RequestClient(ABC):
         for request_id in request_ids:
             self.quotas.end(request_id)
 
-    async def _wait_until_ready(self) -> None:
+    async def _wait_until_ready(self, within_s: float | None) -> None:
         if self.problem is not None and not self._stopping:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ready.wait(), _READY_WAIT_S)
@@ -340,6 +352,11 @@ class EngineClient(RequestClient):
         """Start the process and wait until its engine is loaded. Raises: EngineFailed."""
         await self._supervisor.start()
         return self.info
+
+    async def stop(self) -> None:
+        """End the process, which has no requests; `start` begins another."""
+        await self._supervisor.close()
+        self.on_lost("the engine is not running")
 
     async def drain(self, grace_s: float) -> None:
         self._stopping = True

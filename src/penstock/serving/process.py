@@ -224,6 +224,7 @@ class Supervisor:
     async def start(self) -> None:
         """Start the process and wait until its engine is loaded. Raises: EngineFailed."""
         loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._stopping = False
         self._task = asyncio.create_task(self._supervise(loaded))
         await asyncio.wait((loaded, self._task), return_when=asyncio.FIRST_COMPLETED)
         if not loaded.done():
@@ -241,7 +242,7 @@ class Supervisor:
             self.process.kill()
 
     async def close(self) -> None:
-        """End the process now."""
+        """End the process now; `start` begins another."""
         self._stopping = True
         if self._task is not None:
             self._task.cancel()
@@ -249,6 +250,7 @@ class Supervisor:
                 await self._task
         if self.process is not None:
             await self.process.stop()
+            self.process = None
 
     def _on_message(self, message: object) -> None:
         if isinstance(message, Heartbeat):

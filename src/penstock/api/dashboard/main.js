@@ -38,7 +38,7 @@ function showPart() {
 
 async function look() {
   try {
-    const [metrics, requests] = await Promise.all([session.ask("metrics"), session.ask("dashboard/requests")]);
+    const [metrics, requests] = await Promise.all(["metrics", "dashboard/requests"].map(path => session.ask(path + location.search)));
     if (requests.status === 401) return askForKey();
     if (!requests.ok) throw new Error(`status ${requests.status}`);
     // A tenant's key may open its own requests and no more.

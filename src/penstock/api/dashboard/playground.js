@@ -102,7 +102,7 @@ export class Playground {
   }
 
   async #stream(answer, made) {
-    const response = await askModel("v1/chat/completions", this.#body(), this.#abort.signal);
+    const response = await askModel("v1/chat/completions" + location.search, this.#body(), this.#abort.signal);
     if (!response.ok) {
       const problem = await problemOf(response);
       if (response.status === 401) {

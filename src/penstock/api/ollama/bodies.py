@@ -28,6 +28,7 @@ from penstock.api.bodies import (
     ToolCall,
 )
 from penstock.api.body import Body, NamedSchema, ResponseFormat, json_of_object
+from penstock.config import seconds_in
 from penstock.core.types import MAX_LOGPROBS
 
 LATEST = ":latest"
@@ -36,8 +37,6 @@ LATEST = ":latest"
 
 _DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 _NAMES = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty"}
-_ZERO = re.compile(r"-?0+(\.0*)?[a-zµ]*")
-"""A duration of nothing: 0, "0s"."""
 _UNSET = {"num_predict": 0, "seed": -1}
 """Values that, like lower ones, mean that an option is not given."""
 
@@ -62,13 +61,31 @@ class OllamaOptions(SamplingBody):
 
 
 class OllamaShow(Body):
-    """Body of `POST /api/show`. name: the older name of `model`."""
+    """Body of `POST /api/show` and of `DELETE /api/delete`. name: the older name of `model`."""
 
     model: str = Field(validation_alias=AliasChoices("model", "name"))
 
 
+class OllamaPull(OllamaShow):
+    """Body of `POST /api/pull`."""
+
+    stream: bool = True
+
+    @property
+    def name(self) -> str:
+        """The model's name on the hub, without what Ollama's clients put around it."""
+        return re.sub(r"^(hf\.co|huggingface\.co)/", "", self.model.removesuffix(LATEST))
+
+
+class OllamaCopy(Body):
+    """Body of `POST /api/copy`."""
+
+    source: str
+    destination: str = Field(min_length=1)
+
+
 class OllamaBody(GenerationBody):
-    """Fields of `/api/chat` and `/api/generate`. keep_alive: ignored, as nothing is unloaded."""
+    """Fields of `/api/chat` and `/api/generate`. keep_alive: for one of several models."""
 
     not_offered: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "images": ([],), "context": ([],), "template": ("",),
@@ -78,6 +95,7 @@ class OllamaBody(GenerationBody):
     stream: bool = True
     options: OllamaOptions = OllamaOptions()
     format: str | dict[str, Any] = ""
+    keep_alive: Annotated[float | None, BeforeValidator(seconds_in)] = None
     think: bool | Effort | None = None
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
@@ -101,10 +119,6 @@ class OllamaBody(GenerationBody):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs is only allowed with logprobs: true")
         return self
-
-    @property
-    def unloads(self) -> bool:
-        return _ZERO.fullmatch(str((self.model_extra or {}).get("keep_alive"))) is not None
 
     @abstractmethod
     def asked(self) -> ChatBody | CompletionBody | None:

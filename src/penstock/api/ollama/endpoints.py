@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from fastapi import Depends, FastAPI, Request, Response, params
 
 from penstock.api.bodies import ChatBody
-from penstock.api.body import validated
+from penstock.api.body import unless_gone, validated
 from penstock.api.errors import ApiError
 from penstock.api.http import Caller
 from penstock.api.ollama.bodies import LATEST, OllamaBody, OllamaChat, OllamaGenerate, OllamaShow
 from penstock.api.ollama.format import OllamaFormat
-from penstock.api.responses import as_json, timestamp
+from penstock.api.responses import as_api_errors, as_json, timestamp
 from penstock.api.schema import body_of, refusals
 from penstock.api.service import Service
 from penstock.api.tool_calls import format_of
@@ -49,10 +52,14 @@ def add_ollama(app: FastAPI, service: Service, caller_of: Callable[..., Caller])
     async def answer(http: Request, caller: Caller, body: OllamaBody) -> Response:
         tokenizer = service.tokenizer if body.logprobs else None
         form = OllamaFormat(body.model, tokenizer, is_chat=isinstance(body, OllamaChat))
+        if body.keep_alive is not None:
+            service.client.keep_alive_s = body.keep_alive
         job_id, asked = f"ollama-{uuid4().hex}", body.asked()
         if asked is None:
             service.prepare.check_model(body.model)
-            loaded = form.loaded("unload" if body.unloads else "load")
+            with as_api_errors():
+                await unless_gone(http, service.client.load())
+            loaded = form.loaded("load" if body.keep_alive != 0 else "unload")
             return Response(as_json(loaded), media_type="application/json")
         if isinstance(asked, ChatBody):
             choices = await service.prepare.chat(asked, caller, job_id, clips=True)
@@ -77,14 +84,12 @@ def _add_model(app: FastAPI, service: Service, checked: Sequence[params.Depends]
 
     @app.get("/api/tags", dependencies=checked, responses=errors)
     async def tags() -> dict[str, Any]:
-        return {"models": [_card(service, name) for name in service.model_names]}
+        return {"models": _cards(service)}
 
     @app.get("/api/ps", dependencies=checked, responses=errors)
     async def running() -> dict[str, Any]:
-        context = service.client.info.max_request_tokens
-        never = "9999-12-31T23:59:59Z"
-        loaded = {"expires_at": never, "size_vram": 0, "context_length": context}
-        return {"models": [{**_card(service, name), **loaded} for name in service.model_names]}
+        loaded = running_card(service.client.info.max_request_tokens, math.inf)
+        return {"models": [{**card, **loaded} for card in _cards(service)]}
 
     @app.post(
         "/api/show", dependencies=checked, openapi_extra=body_of(OllamaShow), responses=errors
@@ -92,16 +97,16 @@ def _add_model(app: FastAPI, service: Service, checked: Sequence[params.Depends]
     async def show(http: Request) -> dict[str, Any]:
         body = await validated(OllamaShow, http)
         service.prepare.check_model(body.model.removesuffix(LATEST))
-        template = service.tokenizer.tool_template
+        template, path = service.tokenizer.tool_template, service.client.info.tokenizer_path
         context = service.client.info.max_request_tokens
         return {
             "modelfile": "",
             "parameters": "",
             "template": template or "",
-            "details": _details(service),
+            "details": _details(path),
             "model_info": {
                 "general.architecture": "penstock",
-                "general.parameter_count": _num_parameters(service) or None,
+                "general.parameter_count": _num_parameters(path) or None,
                 "penstock.context_length": context,
             },
             "capabilities": [
@@ -128,26 +133,38 @@ async def _refuse(http: Request) -> None:
     raise ApiError(501, f"{path} is not offered: this server has one model, which makes text")
 
 
-def _card(service: Service, name: str) -> dict[str, Any]:
+def _cards(service: Service) -> list[dict[str, Any]]:
+    path = service.client.info.tokenizer_path
+    return [card(path, name, service.started_at) for name in service.model_names]
+
+
+def running_card(context: int, left_s: float) -> dict[str, Any]:
+    """Return what `/api/ps` adds for a loaded model. left_s: until it is unloaded."""
+    told = "9999-12-31T23:59:59Z" if left_s == math.inf else timestamp(time.time() + left_s)
+    return {"expires_at": told, "size_vram": 0, "context_length": context}
+
+
+def card(path: Path, name: str, started_at: int) -> dict[str, Any]:
+    """Return an entry of `/api/tags`."""
     tagged = name if ":" in name else name + LATEST
     return {
         "name": tagged,
         "model": tagged,
-        "modified_at": timestamp(service.started_at),
-        "size": model_bytes(service.client.info.tokenizer_path),
+        "modified_at": timestamp(started_at),
+        "size": model_bytes(path),
         "digest": hashlib.sha256(name.encode()).hexdigest(),
-        "details": _details(service),
+        "details": _details(path),
     }
 
 
-def _details(service: Service) -> dict[str, Any]:
-    num = _num_parameters(service)
+def _details(path: Path) -> dict[str, Any]:
+    num = _num_parameters(path)
     return {**_DETAILS, "parameter_size": f"{num / 1e6:.1f}M" if num else ""}
 
 
-def _num_parameters(service: Service) -> int:
+def _num_parameters(path: Path) -> int:
     """Return the parameters of a bundled model, else 0."""
-    path = service.client.info.tokenizer_path.resolve()
+    path = path.resolve()
     with suppress(FileNotFoundError):
         return next(
             (card.parameters for card in bundled_models().values() if card.path.resolve() == path),

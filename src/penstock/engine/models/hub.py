@@ -22,6 +22,8 @@ from penstock.engine.models.checkpoint import INDEX_FILE, SINGLE_FILE, part_name
 
 Say = Callable[[str], None]
 """Receiver of lines for the user."""
+Progress = Callable[[str, int, int], None]
+"""Receiver of a file's name, its bytes so far, and all of them."""
 
 _NAME = re.compile(
     r"(?P<repo>\w[\w.-]*/\w[\w.-]*)"
@@ -87,11 +89,11 @@ class _Choice(NamedTuple):
         return folder / self.main if self.main.endswith(".gguf") else folder
 
 
-def fetch(name: HubName, say: Say) -> Path:
+def fetch(name: HubName, say: Say, progress: Progress = lambda *_: None) -> Path:
     """Return a model's folder or (first) GGUF file, downloading what the cache lacks.
 
-    The cached copy is used where the hub does not answer. Raises ConfigError, one line that says
-    what to do."""
+    progress: called twice a second during a download. The cached copy is used where the hub does
+    not answer. Raises ConfigError, one line that says what to do."""
     from huggingface_hub import HfApi
 
     try:
@@ -105,7 +107,7 @@ def fetch(name: HubName, say: Say) -> Path:
         return found
     files = {f.rfilename: f for f in info.siblings or () if _is_plain(f.rfilename, f.size)}
     choice = _chosen(name, files, say)
-    return choice.path(_downloaded(name, choice, files, str(info.sha), say))
+    return choice.path(_downloaded(name, choice, files, str(info.sha), say, progress))
 
 
 def cached(name: HubName, say: Say = lambda line: None) -> Path | None:
@@ -131,6 +133,15 @@ def cached_models() -> list[CachedModel]:
                 size = sum(files[part] for part in choice.names)
                 found.append(CachedModel(name.text, kind, size, choice.path(folder)))
     return sorted(found)
+
+
+def remove(path: Path) -> None:
+    """Remove a model's files from the cache. path: as of `fetch`; others are left alone."""
+    if any(parent.name == "snapshots" for parent in path.parents):
+        for file in [*path.rglob("*")] if path.is_dir() else part_names(path):
+            if file.is_file():
+                file.resolve().unlink()
+                file.unlink(missing_ok=True)
 
 
 def _snapshots() -> Iterator[tuple[str, set[str], Path, dict[str, int]]]:
@@ -248,7 +259,12 @@ def _distance(file: str) -> tuple[bool, int, bool, bool, bool, str]:
 
 
 def _downloaded(
-    name: HubName, choice: _Choice, files: Mapping[str, Any], commit: str, say: Say
+    name: HubName,
+    choice: _Choice,
+    files: Mapping[str, Any],
+    commit: str,
+    say: Say,
+    progress: Progress,
 ) -> Path:
     """Download missing files one by one, each verified before the next; return their folder."""
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
@@ -265,7 +281,7 @@ def _downloaded(
         try:
             folder.mkdir(parents=True, exist_ok=True)
             mark.write_text(file)
-            with _progress(f"{name.text}: {file}", files[file].size or 0, folder, say):
+            with _progress(name.text, file, files[file].size or 0, folder, say, progress):
                 path = hf_hub_download(name.repo, file, revision=name.revision)
         except Exception as error:  # as in `fetch`
             raise ConfigError(_advice(name, error)) from error
@@ -278,22 +294,27 @@ def _downloaded(
 
 
 @contextmanager
-def _progress(what: str, size: int, folder: Path, say: Say) -> Iterator[None]:
+def _progress(
+    name: str, file: str, size: int, folder: Path, say: Say, progress: Progress
+) -> Iterator[None]:
     """Say every tenth or 30 s how far a download is, unless a terminal shows its bar."""
     ended = threading.Event()
 
     def watch() -> None:
         told, told_at = 0, time.monotonic()
-        while not (sys.stderr.isatty() or ended.wait(_LOOK_S)):
+        while not ended.wait(_LOOK_S):
             with suppress(OSError):  # one that has just ended
                 found = sum(part.stat().st_size for part in folder.glob("blobs/*.incomplete"))
-                if found - told >= max(size / 10, 1) or time.monotonic() - told_at > _LINE_S:
-                    say(f"{what}: {found / max(size, 1):.0%} of {size / 1e6:.0f} MB")
+                progress(file, min(found, size), size)
+                is_late = time.monotonic() - told_at > _LINE_S
+                if not sys.stderr.isatty() and (found - told >= max(size / 10, 1) or is_late):
+                    say(f"{name}: {file}: {found / max(size, 1):.0%} of {size / 1e6:.0f} MB")
                     told, told_at = found, time.monotonic()
 
     threading.Thread(target=watch, daemon=True).start()
     try:
         yield
+        progress(file, size, size)
     finally:
         ended.set()
 
