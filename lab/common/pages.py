@@ -13,8 +13,8 @@ outdated        why the figures must be made again, if they must
 tables          each with a title (Markdown), a header and rows of cells; one of more than twelve
                 rows becomes a CSV file beside the result file, which the page links to
 verdicts        a line for each claim (`ClaimVerdict.line`); a page tells of its control an
-                outcome other than `does not hold`, of its oracle the outcome, unless it and the
-                claim hold. `results/claims.csv` has all lines of all pages whole
+                outcome other than `does not hold`, of its oracle one that the claim's own outcome
+                does not imply. `results/claims.csv` has all lines of all pages whole
 remarks         what the figures say, in Markdown, which is gone when they are measured again
 order           where in the page, by rising numbers
 
@@ -128,7 +128,7 @@ def _section(
     yield result.get("about", "")
     commit = f" at {result['commit']}" if "commit" in result else ""
     yield f"`{result['command']}`{commit} ({result['date']}; {result['machine']}):"
-    yield from (f"![{result['title']}]({picture})" for picture in result["pictures"])
+    yield from (f"![Figure]({picture})" for picture in result["pictures"])
     for table in result["tables"]:
         yield table["title"]
         files = [path for path, long_table in long_tables if long_table is table]
@@ -143,7 +143,7 @@ def _verdict(line: str) -> str:
     told = f"[{(parts := _parts(line))['outcome']}] {parts['claim']}"
     if parts["control_outcome"] not in (None, "does not hold"):
         told += f" (control: {parts['control_outcome']})"
-    if parts["oracle_outcome"] and not parts["outcome"] == parts["oracle_outcome"] == "holds":
+    if parts["outcome"] == "holds" and parts["oracle_outcome"] not in (None, "holds"):
         told += f" (oracle: {parts['oracle_outcome']})"
     return told
 

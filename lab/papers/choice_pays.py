@@ -241,13 +241,13 @@ def verdicts(found: Map) -> list[ClaimVerdict]:
 
     tests = [
         (
-            f"a clairvoyant choice gains {WORTH_IT:g}× over the best single drafter or none",
+            f"an ideal choice gains {WORTH_IT:g}× over the best single drafter or none",
             pays,
             "clairvoyant",
         )
     ]
     for chooser in CHOOSERS[1:]:
-        gained = f"{chooser} gains {WORTH_IT:g}× where clairvoyance does"
+        gained = f"{chooser} gains {WORTH_IT:g}× where an ideal choice does"
         lost = f"{chooser} loses at most {1 - _NO_LOSS:.0%} elsewhere"
         tests += [(gained, gains, chooser), (lost, loses_little, chooser)]
     return [check(*test, "drafters at random", _CONTROL, (_BEST, _BEST)) for test in tests]
@@ -257,7 +257,7 @@ def _reaching(gains: Sequence[float], least: float) -> Measurement:
     reached = [gain >= least for gain in gains]
     span = f", {min(gains):.2f}× to {max(gains):.2f}×" if gains else ""
     return Measurement(
-        f"in {sum(reached)} of {len(gains)} cells{span}", tuple(reached) if reached else (False,)
+        f"in {sum(reached)} of {len(gains)} settings{span}", tuple(reached) if reached else (False,)
     )
 
 

@@ -210,11 +210,11 @@ def verdicts(found: Goodput, differences: Mapping[str, str]) -> list[ClaimVerdic
             *((f"{n} beats greedy for every text and target", n, of("greedy")) for n in SPIN),
             *((f"{n} beats ε-greedy (explores 0.8)", n, of("ε-greedy, printed")) for n in SPIN),
             *((f"{n} beats ε-greedy (explores 0.2)", n, of("ε-greedy, meant")) for n in SPIN),
-            *((f"{n} beats each cell's best single drafter", n, best) for n in (*SPIN, "auto")),
+            *((f"{n} beats each setting's best single drafter", n, best) for n in (*SPIN, "auto")),
         )
     ]
     told = ", ".join(differences.values())
-    claims[6] = replace(claims[6], claim=f"{claims[6].claim} (hindsight gains: {told})")
+    claims[6] = replace(claims[6], claim=f"{claims[6].claim} (an ideal choice gains: {told})")
 
     def gains(policy: str) -> dict[str, Interval]:
         """Over the better of the two rivals, by target, over all texts."""
@@ -295,7 +295,7 @@ def ahead(cells: Sequence[tuple[FloatArray, FloatArray]]) -> Measurement:
     ratios = [ratio(ours, rival) for ours, rival in cells]
     beaten = sum(r.low > 1 for r in ratios)
     return Measurement(
-        f"{_span(ratios)}, surely in {beaten} of {len(ratios)} cells",
+        f"{_span(ratios)}, surely in {beaten} of {len(ratios)} settings",
         (beaten == len(ratios), beaten > 0),
     )
 

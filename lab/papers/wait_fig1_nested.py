@@ -165,7 +165,7 @@ def verdicts(
         zero = np.zeros(len(rivals[SHIPPED[0]]))
         chosen = "/".join(map(str, thresholds.get(scene, ("none that fit",))))
         for policy, what in (
-            (LITERAL, f"literal Nested WAIT (thresholds {chosen})"),
+            (LITERAL, f"Nested WAIT as printed (thresholds {chosen})"),
             (GATED, "the version that serves"),
         ):
             own = {policy: peak.get(policy, zero), **rivals}

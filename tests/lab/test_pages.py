@@ -108,8 +108,8 @@ def test_of_a_control_and_an_oracle_a_page_tells_what_matters(docs: Path) -> Non
     (_, text), (data, claims) = pages(docs)
     line = "- [holds] it grows: by 2 and 2"
     assert f"{line}\n{line} (control: holds in part)\n" in text
-    assert "- [does not hold] it grows: by 0 and 0 (oracle: holds)\n" in text
-    assert "- [inconclusive] it grows: by 0 and 0 (oracle: holds in part)\n" in text
+    assert "- [does not hold] it grows: by 0 and 0\n" in text
+    assert "- [inconclusive] it grows: by 0 and 0\n" in text
     assert "- [holds] it grows: by 3 and 3\n" in text
     assert data == docs / "results" / "claims.csv"
     whole = "toys,A top,top,inconclusive,it grows: by 0 and 0,none [does not hold]: by 0 and 0"
