@@ -67,7 +67,7 @@ DrafterOption = Annotated[
     typer.Option(
         metavar="NAME=PATH",
         help="A drafter; may be repeated. A bare NAME is a bundled one, `ngram`, `suffix`, or "
-        "`mtp` (the target's own head); `ngram+MODEL` tries a look-up before the model; `auto` "
+        "`mtp` (the target's own head); `ngram+MODEL` adds look-up; `auto` "
         "fetches a small model of the target's family from the hub.",
     ),
 ]
