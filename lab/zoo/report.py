@@ -283,7 +283,7 @@ def _print(console: Console, mode: str, table: list[ChoiceCell], chosen: Choice)
     base = chosen.single
     console.print(
         f"best single drafter: {chosen.best_drafter} at draft length "
-        f"{chosen.best_draft_length}, {base:.0f} tokens/s; with hindsight per request: its length "
+        f"{chosen.best_draft_length}, {base:.0f} tokens/s; the best for each request: its length "
         f"{chosen.length_by_request / base - 1:+.1%}, the drafter "
         f"{chosen.drafter_by_request / base - 1:+.1%}, both {chosen.gain:+.1%}"
     )
