@@ -50,9 +50,7 @@ def simulate(
     plot: cli.PlotOption = None,
     explain: Annotated[
         str | None,
-        typer.Option(
-            metavar="REQUEST", help="Show for each round what request 0, 1, … got, and why."
-        ),
+        typer.Option(metavar="REQUEST", help="What request 0, 1, … got in each round, and why."),
     ] = None,
 ) -> None:
     """Simulate a workload on the virtual clock, once or with several seeds."""
