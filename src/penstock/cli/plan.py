@@ -25,7 +25,10 @@ from penstock.cli.terminal import with_progress
 from penstock.json_text import dumps
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from penstock.config import PolicyConfig
+    from penstock.sim.parallel import Workers
     from penstock.sim.planner import DeploymentPlan
     from penstock.sim.run import FloatArray, Setup
     from penstock.sim.workloads import Workload
@@ -87,14 +90,11 @@ def plan(
         memory = advised["kv_tokens"]
         bound = load_bound(base.profile, made, memory, base.acceptance, base.drafters)
         if plot is not None:
-            admission = configurations["penstock"].from_name(
+            chosen = configurations["penstock"].from_name(
                 advised["admission"], **advised["options"]
             )
-            setup = replace(base, admission=admission, kv_tokens=memory)
-            lengths = LoadedWorkload.from_scenario(load, _REQUESTS)
-            rates = sorted({offered, *(share * bound for share in PLOTTED)})
-            marks = {"this load": offered, "most of any policy": bound}
-            plot_loads(setup, lengths, rates, marks, plot, pool)
+            setup = replace(base, admission=chosen, kv_tokens=memory)
+            _plot(setup, load, offered, bound, plot, pool)
     flags = planned.serve_flags({name: figures["kv_tokens"] for name, figures in expected.items()})
     if load.json:
         figures = {**_figures(planned, offered), "state_slots": base.profile.state_slots}
@@ -137,6 +137,15 @@ def _figures_of(
             break
         kv_tokens *= 2
     return {"admission": admission.name, "options": admission.options, **found}
+
+
+def _plot(
+    setup: Setup, load: Load, offered: float, bound: float, path: Path, workers: Workers
+) -> None:
+    lengths = LoadedWorkload.from_scenario(load, _REQUESTS)
+    rates = sorted({offered, *(share * bound for share in PLOTTED)})
+    marks = {"this load": offered, "most of any policy": bound}
+    plot_loads(setup, lengths, rates, marks, path, workers)
 
 
 def _interval(latency: FloatArray) -> list[float] | None:
