@@ -144,15 +144,20 @@ def _progress(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[], 
     """Tell what is being done, and count what is done, on standard error: a bar in a terminal,
     lines elsewhere."""
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True, soft_wrap=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+    # Experiments take seconds to hours: nothing can be said of the time that is left.
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    name = TextColumn("{task.description}", markup=False)
+    hidden = not console.is_terminal
+    with Progress(name, *columns, console=console, transient=True, disable=hidden) as progress:
         task = progress.add_task("reproducing", total=total)
 
         def tell(what: str) -> None:
             progress.update(task, description=what)
-            if not console.is_terminal:
-                console.print(what, markup=False, highlight=False)
+            if hidden:
+                number = int(progress.tasks[0].completed) + 1
+                console.print(f"[{number}/{total}] {what}", markup=False, highlight=False)
 
         yield tell, lambda: progress.advance(task)

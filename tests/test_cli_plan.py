@@ -11,6 +11,7 @@ from tests.conftest import Cli
 from penstock.config import ServeConfig
 from penstock.core.policies.base import AdmissionPolicy
 from penstock.engine.build import load_engine
+from penstock.sim import plots
 
 PROFILE = ("--profile", "a100-llama2-7b")
 MIX = ("--workload", "high", *PROFILE, "--rate", "15", "--requests", "200")
@@ -120,6 +121,32 @@ def test_targets_reach_the_policy_that_knows_them(cli: Cli) -> None:
     assert runs["penstock"]["options"] == {"ttft_p99": 2.0}
     assert "ttft_p99" not in runs["vllm"]["options"]
     assert all("slo_goodput" in figures for figures in runs.values())
+
+
+@pytest.mark.slow
+def test_the_picture_has_this_load_and_more_than_any_policy_serves(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    drawn: list[tuple[Any, ...]] = []
+    draw = plots.plot_load
+    monkeypatch.setattr(plots, "plot_load", lambda *what: (drawn.append(what), draw(*what)))
+    path = tmp_path / "load.svg"
+    few = (*MIX[:-1], "100", "--workers", "1")
+    code, out, err = cli("plan", *few, "--json", "--plot", path)
+    assert code == 0, err
+    report = json.loads(out)
+    ((points, marks, *_),) = drawn
+    assert marks == {"this load": 15.0, "most of any policy": report["bound_requests_per_s"]}
+    rates = [point.rate for point in points]
+    assert 15.0 in rates
+    assert rates == sorted(rates)
+    assert rates[0] < 0.3 * marks["most of any policy"] < marks["most of any policy"] < rates[-1]
+    assert points[0].latency < points[-1].latency
+    text = path.read_text()
+    for label in ("high, fluid_guided, a100-llama2-7b", *marks):
+        assert label in text
+    assert cli("plan", *few, "--plot", tmp_path / "load.nothing")[0] == 2
 
 
 def configurations(cli: Cli, trace: Path) -> Iterator[tuple[str, list[str], dict[str, Any] | None]]:

@@ -75,12 +75,13 @@ class Trial:
         what: Callable[..., str] | None = None,
     ) -> Iterator[_R]:
         """`call(*item)` by the workers, for each item in order; before its result, `what(*item)` is
-        told, where that is something new."""
+        told, where that is something new, with how many results there are of how many."""
         listed, told = list(items), ""
         found = self.workers.map(functools.partial(_call, call), listed)
-        for item in listed:
+        for num_done, item in enumerate(listed):
             if what is not None and (line := what(*item)) != told:
-                self.tell(told := line)
+                told = line
+                self.tell(f"{line} ({num_done} of {len(listed)} runs done)")
             yield next(found)
 
     def by_cell(

@@ -5,10 +5,15 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import check_jsonschema
 import httpx
+import jsonschema
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -18,6 +23,12 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 DASHBOARD: dict[str, Any] = json.loads((DEPLOY / "grafana-dashboard.json").read_text())
 RULES: dict[str, Any] = yaml.safe_load((DEPLOY / "prometheus-rules.yaml").read_text())
 MANIFEST: list[dict[str, Any]] = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
+COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+COMPOSE_SCHEMA = Path(check_jsonschema.__file__).with_name("builtin_schemas") / (
+    "vendor/compose-spec.json"
+)
+PROJECT = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]
+HADOLINT = shutil.which("hadolint", path=str(Path(sys.executable).parent))
 _NAME = re.compile(r"penstock:[a-z0-9_]+")
 
 
@@ -72,7 +83,7 @@ def test_alerts_say_what_is_wrong() -> None:
 
 @pytest.mark.slow
 def test_the_manifests_settings_and_probes(http: httpx.Client) -> None:
-    config, deployment, service = MANIFEST
+    config, _, deployment, service = MANIFEST
     settings = yaml.safe_load(config["data"]["serve.yaml"])
     settings["engine"]["target"] = "bundled"
     assert mistakes_in(ServeConfig, settings) == []
@@ -88,6 +99,100 @@ def test_the_manifests_settings_and_probes(http: httpx.Client) -> None:
     assert service["spec"]["selector"] == deployment["spec"]["template"]["metadata"]["labels"]
     mounted = {mount["name"] for mount in container["volumeMounts"]}
     assert mounted == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_kubernetes_takes_the_manifest() -> None:
+    for document in MANIFEST:
+        kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+    wrong = deepcopy(MANIFEST[2])
+    wrong["spec"]["template"]["spec"]["containers"][0]["startupProbe"]["failures"] = 3
+    with pytest.raises(kubernetes_validate.ValidationError, match="'failures' was unexpected"):
+        kubernetes_validate.validate(wrong, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_the_manifest_waits_for_a_download_into_its_volume() -> None:
+    _, claim, deployment, _ = MANIFEST
+    spec = deployment["spec"]
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    probe = container["startupProbe"]
+    waits_s = probe["periodSeconds"] * probe["failureThreshold"]
+    assert 3600 <= waits_s < spec["progressDeadlineSeconds"]
+    environment = {variable["name"]: variable["value"] for variable in container["env"]}
+    mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+    cache = mounts[environment["XDG_CACHE_HOME"]]
+    claims = {
+        v["name"]: v.get("persistentVolumeClaim", {}).get("claimName") for v in pod["volumes"]
+    }
+    assert claims[cache["name"]] == claim["metadata"]["name"]
+    assert not cache.get("readOnly")
+    assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsUser"]
+    assert spec["strategy"]["type"] == "Recreate", "two pods may be on two nodes"
+
+
+def test_compose_takes_the_file() -> None:
+    judge = jsonschema.Draft202012Validator(json.loads(COMPOSE_SCHEMA.read_text()))
+    judge.validate(COMPOSE)
+    assert not judge.is_valid(COMPOSE | {"services": {"penstock": {"volume": ["cache:/cache"]}}})
+    declared = {"volumes": set(COMPOSE["volumes"]), "configs": set(COMPOSE["configs"])}
+    used: dict[str, set[str]] = {"volumes": set(), "configs": set()}
+    for service in COMPOSE["services"].values():
+        used["volumes"] |= {volume.partition(":")[0] for volume in service.get("volumes", ())}
+        used["configs"] |= {config["source"] for config in service.get("configs", ())}
+    assert used == declared
+    assert all(
+        (DEPLOY / config["file"]).exists()
+        for config in COMPOSE["configs"].values()
+        if "file" in config
+    )
+
+
+def test_compose_serves_from_its_volume_and_shows_what_it_scrapes() -> None:
+    services, configs = COMPOSE["services"], COMPOSE["configs"]
+    penstock = services["penstock"]
+    assert penstock["image"] == f"penstock:{PROJECT['version']}"
+    volume = penstock["volumes"][0].partition(":")[2]
+    assert f"XDG_CACHE_HOME={volume}\n" in (DEPLOY / "Dockerfile").read_text()
+    assert f"install -d -o penstock {volume}\n" in (DEPLOY / "Dockerfile").read_text()
+    told = {
+        name: yaml.safe_load(config["content"])
+        for name, config in configs.items()
+        if "content" in config
+    }
+    (scraped,) = told["prometheus"]["scrape_configs"]
+    port = penstock["ports"][0].rpartition(":")[2]
+    assert scraped["static_configs"] == [{"targets": [f"penstock:{port}"]}]
+    assert told["datasources"]["datasources"][0]["url"] == "http://prometheus:9090"
+    mounted = {
+        config["source"]: Path(config["target"])
+        for service in services.values()
+        for config in service.get("configs", ())
+    }
+    assert told["prometheus"]["rule_files"] == [mounted["rules"].name]
+    assert mounted["rules"].parent == mounted["prometheus"].parent
+    provider = told["dashboards"]["providers"][0]
+    assert provider["options"]["path"] == str(mounted["dashboard"].parent)
+
+
+def test_the_image_of_vllm_is_the_newest_that_is_taken() -> None:
+    (needed,) = PROJECT["optional-dependencies"]["vllm"]
+    end = int(re.fullmatch(r"vllm>=0\.\d+,<0\.(\d+)", needed).group(1))  # type: ignore[union-attr]
+    assert f"\nARG VLLM=v0.{end - 1}." in (DEPLOY / "Dockerfile.vllm").read_text()
+
+
+@pytest.mark.skipif(HADOLINT is None, reason="no hadolint for this system")
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.vllm"])
+def test_hadolint_takes_the_container_files(name: str, tmp_path: Path) -> None:
+    text = (DEPLOY / name).read_text()
+    for content, code in ((text, 0), (text.replace("ENTRYPOINT", "ENTERPOINT"), 1)):
+        (tmp_path / "Dockerfile").write_text(content)
+        done = subprocess.run(
+            [str(HADOLINT), str(tmp_path / "Dockerfile")],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == code, done.stdout
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.vllm"])

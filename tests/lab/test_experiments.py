@@ -178,6 +178,14 @@ def test_a_part_is_no_verdict_where_the_oracle_fails() -> None:
     assert outcome((True, True), (True, False)) == "holds"
 
 
+def test_runs_are_counted_as_they_end(tmp_path: Path) -> None:
+    told: list[str] = []
+    job = Trial(tmp_path, TINY, tell=told.append)
+    found = job.by_cell(lambda cell, seed: seed, [("a",), ("b",)], range(3), what=lambda c, _: c)
+    assert found == {("a",): [0, 1, 2], ("b",): [0, 1, 2]}
+    assert told == ["a (0 of 6 runs done)", "b (3 of 6 runs done)"]
+
+
 def _call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["penstock", "reproduce", *arguments])
     with pytest.raises(SystemExit) as stopped:
@@ -205,7 +213,9 @@ def one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_json_has_verdicts_files_and_reasons(monkeypatch, capsys, tmp_path) -> None:
     out = tmp_path / "new" / "folder"
     assert _call(monkeypatch, "all", "--quick", "--json", "--out", str(out)) == 0
-    toy, toyless = json.loads(capsys.readouterr().out)["entries"]
+    printed = capsys.readouterr()
+    assert printed.err == "[1/2] half of [it]\n"
+    toy, toyless = json.loads(printed.out)["entries"]
     assert toy["verdicts"][0]["outcome"] == "does not hold"
     assert toy["verdicts"][0]["line"] == "[does not hold] claim: 20000 arrivals"
     assert toy["files"] == [str(out / "toy.csv"), str(out / "toy.json")]

@@ -21,7 +21,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from penstock.api.app import create_app
-from penstock.api.front import Front, Pulled, front_app
+from penstock.api.front import Front, Pulled
+from penstock.api.front_app import front_app
 from penstock.api.http import Connection
 from penstock.api.metrics import Metrics, RequestMeter
 from penstock.api.reload import Reload

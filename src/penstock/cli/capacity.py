@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.cli import options as cli
 from penstock.cli.simulator import (
+    Load,
     Scenario,
     bad_input,
     describe,
@@ -30,11 +31,11 @@ if TYPE_CHECKING:
     from penstock.sim.workloads import Workload
 
 # Requests of a mix; the search's range as a share of its top; how often it moves below its range;
-# plotted loads by capacity.
+# plotted loads as shares of it, or of the bound.
 _REQUESTS = 60_000
 _LEAST = 0.05
 _DESCENTS = 3
-_PLOTTED = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0, 1.1)
+PLOTTED = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0, 1.1)
 
 
 @simulates
@@ -65,7 +66,10 @@ def capacity(scenario: Scenario, seeds: cli.SeedsOption = 1, plot: cli.PlotOptio
     with workers_of(scenario.workers, scenario.ray) as pool:
         found = _search_each(base, loads, highest, pool)
         if plot is not None:
-            _plot(base, lengths, _mean(found), bound, plot, pool)
+            largest = _mean(found)
+            rates = [share * largest for share in PLOTTED if largest > 0]
+            marks = {"capacity": largest, "fluid bound": bound}
+            plot_loads(base, lengths, rates, marks, plot, pool)
     figures = _figures(found, bound)
     if scenario.json:
         print(dumps({**describe(base, lengths.workload), **figures}))
@@ -77,14 +81,14 @@ def capacity(scenario: Scenario, seeds: cli.SeedsOption = 1, plot: cli.PlotOptio
 class LoadedWorkload:
     """A workload at any rate."""
 
-    load: Scenario
+    load: Load
     workload: Workload
     recorded_rate: float | None
     """Requests per second of recorded arrivals; None if arrivals are generated."""
 
     @classmethod
-    def from_scenario(cls, load: Scenario) -> LoadedWorkload:
-        """Load the requests of `load`. Raises: WorkloadError, PlanError.
+    def from_scenario(cls, load: Load, requests: int = _REQUESTS) -> LoadedWorkload:
+        """Load the requests of `load`, of a mix so many. Raises: WorkloadError, PlanError.
 
         Recorded arrivals are scaled. Generated ones come with the requests in random order: a
         trace's second half, by which a load is judged, may be lighter than its first.
@@ -98,7 +102,7 @@ class LoadedWorkload:
             generated = load.workload in MIXES or (
                 Path(load.workload).exists() and load_workload(load.workload).arrival_time is None
             )
-        made = load.make(1.0 if generated else None, _REQUESTS)
+        made = load.make(1.0 if generated else None, requests)
         return cls(load, made, None if generated else mean_rate(made))
 
     def at(self, rate: float) -> Workload:
@@ -107,7 +111,7 @@ class LoadedWorkload:
         check_positive("rate", rate)
         times = self.workload.arrival_time
         if self.recorded_rate is None or times is None:
-            return self.load.make(rate, _REQUESTS).shuffled(self.load.seed)
+            return self.load.make(rate, len(self.workload)).shuffled(self.load.seed)
         return replace(self.workload, arrival_time=times * (self.recorded_rate / rate))
 
 
@@ -184,22 +188,22 @@ def measure(base: Setup, workload_at: Callable[[float], Workload], rate: float) 
     return LoadPoint(rate, figures["throughput_requests_per_s"], math.nan if mean is None else mean)
 
 
-def _plot(
+def plot_loads(
     base: Setup,
     lengths: LoadedWorkload,
-    capacity: float,
-    bound: float,
+    rates: Sequence[float],
+    marks: Mapping[str, float],
     path: Path,
     workers: Workers,
 ) -> None:
+    """Measure runs at these rates, and plot them. Exit with code 2 if that fails."""
     from penstock.sim.plots import plot_load
 
-    rates = [share * capacity for share in _PLOTTED if capacity > 0]
     found = workers.map(partial(measure, base, lengths.at), rates)
     points = [p for p in with_progress(found, len(rates), "measuring") if p is not None]
     title = f"{lengths.workload.name}, {base.admission.name}, {base.profile.name}"
     with bad_input():
-        plot_load(points, capacity, bound, path, title)
+        plot_load(points, marks, path, title)
 
 
 def _mean(found: Sequence[MeasuredCapacity]) -> float:

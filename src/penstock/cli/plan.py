@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli import options as cli
+from penstock.cli.capacity import PLOTTED, LoadedWorkload, plot_loads
 from penstock.cli.figures import print_side_by_side
 from penstock.cli.simulator import (
     Load,
@@ -24,7 +25,10 @@ from penstock.cli.terminal import with_progress
 from penstock.json_text import dumps
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from penstock.config import PolicyConfig
+    from penstock.sim.parallel import Workers
     from penstock.sim.planner import DeploymentPlan
     from penstock.sim.run import FloatArray, Setup
     from penstock.sim.workloads import Workload
@@ -46,17 +50,22 @@ def plan(
             help="Of `--json`: probability that `kv_bound_tokens` is exceeded in an hour. [0.001]",
         ),
     ] = None,
+    plot: cli.PlotOption = None,
 ) -> None:
     """Say what to start for a workload at its rate, what to expect, and how sure that is.
 
     Limits come from a model of mean rates (in `--json` with its thresholds and memory bound),
     memory and figures from a simulation of each configuration, and of the bundle that `--policy`
-    names.
+    names. `--plot` draws throughput and latency of what is advised against the load, beyond what
+    any policy serves.
     """
     from penstock.fluid.memory import DELTA
     from penstock.sim.planner import PlanError, fitting, load_bound, mean_rate, plan_deployment
+    from penstock.sim.plots import check_target
 
     with bad_input():
+        if plot is not None:
+            check_target(plot)
         if delta is not None and not 0 < delta < 1:
             raise PlanError(f"--delta is a probability between 0 and 1, not {delta:g}")
         base = Scenario(**vars(load)).setup()
@@ -77,9 +86,16 @@ def plan(
         found = pool.map(job, configurations.values())
         each = with_progress(found, len(configurations), "simulating")
         expected = dict(zip(configurations, each, strict=True))
+        advised = expected["penstock"]
+        memory = advised["kv_tokens"]
+        bound = load_bound(base.profile, made, memory, base.acceptance, base.drafters)
+        if plot is not None:
+            chosen = configurations["penstock"].from_name(
+                advised["admission"], **advised["options"]
+            )
+            setup = replace(base, admission=chosen, kv_tokens=memory)
+            _plot(setup, load, offered, bound, plot, pool)
     flags = planned.serve_flags({name: figures["kv_tokens"] for name, figures in expected.items()})
-    advised = expected["penstock"]
-    bound = load_bound(base.profile, made, advised["kv_tokens"], base.acceptance, base.drafters)
     if load.json:
         figures = {**_figures(planned, offered), "state_slots": base.profile.state_slots}
         figures |= {"bound_requests_per_s": bound, "serve_flags": flags}
@@ -121,6 +137,15 @@ def _figures_of(
             break
         kv_tokens *= 2
     return {"admission": admission.name, "options": admission.options, **found}
+
+
+def _plot(
+    setup: Setup, load: Load, offered: float, bound: float, path: Path, workers: Workers
+) -> None:
+    lengths = LoadedWorkload.from_scenario(load, _REQUESTS)
+    rates = sorted({offered, *(share * bound for share in PLOTTED)})
+    marks = {"this load": offered, "most of any policy": bound}
+    plot_loads(setup, lengths, rates, marks, path, workers)
 
 
 def _interval(latency: FloatArray) -> list[float] | None:

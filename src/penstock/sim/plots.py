@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -90,9 +90,11 @@ def plot_run(samples: Sampler, path: Path, title: str) -> None:
 
 
 def plot_load(
-    points: Sequence[LoadPoint], capacity: float, bound: float | None, path: Path, title: str
+    points: Sequence[LoadPoint], marks: Mapping[str, float], path: Path, title: str
 ) -> None:
-    """Plot throughput and mean latency against offered load. Raises: PlotError, OSError."""
+    """Plot throughput and mean latency against offered load. Raises: PlotError, OSError.
+
+    marks: loads by what they are, which get a line each."""
     pyplot = load_pyplot()
     figure, (throughput, latency) = pyplot.subplots(
         2, 1, sharex=True, figsize=(7, 6), layout="constrained"
@@ -102,12 +104,13 @@ def plot_load(
     throughput.plot(rates, [p.throughput for p in points], marker="o", label="completed")
     latency.plot(rates, [p.latency for p in points], marker="o")
     for axes in (throughput, latency):
-        axes.axvline(capacity, color="black", linestyle=":", label="capacity")
-        if bound is not None:
-            axes.axvline(bound, color="black", linestyle="--", label="fluid bound")
+        for (label, rate), style in zip(marks.items(), (":", "--"), strict=True):
+            axes.axvline(rate, color="black", linestyle=style, label=label)
     throughput.set(ylabel="requests a second", title=title)
     throughput.legend(fontsize="small")
     latency.set(xlabel="offered requests a second", ylabel="mean latency, s", yscale="log")
+    latency.yaxis.set_major_formatter(pyplot.LogFormatter())
+    latency.yaxis.set_minor_formatter(pyplot.LogFormatter())
     save_figure(figure, path)
 
 

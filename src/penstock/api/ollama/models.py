@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import threading
 from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request, Response, params
@@ -14,13 +14,11 @@ from starlette.responses import StreamingResponse
 
 from penstock.api.body import validated
 from penstock.api.errors import ApiError
+from penstock.api.front import Front
 from penstock.api.ollama.bodies import LATEST, OllamaCopy, OllamaPull, OllamaShow
 from penstock.api.ollama.endpoints import card, running_card
 from penstock.api.responses import as_json
 from penstock.config import ConfigError, EngineConfig
-
-if TYPE_CHECKING:
-    from penstock.api.front import Front
 
 _Event = dict[str, Any]
 
