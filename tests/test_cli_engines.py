@@ -138,7 +138,7 @@ def test_commands_that_take_an_engine(cli: Cli, command: str, tmp_path: Path) ->
         ("doctor", 20),
         ("simulate", 31),
         ("capacity", 30),
-        ("plan", 16),
+        ("plan", 17),
     ],
 )
 def test_help_fits_on_a_screen_and_a_half(cli, monkeypatch, command, most_options) -> None:

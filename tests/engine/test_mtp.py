@@ -140,8 +140,10 @@ def recorded(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list
     return found
 
 
-@pytest.mark.parametrize(("kind", "backend"), covering(KINDS, ["native", "eager"], strength=2))
-@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "backend", "small"),
+    covering(KINDS, ["native", "eager"], [False, True], strength=1),
+)
 def test_drafts_are_those_of_the_reference(loaded, monkeypatch, kind, backend, small) -> None:
     """In batches, behind rejected drafts, chunks of prompts and preemptions (then from zeros)."""
     one = loaded(kind, backend)
