@@ -72,7 +72,7 @@ _TRUNCATED = {
     "rope_type": "yarn", "rope_theta": 32 ** (32 / 9.998), "factor": 32.0, "truncate": False,
     "beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 3220,
 }  # fmt: skip
-"""Of gpt-oss, scaled between dimensions 8.001 and 17.999: llama.cpp truncates these."""
+"""Positions of gpt-oss, scaled between dimensions 8.001 and 17.999: llama.cpp truncates these."""
 _CONV = {"layer_types": ["conv", "conv", "full_attention"] * 2, "intermediate_size": 1152}
 
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {

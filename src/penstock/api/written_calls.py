@@ -464,7 +464,7 @@ class _Object:
         """Start of the current key or value."""
         self._depth = 0
         self._quote, self._string = "", 0
-        """Of the current string, and where its text begins."""
+        """Quote of the current string, and where its text begins."""
         self._is_escaped = False
 
     @property

@@ -1,4 +1,4 @@
-"""What drafts for a target without being named: its head, its assistant or a small model."""
+"""Drafters that a target gets without naming them: its head, its assistant or a small model."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ class RequestClient(ABC):
 
     @property
     def is_open(self) -> bool:
-        """Whether a request need not wait to be submitted."""
+        """True if a request can be submitted without waiting."""
         return self.problem is None
 
     @property

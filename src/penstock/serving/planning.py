@@ -14,7 +14,9 @@ from penstock.serving.messages import Ready
 
 
 class EnginePlan(NamedTuple):
-    """What an engine will be. info: as it will say; config: with the size of its KV memory."""
+    """Settings, memory and description of an engine that has not started.
+
+    info: as it will say; config: with the size of its KV memory"""
 
     config: EngineConfig
     need: MemoryNeed

@@ -25,7 +25,7 @@ from penstock.engine.models.rope import WHOLE_HEADS, Rope
 from penstock.engine.models.variant import LLAMA, HeadShape, LayerShape, Variant
 
 _ASSISTANT = "Gemma4ForCausalLM"
-"""What an assistant's text model is."""
+"""Architecture of an assistant's text model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class DecoderConfig:
 
     @property
     def gives_states(self) -> bool:
-        """Whether something drafts from what is behind its layers."""
+        """True if a drafter reads the hidden states behind its layers."""
         return self.head is not None or self.assistant is not None
 
     @property

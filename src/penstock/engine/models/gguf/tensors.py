@@ -33,7 +33,7 @@ _ASSISTANT_NAMES = {
     f"{x}_projection.weight": f"nextn.{x}_projection.weight" for x in ("pre", "post")
 }
 _UNUSED = ("masked_embd_centroids.weight", "masked_embd_ordering", "masked_embd_ordering.weight")
-"""What finds the likely tokens of an assistant without the others."""
+"""Tensors that find an assistant's likely tokens without computing the others."""
 _SHARED_GATE = ".shared_expert_gate.weight"
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(\w+)(\..*)")
 _DECAY, _PLAIN_NORM = ".A_log", "linear_attn.norm.weight"
