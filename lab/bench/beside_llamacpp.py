@@ -92,7 +92,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {"attention_bias": False}),
     "mistral3": ("ministral3", {"rope_parameters": _YARN}),
     "granite": ("granite", _GRANITE),
-    "granitehybrid": ("granite-unrotated", _GRANITE),
+    "granitehybrid": ("granite-unrotated", _GRANITE | {"mamba_n_heads": 8}),
     "lfm2": ("lfm2", _CONV | {"block_multiple_of": 256}),
 }
 """A case of the tests, and what differs from its configuration and `_BASE`."""
