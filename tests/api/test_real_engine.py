@@ -121,7 +121,7 @@ def test_metrics_tell_where_the_time_of_a_step_goes(real_server: RunningServer) 
     busy = grown["penstock:engine_busy_seconds_total"]
     parts = [grown[name] for name in ("plan", "draft", "batch", "verify")]
     assert all(seconds > 0 for seconds in parts)
-    assert 0.5 * busy < sum(parts) <= busy
+    assert sum(parts) <= busy, "a second counts in one phase only"
     assert grown["receive"] == 0, "there is no draft server"
     assert after["penstock:kv_cache_capacity_tokens"] == 4096
     assert 0 < after["mean"] < after["bound"]
