@@ -46,7 +46,7 @@ def test_everything_is_the_same(cli: Cli, cache: Path, small: tuple[object, ...]
     code, receipt = checked(cli, *small, tokens=60)
     found = verdicts(receipt)
     assert (code, receipt["verdict"], found.pop(CONTROL)) == (0, "same", "found")
-    assert found.pop("drafter ngram") == "not tested", "nothing is repeated in a random text"
+    assert found.pop("drafter ngram") in ("same", "not tested"), "a random text hardly repeats"
     assert set(found.values()) == {"same"}
     assert [*found] == [
         "alone",
