@@ -18,8 +18,8 @@ from pathlib import Path
 from statistics import fmean, median
 
 from lab.bench.real_prompts import PARTS, real_prompts, token_ids
-from lab.bench.sources import decode
 from lab.common.claims import bar
+from lab.common.live import decode
 from lab.common.results import Results, parser, table, tell
 from lab.common.statistics import rotated
 from penstock.config import EngineConfig
@@ -74,7 +74,7 @@ def main() -> int:
         for turn in range(args.repeats):
             for name in rotated(tuple(predictions), turn):
                 asked = replace(plain, id=f"{turn}-{name}", prediction=predictions[name])
-                (done,) = decode(engine.loop, [asked])
+                (done,) = decode(engine.loop, [asked], 1)
                 if done.token_ids != output[-len(done.token_ids) :]:
                     raise RuntimeError(f"{prompt.origin}, {name}: another text than without")
                 rates[name].append(len(done.token_ids) / done.seconds)

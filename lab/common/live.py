@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,12 +27,12 @@ from lab.common.experiment import LabError, Trial
 from lab.common.statistics import FloatArray, rotated
 from penstock.config import EngineConfig, PolicyConfig
 from penstock.core.kv import BlockPool
+from penstock.core.learn import Estimators
 from penstock.core.lookup import LookUp
 from penstock.core.loop import Clock, Loop
 from penstock.core.policies.registry import make_pipeline
 from penstock.core.scheduler import Scheduler
-from penstock.core.state import Drafter
-from penstock.core.types import AUTO_DRAFTER, Arrive, Request, SamplingParams
+from penstock.core.types import AUTO_DRAFTER, Arrive, Output, Request, SamplingParams
 from penstock.engine.build import Engine, load_engine
 from penstock.engine.tokenizer import load_tokenizer
 from penstock.serving.offline import Completion, complete
@@ -102,33 +102,33 @@ def make_loop(
     pipeline: str = "off",
     admission: PolicyConfig = VLLM_V1,
     look_up: LookUp | None = None,
+    drafters: Collection[str] | None = None,
+    pool: BlockPool | None = None,
 ) -> Loop:
-    """A scheduler of its own over the engine's executor, with what the engine has measured."""
-    pool = engine.scheduler.pool
+    """A scheduler of its own over the engine's executor, with what the engine has measured.
+    drafters: that it has; None: all. pool: the target's; None: an empty one that caches nothing."""
 
-    def new_pool() -> BlockPool:
+    def like(pool: BlockPool) -> BlockPool:
         return BlockPool(pool.num_blocks, pool.block_size, prefix_caching=False)
 
-    pools = engine.scheduler.table.memory.pools
+    measured, learn = deepcopy(engine.scheduler.learn), Estimators()
+    learn.times, learn.links = measured.times, measured.links
+    known = engine.scheduler.table.drafters.values()
     scheduler = Scheduler(
-        new_pool(),
+        pool or like(engine.scheduler.pool),
         [
-            Drafter(
-                n,
-                new_pool() if n in pools else None,
-                has_lane=pipeline != "off",
-                kind=d.kind,
-            )
-            for n, d in engine.scheduler.table.drafters.items()
+            replace(d, pool=None if d.pool is None else like(d.pool), has_lane=pipeline != "off")
+            for d in known
+            if drafters is None or d.name in drafters
         ],
         admission=admission.make("admission"),
         selection=selection.make("selection"),
         allocation=allocation.make("allocation"),
         pipeline=make_pipeline(pipeline),
         max_model_len=engine.max_model_len,
+        learn=learn,
         look_up=look_up,
     )
-    scheduler.learn.times = deepcopy(engine.scheduler.learn.times)
     return Loop(scheduler, engine.executor, engine.clock)
 
 
@@ -175,6 +175,37 @@ def _due(pending: deque[Request], now: float, origin: float) -> Iterator[Arrive]
     while pending and pending[0].arrival_time <= now:
         request = pending.popleft()
         yield Arrive(replace(request, arrival_time=request.arrival_time + origin))
+
+
+# --- one request's speed --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A request's tokens after its first output, and the seconds and outputs that they took."""
+
+    completion: Completion
+    token_ids: tuple[int, ...]
+    seconds: float
+    rounds: int
+
+
+def decode(loop: Loop, requests: Sequence[Request], batch: int) -> list[Timed]:
+    """Run requests to their ends, so many at a time. Raises: RuntimeError for one that fails."""
+    seen: dict[str, list[tuple[float, int]]] = {request.id: [] for request in requests}
+
+    def watch(output: Output) -> None:
+        seen[output.request_id].append((time.perf_counter(), len(output.token_ids)))
+
+    found = []
+    for done in complete(loop, requests, batch, watch):
+        if done.error:
+            raise RuntimeError(done.error)
+        outputs = seen[done.request.id]
+        (began, num_first), (ended, _) = outputs[0], outputs[-1]
+        after_first = tuple(done.token_ids[num_first:])
+        found.append(Timed(done, after_first, ended - began, len(outputs) - 1))
+    return found
 
 
 # --- systems that take turns ----------------------------------------------------------------------

@@ -1,0 +1,245 @@
+"""Prompts and systems of `lab.bench.choice`, and an engine of this process that they are served
+by."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+from lab.bench.real_prompts import PARTS, RealPrompt, real_prompts, token_ids
+from lab.common.cells import Cells, Figures
+from lab.common.families import SPIN
+from lab.common.live import decode, make_loop
+from penstock.config import SUFFIX, DrafterConfig, EngineConfig, PolicyConfig
+from penstock.core.kv import BlockPool
+from penstock.core.loop import Loop
+from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, Request, SamplingParams
+from penstock.engine.build import Engine, load_engine
+from penstock.engine.tokenizer import Tokenizer, load_tokenizer
+from penstock.serving.offline import complete
+
+MODEL, OTHER = "model", "other"
+BEHIND = "behind look-up"
+KINDS = {
+    "completion": "code",
+    "edit": "edit",
+    "chat": "chat",
+    "structured": "JSON",
+    "summary": "summary",
+}
+"""Kinds of prompts, and what they are called here."""
+AGAIN = "edit again"
+CONTEXT = 768
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request. label: of its kind; origin: where its text is from."""
+
+    label: str
+    origin: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class System:
+    """A way to serve. drafters: that it has, besides look-up; wanted: what each request asks for,
+    by its index; chooses: it decides for each request."""
+
+    drafters: tuple[str, ...]
+    looks_up: bool = True
+    selection: str = AUTO_DRAFTER
+    allocation: str = "priced"
+    wanted: str | Sequence[str] = AUTO_DRAFTER
+
+    @property
+    def is_fixed(self) -> bool:
+        return self.wanted != AUTO_DRAFTER
+
+
+class Bench:
+    """The engine, its prompts, and the loops of all systems after what they learn from."""
+
+    def __init__(self, args: argparse.Namespace, kept: Cells) -> None:
+        self.args = args
+        self.models = (MODEL,) if args.other is None else (MODEL, OTHER)
+        self.engine = _load(args)
+        tokenizer = load_tokenizer(self.engine.tokenizer_path)
+        self._loops: dict[str, Loop] = {}
+        if args.case != "unlike":
+            answers = kept.measure("first edits", partial(self._first_edits, tokenizer))
+            self.learn = seat_prompts(tokenizer, PARTS[0], args.warm, answers)
+            self.held = seat_prompts(tokenizer, PARTS[1], args.prompts, answers)
+        else:
+            self.learn = _prompts(tokenizer, PARTS[0], args.warm)
+            self.held = _prompts(tokenizer, PARTS[1], args.prompts)
+        self._read = self._pool_with_prompts()
+
+    def systems(self) -> dict[str, System]:
+        """The control is not among them."""
+        fixed = {
+            NO_DRAFTER: System((), False, wanted=NO_DRAFTER),
+            SUFFIX: System((), wanted=SUFFIX),
+        }
+        for name in self.models:
+            if self.args.case == "unlike":
+                fixed[name] = System((name,), False, wanted=name)
+            fixed[f"{name} {BEHIND}"] = System((name,), wanted=name)
+        rivals = {name: System(self.models, selection=name) for name in SPIN}
+        rivals["goodspeed"] = System(self.models, selection="single", allocation="goodspeed")
+        return {**fixed, **rivals, AUTO_DRAFTER: System(self.models)}
+
+    def assigned(self, wanted: Sequence[str]) -> System:
+        """Each request with a policy of its own."""
+        return System(self.models, wanted=wanted)
+
+    def play(self, name: str, system: System, turn: int) -> Figures:
+        """Serve the held prompts once, by a server that has served those to learn from."""
+        if name not in self._loops:
+            self._loops[name] = self._loop(system)
+            if name != NO_DRAFTER:
+                self._serve(self._loops[name], self.learn, _learning(system), name)
+        # What it has learned from the held prompts does not go into the next turn.
+        loop = Loop(deepcopy(self._loops[name].scheduler), self.engine.executor, self.engine.clock)
+        return self._serve(loop, self.held, system, f"{name} {turn}", order=turn)
+
+    def _pool_with_prompts(self) -> BlockPool:
+        """The target's KV memory after it has read all prompts, which no policy changes."""
+        own = self.engine.scheduler.pool
+        pool = BlockPool(own.num_blocks, own.block_size)
+        loop = self._loop(System((), wanted=NO_DRAFTER), pool)
+        asked = [*self.learn, *self.held]
+        requests = [self._request(a, f"reading {i}", NO_DRAFTER) for i, a in enumerate(asked)]
+        complete(loop, [replace(r, max_tokens=1) for r in requests], 1)
+        return pool
+
+    def _first_edits(self, tokenizer: Tokenizer) -> Figures:
+        """The target's answers to the edits, by where their text is from."""
+        system = System((), wanted=SUFFIX)
+        asked = []
+        for part, num in ((PARTS[0], self.args.warm), (PARTS[1], self.args.prompts)):
+            asked += [_asked(p, tokenizer) for p in _first(part, "edit", num)]
+        requests = [replace(self._request(a, a.origin, SUFFIX), max_tokens=300) for a in asked]
+        pool = self.engine.scheduler.pool
+        done = complete(self._loop(system, pool), requests, self.args.clients)
+        return {c.request.id: tokenizer.decode(c.token_ids) for c in done}
+
+    def _loop(self, system: System, pool: BlockPool | None = None) -> Loop:
+        """pool: the target's KV memory; None: a copy of what has read the prompts."""
+        named = PolicyConfig.from_name
+        look_up = deepcopy(self.engine.scheduler.look_up) if system.looks_up else None
+        selection = SPIN.get(system.selection) or named(system.selection)
+        return make_loop(
+            self.engine,
+            selection,
+            named(system.allocation),
+            AUTO_DRAFTER,
+            named("fluid_guided"),
+            look_up,
+            system.drafters,
+            deepcopy(self._read) if pool is None else pool,
+        )
+
+    def _serve(
+        self, loop: Loop, asked: Sequence[Asked], system: System, name: str, order: int = 0
+    ) -> Figures:
+        """Raises: RuntimeError for a request that fails."""
+        numbers = list(range(len(asked)))
+        random.Random(order).shuffle(numbers)
+        requests = []
+        for i in numbers:
+            wanted = system.wanted if isinstance(system.wanted, str) else system.wanted[i]
+            requests.append(self._request(asked[i], f"{name} {i}", wanted))
+        begun = time.perf_counter()
+        timed = decode(loop, requests, self.args.clients)
+        seconds = time.perf_counter() - begun
+        by_number = dict(zip(numbers, timed, strict=True))
+        told = [
+            {
+                "kind": asked[i].label,
+                "tokens": len(by_number[i].token_ids),
+                "seconds": by_number[i].seconds,
+                "text": hash(tuple(by_number[i].completion.token_ids)),
+                "drafts": dict(by_number[i].completion.usage.drafts),
+            }
+            for i in range(len(asked))
+        ]
+        tokens = sum(len(t.completion.token_ids) for t in timed)
+        return {"seconds": seconds, "tokens": tokens, "requests": told}
+
+    def _request(self, asked: Asked, name: str, wanted: str) -> Request:
+        return Request(
+            id=name,
+            prompt_len=len(asked.token_ids),
+            prompt_token_ids=asked.token_ids,
+            max_tokens=self.args.tokens,
+            stop_token_ids=frozenset(self.engine.eos_token_ids),
+            sampling=SamplingParams(temperature=0.0),
+            drafter=wanted,
+        )
+
+
+def _load(args: argparse.Namespace) -> Engine:
+    on_its_own = partial(DrafterConfig, device="cpu:1")
+    drafters = {
+        MODEL: on_its_own(path=str(args.model), max_num_seqs=1 if args.case != "unlike" else None)
+    }
+    if args.other is not None:
+        drafters[OTHER] = on_its_own(path=str(args.other))
+    room = CONTEXT + args.tokens + 32
+    return load_engine(
+        EngineConfig(
+            target=args.target,
+            drafters=drafters,
+            device="cpu:0",
+            look_up=SUFFIX,
+            # Room for all prompts, which are read once, and for the requests that run.
+            kv_tokens=(5 * (args.warm + args.prompts) + args.clients) * room,
+            max_model_len=room,
+        )
+    )
+
+
+def _learning(system: System) -> System:
+    """The same without a choice for each of the held prompts."""
+    return system if isinstance(system.wanted, str) else replace(system, wanted=AUTO_DRAFTER)
+
+
+def _first(part: str, kind: str, num: int) -> list[RealPrompt]:
+    return [p for p in _all_prompts() if p.part == part and p.kind == kind][:num]
+
+
+_all_prompts = cache(real_prompts)
+
+
+def _asked(prompt: RealPrompt, tokenizer: Tokenizer) -> Asked:
+    tokens = token_ids(prompt, tokenizer)[-CONTEXT:]
+    return Asked(KINDS[prompt.kind], prompt.origin, tokens)
+
+
+def _prompts(tokenizer: Tokenizer, part: str, num: int) -> list[Asked]:
+    """So many of each kind."""
+    return [_asked(p, tokenizer) for kind in KINDS for p in _first(part, kind, num)]
+
+
+def seat_prompts(
+    tokenizer: Tokenizer, part: str, num: int, answers: Mapping[str, str]
+) -> list[Asked]:
+    """New code, and as many edits of what was edited before."""
+    again = []
+    for first, then in zip(_first(part, "edit", num), _first(part, "edit", 99)[1:], strict=False):
+        instruction = (then.message or "").partition("\n\n")[0]
+        messages = [
+            {"role": "user", "content": first.message or ""},
+            {"role": "assistant", "content": answers[first.origin]},
+            {"role": "user", "content": instruction},
+        ]
+        tokens = tuple(tokenizer.apply_chat_template(messages))[-CONTEXT:]
+        again.append(Asked(AGAIN, first.origin, tokens))
+    new = [_asked(p, tokenizer) for p in _first(part, "completion", num)]
+    return [one for pair in zip(new, again, strict=False) for one in pair]
