@@ -433,7 +433,7 @@ def test_the_next_step_says_which_state_it_begins_with() -> None:
     carried = CarriedStates(2, torch.device("cpu"))
 
     def step(ids: list[str], batch: RaggedBatch) -> tuple[list[float], list[int]]:
-        carry = carried.carry(ids, batch)
+        carry = carried.carry(ids, batch, batch.logits_rows[:0])
         batch = dataclasses.replace(batch, carry=carry)
         carry.after = torch.from_numpy(batch.positions[carry.rows]).float()[:, None].repeat(1, 2)
         carried.keep(ids, batch)

@@ -171,6 +171,8 @@ class ToyEngine:
     vocab_size: int = VOCAB
     eos_token_ids: tuple[int, ...] = (EOS,)
     scores_prompts: bool = True
+    pooling: None = None
+    generates: bool = True
     num_slots: None = None
     state_bytes: int = 0
     state: None = None

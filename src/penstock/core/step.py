@@ -289,9 +289,9 @@ class Step:
     def cached_blocks(self, state: RequestState) -> list[int]:
         """Return the blocks of the prefix cache that a waiting request would start from.
 
-        The last known token is always computed anew, since its logits are needed, and so is a
-        prompt whose logits are."""
-        if not state.block_hashes or state.request.sampling.num_prompt_logprobs is not None:
+        The last known token is always computed anew, since its logits or state are needed, and so
+        is a prompt of which those of all tokens are."""
+        if not state.block_hashes or state.request.needs_whole_prompt:
             return []
         usable = (state.num_known_tokens - 1) // self.pool.block_size
         return self.pool.match(state.block_hashes[:usable])
@@ -386,7 +386,8 @@ class Step:
         missing = self.pool.blocks_for(start + num_tokens) - kv.num_blocks
         new_blocks = kv.grow(self.pool, missing) if missing > 0 else []
         self.num_tokens += num_tokens
-        samples = start + num_tokens == state.num_known_tokens
+        ends = start + num_tokens == state.num_known_tokens
+        samples = ends and state.request.pooling is None
         self.scheduled[state.request.id] = ScheduledTokens(
             state, start, num_tokens, samples, new_blocks
         )

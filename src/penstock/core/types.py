@@ -124,6 +124,10 @@ class LatencyTarget(NamedTuple):
 NO_TARGET: Final = LatencyTarget()
 
 
+Pooling = Literal["last", "mean", "cls"]
+"""Prompt tokens whose hidden states are an embedding: the last one, their mean, the first one."""
+
+
 class StopStrings(NamedTuple):
     """Stop strings of a request, which the executor finds in its text.
 
@@ -139,11 +143,12 @@ class StopStrings(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One completion to generate.
+    """One completion to generate, or an embedding to compute.
 
     block_hashes: of the prompt's full blocks; empty: nothing is shared. prompt_token_ids: None
     where only lengths are known. expected_output_tokens: the client's estimate. stop: None without
-    stop strings. prediction: tokens that the client expects as output."""
+    stop strings. prediction: tokens that the client expects as output. pooling: of an embedding,
+    which has no output."""
 
     id: str
     prompt_len: int
@@ -160,6 +165,13 @@ class Request:
     latency: LatencyTarget = NO_TARGET
     stop: StopStrings | None = None
     prediction: tuple[int, ...] = ()
+    pooling: Pooling | None = None
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """True if no part of the prompt may come from the prefix cache."""
+        is_scored = self.sampling.num_prompt_logprobs is not None
+        return is_scored or self.pooling not in (None, "last")
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +313,7 @@ class VerifyItem(NamedTuple):
 
     It computes `num_scheduled_tokens` known tokens from `start` on, then up to `num_draft_tokens`
     draft positions. samples: the last known token is included, so that the item yields tokens; any
-    other item is a chunk of prefill. token_ids: the first tokens of the draft, if the scheduler
+    other item is a chunk of prefill, or of a prompt that is embedded. token_ids: the first tokens of the draft, if the scheduler
     knows them: sent ahead, forced (then `drafter` is None), or the first `num_looked_up` looked up;
     others are with the executor."""
 
@@ -422,7 +434,8 @@ class Verdict(NamedTuple):
     target / draft) over all proposed positions (GoodSpeed, eq. 3). prompt_logprobs: given once.
     forced_token_ids: tokens that must come next. finish_reason: of an output that has ended;
     positions behind the end are left out, of which the target computed `num_behind_end`.
-    num_stop_chars: characters from the start of a stop string to the end of the text."""
+    num_stop_chars: characters from the start of a stop string to the end of the text. embedding:
+    float32, of a prompt that is wholly computed."""
 
     request_id: str
     epoch: int
@@ -441,6 +454,7 @@ class Verdict(NamedTuple):
     num_stop_chars: int = 0
     num_behind_end: int = 0
     num_looked_up: int = 0
+    embedding: bytes = b""
 
     @property
     def num_drafted(self) -> int:
@@ -538,7 +552,7 @@ class Output(NamedTuple):
     num_tokens: new tokens, also where only lengths are known. queued_s: from arrival to admission,
     with the first output. num_preemptions: with the last one. num_stop_chars: characters from the
     start of a stop string. drafter: the last proposer; num_looked_up: of the proposed tokens, the
-    first ones, from `look_up` (`LOOK_UP` or `PREDICTION`)."""
+    first ones, from `look_up` (`LOOK_UP` or `PREDICTION`). embedding: float32."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()
@@ -556,6 +570,7 @@ class Output(NamedTuple):
     num_stop_chars: int = 0
     num_looked_up: int = 0
     look_up: str | None = None
+    embedding: bytes = b""
 
     @property
     def drafts(self) -> list[tuple[str, int, int]]:

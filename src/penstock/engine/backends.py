@@ -13,7 +13,7 @@ import torch
 
 from penstock.config import ConfigError, DrafterWeights, EngineConfig, cores_of
 from penstock.core.loop import Clock
-from penstock.core.types import TARGET
+from penstock.core.types import TARGET, Pooling
 from penstock.engine.attention import AttentionFactory
 from penstock.engine.attention.decomposed import DecomposedAttention
 from penstock.engine.attention.packed import PackedAttention
@@ -29,6 +29,7 @@ from penstock.engine.lanes import use_cores
 from penstock.engine.memory import CPU_KV_SHARE, GPU_KV_SHARE, MemoryNeed, free_memory, model_bytes
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.dtypes import resolve_dtype
+from penstock.engine.models.formats import open_checkpoint
 from penstock.engine.models.weight_specs import weight_bytes
 from penstock.engine.native.library import native_library
 from penstock.engine.native.loading import NativeUnavailableError
@@ -317,6 +318,21 @@ class Models:
     def num_states(self) -> int:
         """Number of the target's recurrent states, with copies for prefixes to be shared."""
         return (self.num_slots or 0) * (1 + self.config.prefix_caching)
+
+    @property
+    def named_pooling(self) -> Pooling | None:
+        """Pooling that the target's checkpoint names, if it is an embedding model's."""
+        return open_checkpoint(self.config.target).pooling()
+
+    @property
+    def pooling(self) -> Pooling | None:
+        """Pooling of embeddings; None where the target gives none.
+
+        That is in vLLM, and of one whose kept states are of other layers."""
+        head = self.shapes[TARGET].head if self.vllm is None else None
+        if self.vllm is not None or (head is not None and head.reads):
+            return None
+        return self.named_pooling or "last"
 
     def need(self) -> MemoryNeed:
         """Return what the models take, and what this machine has free for those on its CPU."""

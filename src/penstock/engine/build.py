@@ -29,7 +29,7 @@ from penstock.core.policies.base import MOST_DRAFT_TOKENS
 from penstock.core.policies.registry import make_pipeline
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter, DrafterKind, DrafterStatus
-from penstock.core.types import TARGET
+from penstock.core.types import TARGET, Pooling
 from penstock.engine.audit import Auditor
 from penstock.engine.backends import (
     Models,
@@ -83,6 +83,8 @@ class Engine:
     state_bytes: int = 0
     instruction_set: str | None = None
     scores_prompts: bool = True
+    pooling: Pooling | None = None
+    generates: bool = True
     state: StateFile | None = None
 
     def describe(self) -> dict[str, Any]:
@@ -162,6 +164,8 @@ def load_engine(config: EngineConfig, *, calibrated: bool = True) -> Engine:
         state_bytes=models.state_bytes,
         instruction_set=loaded_instruction_set() if place.backend == "native" else None,
         scores_prompts=executor.scores_prompts,
+        pooling=models.pooling,
+        generates=models.named_pooling is None,
         state=state,
     )
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from penstock.engine.runner import Carry, RaggedBatch
+from penstock.engine.runner import Carry, IntArray, RaggedBatch
 from penstock.engine.states import MOST_KEPT
 
 
@@ -32,20 +32,23 @@ class CarriedStates:
                 state.copy_(rows[start - 1 - first])
         return states
 
-    def carry(self, request_ids: Sequence[str], batch: RaggedBatch) -> Carry:
-        """Return what a pass over a batch of these requests takes, and is to keep."""
-        kept = [np.arange(first, end) for first, end in _kept(batch)]
+    def carry(self, request_ids: Sequence[str], batch: RaggedBatch, others: IntArray) -> Carry:
+        """Return what a pass over a batch of these requests takes, and is to keep.
+
+        others: rows that are kept for another purpose"""
+        kept = [np.arange(first, end, dtype=np.int32) for first, end in _kept(batch)]
         starts = batch.positions[batch.query_start[:-1]].tolist()
-        return Carry(self.before(request_ids, starts), np.concatenate(kept).astype(np.int32))
+        rows = np.concatenate(kept)
+        rows = np.union1d(rows, others) if len(others) else rows
+        return Carry(self.before(request_ids, starts), rows)
 
     def keep(self, request_ids: Sequence[str], batch: RaggedBatch) -> None:
         """Take in what a pass has kept."""
         assert batch.carry is not None
-        begin = 0
         for request_id, (first, end) in zip(request_ids, _kept(batch), strict=True):
+            begin = int(np.searchsorted(batch.carry.rows, first))
             rows = batch.carry.after[begin : begin + end - first]
             self._known[request_id] = (int(batch.positions[first]), rows)
-            begin += end - first
 
     def drop(self, request_id: str) -> None:
         self._known.pop(request_id, None)

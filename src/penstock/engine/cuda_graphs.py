@@ -213,7 +213,8 @@ class GraphRunner(EagerRunner):
 
     def _shape(self, batch: RaggedBatch) -> tuple[int, int] | None:
         """Return rows and blocks of the graph for a batch; None if it has none."""
-        if not self._can_record or 2 * len(batch.logits_rows) < batch.num_tokens:
+        is_plain = self._can_record and batch.carry is None
+        if not is_plain or 2 * len(batch.logits_rows) < batch.num_tokens:
             return None
         num_rows = next((size for size in _SIZES if size >= batch.num_tokens), None)
         context = _LEAST_CONTEXT

@@ -39,9 +39,11 @@ from penstock.engine.drafters.server import Answer, ServerDrafter
 from penstock.engine.ends import LazyTokenizer, OutputEnd
 from penstock.engine.grammar import GrammarCompiler, GrammarState
 from penstock.engine.lanes import Lanes
-from penstock.engine.runner import BatchWriter, IntArray, Model, ModelRunner, RaggedBatch
+from penstock.engine.pooling import PromptPools
+from penstock.engine.runner import BatchWriter, Carry, IntArray, Model, ModelRunner, RaggedBatch
 from penstock.engine.sequences import BlockTables, TokenBuffer
 from penstock.engine.steps import (
+    NOT_FINITE,
     Computed,
     Done,
     DraftsAtHand,
@@ -306,7 +308,7 @@ class LocalExecutor(ABC):
                 drafted.hold(*held)
             drafts = [drafted.draft_of(item) for item in plan.items]
             computed = self._compute(job, drafts, drafted.joined_probs())
-            verdicts = verdicts_of(plan.items, computed.sampled, computed.decided)
+            verdicts = verdicts_of(plan.items, computed)
             self._learn(job, drafted, verdicts)
             times = (started_at, drafted_at, self._clock.now())
             return verified(job, drafted, computed, *times, verdicts, replays)
@@ -417,6 +419,7 @@ class RunnerExecutor(LocalExecutor):
         super().__init__(target, drafters, clock, max_model_len, num_threads, cores)
         self.verifier = Verifier(target)
         self._scores = PromptScores(target)
+        self._pools = PromptPools()
 
     def _compute(
         self,
@@ -425,7 +428,7 @@ class RunnerExecutor(LocalExecutor):
         draft_probs: torch.Tensor | None,
     ) -> Computed:
         self.target.limit_threads(job.num_threads)
-        batch = self._batch(job, [tokens for tokens, _ in drafts])
+        batch = self._with_states(job, self._batch(job, [tokens for tokens, _ in drafts]))
         if copies := job.plan.copies:
             # They have the last slots, requests the first.
             rows = self._tables.rows([c.request_id for c in copies]).tolist()
@@ -437,6 +440,9 @@ class RunnerExecutor(LocalExecutor):
         verified_at = self._clock.now()
         if self._carried is not None:
             self._carried.keep([i.request_id for i in job.plan.items], batch)
+        embeddings = self._pools.add(job.plan.items, job.texts, batch)
+        for request_id in (i for i, embedding in embeddings.items() if not embedding):
+            job.texts[request_id].fail(NOT_FINITE)
         if draft_probs is not None:
             draft_probs = draft_probs.to(self.target.device)
         decided = self.verifier.decide(scores, sampled, draft_probs)
@@ -445,7 +451,9 @@ class RunnerExecutor(LocalExecutor):
                 d._replace(prompt_logprobs=self._scores.pop(s.text.request.id))
                 for s, d in zip(sampled, decided, strict=True)
             ]
-        return Computed(sampled, decided, batch.num_tokens, built_at, verified_at)
+        return Computed(
+            sampled, decided, batch.num_tokens, built_at, verified_at, embeddings=embeddings
+        )
 
     def _carry_out(self, job: StepJob, drafted: DraftsAtHand) -> tuple[Replayed, ...]:
         for item in job.plan.items:  # a head drafts in the step's own blocks
@@ -460,6 +468,7 @@ class RunnerExecutor(LocalExecutor):
     def _forget_in_target(self, request_id: str) -> None:
         self._drop_table(request_id)
         self._scores.release_request(request_id)
+        self._pools.release_request(request_id)
 
     def _batch(self, job: StepJob, drafts: Sequence[list[int]]) -> RaggedBatch:
         writer = BatchWriter()
@@ -475,10 +484,18 @@ class RunnerExecutor(LocalExecutor):
             tokens = text.tokens(start, known)
             writer.add(start, tokens + draft, len(draft) + 1 if item.samples else 0)
         num_blocks, ids = self.target.blocks_for(writer.longest), [i.request_id for i in items]
-        batch = writer.batch(self._tables.gather(ids, num_blocks), self._slots(ids))
-        if self._carried is None:
+        return writer.batch(self._tables.gather(ids, num_blocks), self._slots(ids))
+
+    def _with_states(self, job: StepJob, batch: RaggedBatch) -> RaggedBatch:
+        """Return the batch with the states that its pass takes, and is to keep."""
+        items, pooled = job.plan.items, self._pools.rows(job.plan.items, job.texts, batch)
+        if self._carried is not None:
+            carry = self._carried.carry([i.request_id for i in items], batch, pooled)
+            return replace(batch, carry=carry)
+        if not len(pooled):
             return batch
-        return replace(batch, carry=self._carried.carry(ids, batch))
+        before = torch.zeros(len(items), self.target.config.hidden_size, device=self.target.device)
+        return replace(batch, carry=Carry(before, pooled))
 
     def _slots(self, request_ids: Sequence[str]) -> IntArray | None:
         """Return the places of the requests' recurrent states, if the target has some."""

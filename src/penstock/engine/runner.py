@@ -23,10 +23,10 @@ IntArray = npt.NDArray[np.int32]
 
 @dataclass(slots=True)
 class Carry:
-    """Hidden states that a model's head needs of the rows before, and will need.
+    """Hidden states that a model's head needs of the rows before, and those that are kept.
 
     before: [num_seqs, hidden_size] float32, of the row before each sequence's first
-    rows:   [num_kept] int32, ascending rows whose states are kept
+    rows:   [num_kept] int32, ascending rows whose states are kept: for the head, or as embeddings
     vocab:  tokens to which the head's rows give logits, the first ones; 0: all
     after:  the kept states, [num_kept, hidden_size] float32; set by the pass
     anchors: [num_seqs] int32, position of each draft's first row, where an assistant has all rows
@@ -56,7 +56,7 @@ class RaggedBatch:
     copies: of recurrent states: slot, that of the copy, tokens before, whether it is made or used
     slots: [num_seqs] int32, places of recurrent states (`engine.states`), where a model has some
     again: the last row of a sequence with logits may come again
-    carry: of the model's head, if it has one; None: zeros, and nothing is kept"""
+    carry: hidden states; None: zeros are before the rows of a head, and nothing is kept"""
 
     token_ids: IntArray
     positions: IntArray
@@ -175,7 +175,9 @@ class ModelRunner(Model):
 
     @abstractmethod
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
-        """Write the rows' KV, attend, and return float32 logits [num_logits, vocab_size]."""
+        """Write the rows' KV, attend, and return float32 logits [num_logits, vocab_size].
+
+        States that `batch.carry` keeps are those behind the last norm, but of EAGLE-3's targets."""
 
     def verify(
         self,

@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -243,7 +244,7 @@ class Computed(NamedTuple):
     """The target's results of a step.
 
     sampled, decided: of items that sample; num_rows: of the batch; built_at, verified_at: start and
-    end of the forward pass; decoded: of the decode group."""
+    end of the forward pass; decoded: of the decode group; embeddings: by request."""
 
     sampled: Sequence[Drafted]
     decided: Sequence[Decided]
@@ -251,6 +252,7 @@ class Computed(NamedTuple):
     built_at: float
     verified_at: float
     decoded: GroupTokens | None = None
+    embeddings: Mapping[str, bytes] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -338,19 +340,20 @@ def sampled_of(job: StepJob, drafts: Sequence[tuple[list[int], list[int]]]) -> l
     ]
 
 
-def verdicts_of(
-    items: Sequence[VerifyItem], sampled: Sequence[Drafted], decided: Sequence[Decided]
-) -> tuple[Verdict, ...]:
+def verdicts_of(items: Sequence[VerifyItem], computed: Computed) -> tuple[Verdict, ...]:
     """Return verdicts, and append what was decided to the texts, up to the output's end.
 
-    Chunks of prefill yield empty verdicts."""
+    Chunks of prefill yield empty verdicts, but the last one of an embedding."""
     verdicts = []
-    answers = zip(sampled, decided, strict=True)
+    answers = zip(computed.sampled, computed.decided, strict=True)
     for item in items:
         if item.samples:
             verdicts.append(_verdict_of(item, *next(answers)))
         else:
-            verdicts.append(Verdict(item.request_id, item.epoch, item.round))
+            embedding = computed.embeddings.get(item.request_id, b"")
+            verdicts.append(
+                Verdict(item.request_id, item.epoch, item.round, embedding=embedding)
+            )
     return tuple(verdicts)
 
 

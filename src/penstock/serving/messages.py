@@ -21,6 +21,7 @@ from penstock.core.types import (
     Event,
     Output,
     PhaseTimes,
+    Pooling,
     SamplingParams,
 )
 
@@ -70,7 +71,8 @@ class Ready:
 
     max_request_tokens: limit of prompt and output of one request, by context and KV memory.
     draft_model: what a draft server drafts with, where the engine is at the other end of its link.
-    scores_prompts: it can report log-probabilities of a prompt's tokens."""
+    scores_prompts: it can report log-probabilities of a prompt's tokens. pooling: of embeddings;
+    None: it gives none. generates: False of an embedding model."""
 
     tokenizer_path: Path
     max_request_tokens: int
@@ -80,6 +82,8 @@ class Ready:
     description: dict[str, Any]
     draft_model: str | None = None
     scores_prompts: bool = True
+    pooling: Pooling | None = None
+    generates: bool = True
 
 
 @dataclass(frozen=True, slots=True)

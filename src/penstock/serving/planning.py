@@ -48,6 +48,8 @@ def plan_engine(config: EngineConfig, num_engines: int) -> EnginePlan:
         eos_token_ids=frozenset(target.eos_token_ids),
         drafters=tuple(names),
         description={"target": config.target_name, "kv_tokens": tokens},
+        pooling=models.pooling,
+        generates=models.named_pooling is None,
     )
     return EnginePlan(config.model_copy(update={"kv_tokens": tokens}), models.need(), info)
 

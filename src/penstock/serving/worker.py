@@ -318,6 +318,8 @@ def describe(engine: Engine) -> Ready:
         drafters=tuple(description["drafters"]),
         description={**description, "pid": os.getpid()},
         scores_prompts=engine.scores_prompts,
+        pooling=engine.pooling,
+        generates=engine.generates,
     )
 
 

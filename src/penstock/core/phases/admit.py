@@ -45,7 +45,7 @@ def refusal(ctx: Context, request: Request) -> str | None:
     total = request.prompt_len + request.max_tokens
     if request.id in ctx.table.requests:
         return f"a request with id {request.id!r} is already running"
-    if request.prompt_len < 1 or request.max_tokens < 1:
+    if request.prompt_len < 1 or request.max_tokens < (request.pooling is None):
         return "a request needs at least 1 prompt token and at least 1 token to make"
     if total > ctx.max_model_len:
         return (

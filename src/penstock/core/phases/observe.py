@@ -84,6 +84,8 @@ def _judge(ctx: Context, plan: StepPlan, result: StepResult) -> tuple[list[Outpu
             if output is not None:
                 outputs.append(output)
                 # What had to come tells nothing.
+                if not item.samples:
+                    continue
                 if item.drafter is not None or not item.token_ids:
                     outcomes.append(Outcome(state, verdict))
     return outputs, outcomes
@@ -109,7 +111,8 @@ def _advance(
     memory, accounts = ctx.table.memory, ctx.table.accounts
     if not item.samples:
         memory.commit(state)
-        return None
+        is_whole = state.request.pooling is not None and known >= state.num_known_tokens
+        return _embedded(ctx, state, verdict) if is_whole else None
     first = not state.num_output_tokens
     is_decode = item.num_scheduled_tokens == 1 and not first
     if is_decode and accounts.are_kept:
@@ -148,6 +151,22 @@ def _advance(
         verdict.num_stop_chars,
         verdict.num_looked_up,
         _looked_up_in(state) if verdict.num_looked_up else None,
+    )
+
+
+def _embedded(ctx: Context, state: RequestState, verdict: Verdict) -> Output:
+    """End a request whose prompt is computed, with its embedding."""
+    if not verdict.embedding:
+        return finish(ctx, state, FinishReason.ERROR, "the executor gives no embeddings")
+    num_cached_tokens = state.kv[TARGET].num_cached_tokens
+    _forget(ctx, state)
+    return Output(
+        state.request.id,
+        finish_reason=FinishReason.STOP,
+        num_cached_tokens=num_cached_tokens,
+        queued_s=state.admitted_at - state.request.arrival_time,
+        num_preemptions=state.num_preemptions,
+        embedding=verdict.embedding,
     )
 
 

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
+    from penstock.core.types import Pooling
     from penstock.engine.models.quantized import QuantizedMatrix
 
 GGUF_MAGIC = b"GGUF"
 _GGUF_SUFFIX = ".gguf"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+LM_HEAD = "lm_head.weight"
 HEAD_PROJECTION = "mtp.fc.weight"
 """Tensor of a head for multi-token prediction."""
 GLM_HEAD = ".eh_proj.weight"
@@ -96,6 +98,12 @@ class Checkpoint(ABC):
 
         None where there is none. Read without PyTorch, but for an assistant's GGUF file."""
         return None
+
+    @abstractmethod
+    def pooling(self) -> Pooling | None:
+        """Return how an embedding model's prompts are pooled; None of any other model.
+
+        Read without PyTorch."""
 
     @abstractmethod
     def tokenizer_source(self) -> bytes:

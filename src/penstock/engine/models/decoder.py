@@ -144,8 +144,8 @@ class Decoder:
         everywhere = windowed = attention.prepare(batch)
         if variant.window is not None:
             windowed = attention.prepare(batch, variant.window.size)
-        # A head, or an assistant, needs the states of all rows.
-        gives_states = self.config.gives_states
+        # A head or an assistant needs the states of all rows, an embedding those of some.
+        gives_states = self.config.gives_states or batch.carry is not None
         last = -1 if gives_states else self.config.num_layers - 1
 
         inputs: list[torch.Tensor] = []

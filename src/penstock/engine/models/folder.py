@@ -9,12 +9,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.core.types import Pooling
 from penstock.engine.models.checkpoint import (
     ASSISTANTS,
     EAGLE3,
     GLM_HEAD,
     HEAD_PROJECTION,
     INDEX_FILE,
+    LM_HEAD,
     SINGLE_FILE,
     Checkpoint,
     CheckpointError,
@@ -36,6 +38,13 @@ _SHARED = (
 )
 """Keys of a multimodal config.json that stand beside text_config."""
 
+_POOLING: dict[str, Pooling] = {
+    "lasttoken": "last", "mean": "mean", "mean_tokens": "mean", "cls": "cls", "cls_token": "cls",
+    # The same but for a factor, and an embedding has length 1.
+    "mean_sqrt_len_tokens": "mean",
+}  # fmt: skip
+"""Poolings by sentence-transformers' names, older and newer ones."""
+
 _AS_WRITTEN = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Classes, two names of one, that read tokenizer.json without changes."""
 
@@ -48,6 +57,8 @@ class FolderCheckpoint(Checkpoint):
     def description(self) -> ModelDescription:
         file, generation = self.path / "config.json", self.path / "generation_config.json"
         content = _text_part(file, _read_json(file))
+        if self.pooling() is not None:
+            content = _with_output(content, has_own=LM_HEAD in self._tensor_names())
         if self._packed_format(content) is not None:
             content = {k: v for k, v in content.items() if k != "quantization_config"}
         ends = _read_json(generation).get("eos_token_id") if generation.exists() else None
@@ -71,6 +82,13 @@ class FolderCheckpoint(Checkpoint):
             known = [[name] for name in (EAGLE3, *ASSISTANTS)]
             return content if content.get("architectures") in known else None
         return None
+
+    def pooling(self) -> Pooling | None:
+        modules = self.path / "modules.json"
+        if not modules.is_file():
+            names = _read_json(self.path / "config.json").get("architectures")
+            return "last" if _base_of(names) is not None else None
+        return _pooling(modules)
 
     def _tensor_names(self) -> Collection[str]:
         """Return the names of all tensors; none where the files cannot be read."""
@@ -144,6 +162,46 @@ class FolderCheckpoint(Checkpoint):
     def _require_tokenizer(self) -> None:
         if not (self.path / "tokenizer.json").is_file():
             raise CheckpointError(f"{self.path}: has no tokenizer.json; a fast tokenizer is needed")
+
+
+def _pooling(modules: Path) -> Pooling:
+    """Return the pooling that the modules of sentence-transformers name. Raises CheckpointError."""
+    try:
+        listed = json.loads(modules.read_text(encoding="utf-8"))
+        paths = {each["type"].rpartition(".")[2]: each["path"] for each in listed}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{modules}: not a list of modules ({one_line(error)})") from error
+    if others := sorted(paths.keys() - {"Transformer", "Pooling", "Normalize"}):
+        raise CheckpointError(
+            f"{modules}: {others[0]} is not computed; allowed: Transformer, Pooling, Normalize"
+        )
+    if "Pooling" not in paths:
+        return "last"
+    file = modules.with_name(Path(str(paths["Pooling"])).name) / "config.json"
+    content = _read_json(file)
+    flags = [k for k, is_on in content.items() if k.startswith("pooling_mode_") and is_on is True]
+    named = content.get("pooling_mode", [flag.removeprefix("pooling_mode_") for flag in flags])
+    found = {_POOLING.get(str(name)) for name in ([named] if isinstance(named, str) else named)}
+    (pooling,) = found if len(found) == 1 else (None,)
+    if pooling is None:
+        raise CheckpointError(f"{file}: pools by {named}; allowed: one of {', '.join(_POOLING)}")
+    return pooling
+
+
+def _base_of(architectures: Any) -> str | None:
+    """Return the usual architecture of a model that was saved without its output matrix."""
+    from penstock.engine.models.families import FAMILIES
+
+    name = architectures[0] if isinstance(architectures, list) and architectures else None
+    usual = f"{str(name).removesuffix('Model')}ForCausalLM"
+    return usual if str(name).endswith("Model") and usual in FAMILIES else None
+
+
+def _with_output(content: dict[str, Any], *, has_own: bool) -> dict[str, Any]:
+    """Return an embedding model's configuration with an output matrix, which is not needed."""
+    usual = _base_of(content.get("architectures"))
+    content = content if usual is None else {**content, "architectures": [usual]}
+    return content if has_own else {**content, "tie_word_embeddings": True}
 
 
 def _text_part(file: Path, content: dict[str, Any]) -> dict[str, Any]:

@@ -58,6 +58,9 @@ class FolderTensors:
         self._open: dict[Path, Any] = {}
         self._file_of = self._locate()
         self._names = {_text_name(name): name for name in self._file_of}
+        if "embed_tokens.weight" in self._names:  # of a model without an output matrix
+            flat = {f"model.{name}": theirs for name, theirs in self._names.items()}
+            self._names = flat | self._names
         self._names |= _names_of_head(self._names)
 
     def has(self, name: str) -> bool:

@@ -33,7 +33,8 @@ _NAME = re.compile(
 )
 _FOLDER_FILES = re.compile(
     r"(config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)"
-    r"\.json|tokenizer\.model|merges\.txt|chat_template\.(jinja|json)"
+    r"\.json|modules\.json|\w+_Pooling/config\.json"
+    r"|tokenizer\.model|merges\.txt|chat_template\.(jinja|json)"
     r"|additional_chat_templates/[\w-]+\.jinja"
 )
 """Files of a folder beside its weights; `.bin`, `.onnx` and `original/` are not among them."""

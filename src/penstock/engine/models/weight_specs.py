@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
-from penstock.engine.models.checkpoint import HEAD_PROJECTION
+from penstock.engine.models.checkpoint import HEAD_PROJECTION, LM_HEAD
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.families import FAMILIES, Family
 from penstock.engine.models.variant import LLAMA, DeltaNet, LayerShape
 
 EMBEDDINGS = "model.embed_tokens.weight"
-LM_HEAD = "lm_head.weight"
 _HEAD_NORMS = {
     "embed_norm": "pre_fc_norm_embedding",
     "hidden_norm": "pre_fc_norm_hidden",

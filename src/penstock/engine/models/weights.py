@@ -10,13 +10,12 @@ from pathlib import Path
 
 import torch
 
-from penstock.engine.models.checkpoint import Tensors
+from penstock.engine.models.checkpoint import LM_HEAD, Tensors
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.formats import open_checkpoint
 from penstock.engine.models.quantized import QuantizedMatrix, Stored, Weight
 from penstock.engine.models.weight_specs import (
     EMBEDDINGS,
-    LM_HEAD,
     WeightSpec,
     head_specs,
     lm_head_spec,

@@ -110,8 +110,8 @@ struct BatchValues {
   int32_t num_tokens, num_seqs, max_blocks, num_logits;
   const int32_t* values;
   const int32_t* moves;  // [3, num_seqs] (StateMoves of states.py), or null
-  // Of a model with a head: its states, [hidden_size] each, before each sequence (null: zeros), and
-  // of the rows that are kept. is_head: the rows are the head's, one of each sequence.
+  // States, [hidden_size] each: of a model with a head those before each sequence (null: zeros), and
+  // of any the rows that are kept. is_head: the rows are the head's, one of each sequence.
   const float* before;
   float* after;
   const int32_t* kept_rows;
@@ -224,8 +224,8 @@ struct Plan {
   std::vector<RowSampling> sampling;
   std::vector<int32_t> sampled;
   std::vector<float> confidence;  // of the sampled tokens; empty if not requested
-  // With a head, for each row: the state before it (null: that of the row before), and where its own
-  // is kept (null: nowhere).
+  // With a head, or where states are kept, for each row: the state before it (null: that of the row
+  // before), and where its own is kept (null: nowhere).
   std::vector<const float*> before;
   std::vector<float*> after;
   bool is_head = false;  // its rows are the head's
@@ -368,7 +368,7 @@ struct Model {
                        [](const LayerWeights& layer) { return layer.query_gate.data; });
   }
 
-  void reserve(int rows) {
+  void reserve(int rows, bool with_states) {
     if (Buffer::poisons) reserve_scratch();
     residual.reserve(rows * residual_stride());
     query.reserve(rows * query_stride());
@@ -381,7 +381,7 @@ struct Model {
       inputs.reserve(rows * inputs_stride());
       output_gate.reserve(rows * value_stride());
     }
-    if (keeps_states()) states.reserve(rows * state_stride());
+    if (with_states) states.reserve(rows * state_stride());
     if (weights.head_fc.data) joined.reserve(rows * joined_stride());
     if (is_eagle()) read.reserve(rows * read_stride());
     if (weights.num_experts == 0) return;

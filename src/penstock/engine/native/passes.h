@@ -128,7 +128,7 @@ class Pass {
     if (!plan_.sampling.empty()) sample();
     if (model_.has_head())
       write_head();
-    else if (model_.keeps_states())
+    else if (!plan_.after.empty())
       keep_states(weights_.norm);
   }
 

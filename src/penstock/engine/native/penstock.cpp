@@ -160,9 +160,9 @@ bool check_head(const Model& model, const Batch& batch, char* error) {
       return refuse(error, "anchors[%d] is %d; allowed: 0..%d", seq, batch.anchors[seq],
                     batch.positions[seq]);
   for (int i = 0; i < batch.num_kept; ++i)
-    if (!model.keeps_states() || batch.kept_rows[i] < 0 || batch.kept_rows[i] >= batch.num_tokens)
-      return refuse(error, "kept_rows[%d] is %d; must be within 0..%d of a model with a head", i,
-                    batch.kept_rows[i], batch.num_tokens - 1);
+    if (batch.kept_rows[i] < 0 || batch.kept_rows[i] >= batch.num_tokens)
+      return refuse(error, "kept_rows[%d] is %d; must be within 0..%d", i, batch.kept_rows[i],
+                    batch.num_tokens - 1);
   return true;
 }
 
@@ -211,10 +211,11 @@ void plan_rows(Model& model, const Batch& batch, Plan& plan) {
       plan.moves.push_back({batch.slots[seq], plan.num_rows() - rows, rows, batch.replayed[seq],
                             batch.committed[seq]});
   }
-  model.reserve(plan.num_rows());
+  const bool keeps_states = model.keeps_states() || batch.num_kept;
+  model.reserve(plan.num_rows(), keeps_states);
   plan.is_head = batch.is_head;
   plan.vocab = batch.vocab;
-  if (!model.keeps_states()) return;
+  if (!keeps_states) return;
   plan.before.resize(plan.num_rows());
   plan.after.resize(plan.num_rows());
   const size_t width = model.weights.state_size;

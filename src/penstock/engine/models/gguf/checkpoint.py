@@ -7,8 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from gguf.constants import PoolingType
+
+from penstock.core.types import Pooling
 from penstock.engine.models.checkpoint import Checkpoint, CheckpointError, ModelDescription, Tensors
 from penstock.engine.models.gguf.file import open_gguf
+
+_POOLING: dict[Any, Pooling] = {
+    PoolingType.MEAN: "mean", PoolingType.CLS: "cls", PoolingType.LAST: "last",
+}  # fmt: skip
+"""Those of embedding models; a reranker's (4) is none."""
 
 
 class GgufCheckpoint(Checkpoint):
@@ -41,6 +49,10 @@ class GgufCheckpoint(Checkpoint):
         except (CheckpointError, OSError):
             return None  # whoever reads it says why
         return {} if any(name.endswith(".nextn.eh_proj.weight") for name in names) else None
+
+    def pooling(self) -> Pooling | None:
+        metadata = open_gguf(self.path).metadata
+        return _POOLING.get(metadata.get(f"{metadata.get('general.architecture')}.pooling_type"))
 
     def tokenizer_source(self) -> bytes:
         file, digest = open_gguf(self.path), hashlib.sha256()
