@@ -17,6 +17,7 @@ from penstock.api.anthropic.endpoints import add_messages
 from penstock.api.bodies import ChatBody, CompletionBody, ExtraFile, GenerationBody, InfillBody
 from penstock.api.body import validated
 from penstock.api.dashboard import add_dashboard, add_home
+from penstock.api.embeddings import add_embeddings
 from penstock.api.http import (
     IGNORED_FIELDS,
     REQUEST_ID,
@@ -63,7 +64,7 @@ def create_app(
     api_keys = shared or ApiKeys(config.engine.tenants, config.metrics_keys)
     app.state.api_keys = api_keys
     caller_of = callers(api_keys)
-    for add in (_add_openai, _add_infill, add_messages, add_ollama):
+    for add in (_add_openai, add_embeddings, _add_infill, add_messages, add_ollama):
         add(app, service, caller_of)
     viewers = ApiKeys({}) if config.open_metrics else api_keys
     _add_operations(app, service, viewers)
@@ -132,15 +133,6 @@ def _add_openai(app: FastAPI, service: Service, caller_of: Callable[..., Caller]
         choices = await service.prepare.chat(body.as_chat(), caller, job_id)
         form = ResponsesFormat(job_id, service.model_name, body)
         return await service.answer(http, caller, body, choices, form)
-
-    @app.post("/v1/embeddings", dependencies=[Depends(caller_of)])
-    async def embeddings() -> None:
-        raise errors.ApiError(
-            400,
-            f"the model {service.model_name!r} makes text and no embeddings",
-            param="model",
-            code="unsupported_model",
-        )
 
     _add_tokens(app, service, [Depends(caller_of)])
 

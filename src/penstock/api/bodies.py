@@ -36,7 +36,7 @@ _Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 _Texts = Annotated[list[str], Field(fail_fast=True)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 _Prompts = Annotated[list[TokenIds], Field(fail_fast=True, max_length=_MAX_PROMPTS)]
-_Prompt = Annotated[str | _Texts | TokenIds | _Prompts, Field(union_mode="left_to_right")]
+Prompt = Annotated[str | _Texts | TokenIds | _Prompts, Field(union_mode="left_to_right")]
 
 
 class StreamOptions(Body):
@@ -112,23 +112,33 @@ class SamplingBody(Body):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
-class GenerationBody(SamplingBody, StructuredBody):
-    """Fields of completions, chats and responses.
+class ModelBody(Body):
+    """Fields of all requests to the model.
 
-    user: ignored. timeout: seconds until the request is cancelled. expected_output_tokens: the
-    client's estimate for a choice, used by admission policies. latency: targets of every choice.
-    """
+    user: ignored. timeout: seconds until the request is cancelled."""
 
     not_offered: ClassVar[Mapping[str, tuple[object, ...]]] = {}
     """This endpoint's own unsupported fields, as in `_UNSUPPORTED`."""
 
     model: str | None = None
+    user: str | None = None
+    timeout: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+
+    def parts(self) -> Iterator[tuple[tuple[str | int, ...], Body]]:
+        """Yield the objects inside it whose unknown fields count, and their paths."""
+        yield from ()
+
+
+class GenerationBody(ModelBody, SamplingBody, StructuredBody):
+    """Fields of completions, chats and responses.
+
+    expected_output_tokens: the client's estimate for a choice, used by admission policies.
+    latency: targets of every choice."""
+
     stream: bool = False
     stream_options: StreamOptions | None = None
     speculation: SpeculationOptions = SpeculationOptions()
     latency: LatencyOptions = LatencyOptions()
-    user: str | None = None
-    timeout: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     expected_output_tokens: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
@@ -136,10 +146,6 @@ class GenerationBody(SamplingBody, StructuredBody):
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is only allowed with stream: true")
         return self
-
-    def parts(self) -> Iterator[tuple[tuple[str | int, ...], Body]]:
-        """Yield the objects inside it whose unknown fields count, and their paths."""
-        yield from ()
 
     @property
     def usage_at_end(self) -> bool:
@@ -189,6 +195,15 @@ class PredictedBody(GenerationBody):
         return "" if self.prediction is None else _text_of(self.prediction.content)
 
 
+def each_prompt(given: str | Sequence[str | int | list[int]]) -> list[str | list[int]]:
+    """Return one entry per prompt: text or token ids."""
+    if isinstance(given, str):
+        return [given]
+    if given and isinstance(given[0], int):
+        return [[token for token in given if isinstance(token, int)]]
+    return [prompt for prompt in given if not isinstance(prompt, int)]
+
+
 class CompletionBody(PredictedBody):
     """Body of `POST /v1/completions`.
 
@@ -196,7 +211,7 @@ class CompletionBody(PredictedBody):
     echo: prepend the prompt, with its log-probabilities; max_tokens may then be 0.
     add_special_tokens: to text prompts."""
 
-    prompt: _Prompt
+    prompt: Prompt
     suffix: str = ""
     add_special_tokens: bool = True
     max_tokens: int | None = Field(default=None, ge=0)
@@ -214,11 +229,7 @@ class CompletionBody(PredictedBody):
     @property
     def prompts(self) -> list[str | list[int]]:
         """One entry per prompt: text or token ids."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
-            return [[token for token in self.prompt if isinstance(token, int)]]
-        return [prompt for prompt in self.prompt if not isinstance(prompt, int)]
+        return each_prompt(self.prompt)
 
     @property
     def num_logprobs(self) -> int | None:

@@ -28,8 +28,9 @@ _MESSAGES_TYPES = {
     504: "timeout_error",
 }
 """Anthropic's types of errors, where `_TYPES` are OpenAI's."""
+PROMPT_SHAPES = "must be a string, a list of strings, a list of token ids, or a list of such lists"
 _SHAPES = {
-    "prompt": "must be a string, a list of strings, a list of token ids, or a list of such lists",
+    "prompt": PROMPT_SHAPES,
     "stop": "must be a string or a list of strings",
     "content": "must be a string or a list of text parts; images, audio and files are not read",
     "tool_choice": 'must be "none", "auto", "required" or an object that names functions',

@@ -62,6 +62,7 @@ _REASONS = {
 _TENANT_COUNTERS = {
     "prompt_tokens": "Prompt tokens processed.",
     "generation_tokens": "Tokens generated.",
+    "embeddings": "Embeddings computed.",
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
     "prompt_tokens_cached": "Prompt tokens found in the prefix cache.",
@@ -96,6 +97,10 @@ _TENANT_HISTOGRAMS = {
     "request_num_preemptions": ("Preemptions of a request.", (0, *_FEW)),
     "e2e_request_latency_seconds": ("Time from arrival to the last token.", _REQUEST_S),
 }
+_OF_OUTPUT = frozenset((
+    "request_decode_time_seconds", "request_generation_tokens", "request_params_max_tokens",
+))  # fmt: skip
+"""Histograms that an embedding, which has no output, is not in."""
 _DRAFTER_COUNTERS = {
     "spec_decode_num_drafts": "Drafts.",
     "spec_decode_num_draft_tokens": "Draft tokens proposed.",
@@ -234,6 +239,11 @@ class RequestMeter:
             self._trace.on_output(output)
         if output.token_ids:
             self._time_tokens(time.perf_counter(), output)
+        elif output.embedding:
+            self._first_at = self._last_at = time.perf_counter()
+            self._queued_s = output.queued_s
+            self._count_prompt(self.request.prompt_len, output.num_cached_tokens)
+            self.tenant["embeddings"].inc()
         self._num_preemptions += output.num_preemptions
         for drafter, num_proposed, num_accepted in output.drafts:
             self._metrics.count_draft(drafter, num_proposed, num_accepted)
@@ -303,7 +313,8 @@ class RequestMeter:
             ("request_prefill_kv_computed_tokens", self.request.prompt_len - self._num_cached),
             ("request_num_preemptions", self._num_preemptions),
         ):
-            self.tenant[name].observe(value)
+            if self.request.pooling is None or name not in _OF_OUTPUT:
+                self.tenant[name].observe(value)
 
     def _time_tokens(self, now: float, output: Output) -> None:
         tenant = self.tenant
@@ -333,7 +344,7 @@ class RequestMeter:
 
 def count_response(meters: Sequence[RequestMeter]) -> None:
     """Observe the metrics of a response whose choices are all complete."""
-    if all(meter.is_complete for meter in meters):
+    if all(meter.is_complete and meter.request.pooling is None for meter in meters):
         tenant = meters[0].tenant
         tenant["request_params_n"].observe(len(meters))
         longest = max(meter.num_tokens for meter in meters)

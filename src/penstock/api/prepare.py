@@ -50,7 +50,7 @@ _DEFAULT_COMPLETION_TOKENS = 16
 _LONG_TEXT = 8192
 """Characters. Longer texts are tokenised in a thread, so that streams do not stand still."""
 
-_COST_PER_TEXT = 100
+COST_PER_TEXT = 100
 """Overhead of tokenising any text, in characters."""
 
 _EFFORTS = ("reasoning_effort", "enable_thinking")
@@ -94,7 +94,7 @@ class _Chat:
         calls = [call for m in self.messages for call in m.get("tool_calls", ())]
         given = [*self.tools, *calls, *self.variables.items()]
         written = len(json.dumps(given)) if given else 0
-        return written + sum(_COST_PER_TEXT + len(m["content"]) for m in self.messages)
+        return written + sum(COST_PER_TEXT + len(m["content"]) for m in self.messages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class RequestBuilder:
         suffix = await self.text_ids(body.suffix, "suffix")
         ends = fill.ends if fill is not None and not body.ignore_eos else frozenset[int]()
         prediction = await self._prediction(body)
-        size = sum(_COST_PER_TEXT + len(prompt) for prompt in given if isinstance(prompt, str))
+        size = sum(COST_PER_TEXT + len(prompt) for prompt in given if isinstance(prompt, str))
 
         def encode(prompt: str | list[int]) -> list[int]:
             is_text, adds_special = isinstance(prompt, str), body.add_special_tokens
@@ -171,7 +171,7 @@ class RequestBuilder:
             return self._checked(prompt, "prompt")
 
         # One by one, so that the texts of other requests can go between.
-        prompts = [tuple(await self._tokenise(size, encode, prompt)) for prompt in given]
+        prompts = [tuple(await self.tokenise(size, encode, prompt)) for prompt in given]
         grammar = await _compiled(body.structures, body.ignore_eos, self._grammars)
         choices: list[ResponseChoice] = []
         for prompt in prompts:
@@ -225,7 +225,7 @@ class RequestBuilder:
             token_ids = self._encode(text, "messages", add_special_tokens=body.add_special_tokens)
             return self._checked(token_ids, "messages"), text
 
-        token_ids, text = await self._tokenise(chat.size, encode, chat)
+        token_ids, text = await self.tokenise(chat.size, encode, chat)
         prompt = tuple(token_ids)
         prediction = await self._prediction(body)
         before = None
@@ -260,24 +260,24 @@ class RequestBuilder:
         adds = body.add_special_tokens
         if body.prompt is not None:
             encode = partial(self._encode, param="prompt", add_special_tokens=adds is not False)
-            return await self._tokenise(_COST_PER_TEXT + len(body.prompt), encode, body.prompt)
+            return await self.tokenise(COST_PER_TEXT + len(body.prompt), encode, body.prompt)
         chat = _Chat.from_messages(body.messages, body.tools, body.add_generation_prompt)
 
         def encode_chat(chat: _Chat) -> list[int]:
             return self._encode(self._chat_text(chat), "messages", add_special_tokens=bool(adds))
 
-        return await self._tokenise(chat.size, encode_chat, chat)
+        return await self.tokenise(chat.size, encode_chat, chat)
 
     async def text(self, body: DetokenizeBody) -> str:
         """Return the text of tokens, special ones included. Raises: ApiError."""
         if body.model is not None:
             self.check_model(body.model)
-        self._check_ids(body.tokens, "tokens")
+        self.check_ids(body.tokens, "tokens")
         decode = partial(self.tokenizer.decode, skip_special_tokens=False)
-        return await self._tokenise(len(body.tokens), decode, body.tokens)
+        return await self.tokenise(len(body.tokens), decode, body.tokens)
 
-    async def _tokenise(self, size: int, work: Callable[[_T], _U], given: _T) -> _U:
-        """Run `work`, in a thread for long texts. Raises: as `work`."""
+    async def tokenise(self, size: int, work: Callable[[_T], _U], given: _T) -> _U:
+        """Run `work`, in a thread for long texts (`size` characters). Raises: as `work`."""
         if size <= _LONG_TEXT:
             return work(given)
         return await asyncio.get_running_loop().run_in_executor(self._long_texts, work, given)
@@ -291,6 +291,9 @@ class RequestBuilder:
 
     def _check(self, body: GenerationBody, caller: Caller, num_prompts: int) -> None:
         """Check what does not depend on the prompt's tokens. Raises: ApiError."""
+        if not self.engine.generates:
+            message = f"the model {self.model_names[0]!r} makes embeddings and no text"
+            raise ApiError(400, message, param="model", code="unsupported_model")
         if body.model:  # llama.vim's is empty
             self.check_model(body.model)
         drafters = (AUTO_DRAFTER, NO_DRAFTER, *self._drafters_of(caller.tenant))
@@ -309,8 +312,8 @@ class RequestBuilder:
                 f"together at most {most} are allowed",
                 param="n",
             )
-        self._check_ids(body.stop_token_ids, "stop_token_ids")
-        self._check_ids([int(token) for token in body.logit_bias], "logit_bias")
+        self.check_ids(body.stop_token_ids, "stop_token_ids")
+        self.check_ids([int(token) for token in body.logit_bias], "logit_bias")
 
     def _variables(self, body: ChatBody) -> dict[str, Any]:
         """Return the chat template's variables that a body sets. Raises: ApiError."""
@@ -372,8 +375,8 @@ class RequestBuilder:
         if not text:
             return ()
         encode = partial(self._encode, param=param, add_special_tokens=False)
-        token_ids = await self._tokenise(len(text), encode, text)
-        self._check_ids(token_ids, param)
+        token_ids = await self.tokenise(len(text), encode, text)
+        self.check_ids(token_ids, param)
         return tuple(token_ids)
 
     def _encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
@@ -388,10 +391,11 @@ class RequestBuilder:
             raise ApiError(400, f"{param}: must not be empty", param=param)
         if len(token_ids) >= self.engine.max_request_tokens:
             raise ContextOverflow(len(token_ids), self.engine.max_request_tokens, param)
-        self._check_ids(token_ids, param)
+        self.check_ids(token_ids, param)
         return token_ids
 
-    def _check_ids(self, token_ids: Sequence[int], param: str) -> None:
+    def check_ids(self, token_ids: Sequence[int], param: str) -> None:
+        """Raises: ApiError for tokens that the model has not."""
         highest = self.engine.vocab_size - 1
         if max(token_ids, default=0) > highest:
             message = f"{param}: token ids go from 0 to {highest}, not to {max(token_ids)}"

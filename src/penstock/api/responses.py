@@ -339,6 +339,10 @@ class Generation(AbstractContextManager["Generation"]):
                 for delta in deltas:
                     yield delta
 
+    async def whole(self) -> list[Delta]:
+        """Return all deltas at the end. Raises: ApiError."""
+        return [delta async for delta in self.deltas()]
+
 
 @contextmanager
 def as_api_errors() -> Iterator[None]:
@@ -458,9 +462,5 @@ def timestamp(seconds: float) -> str:
 async def collected(job: Generation, form: Form, http: HttpRequest) -> Response:
     """Return the whole response. Raises: ApiError, also if the client disconnects before."""
     with job:
-        body = form.response(job.choices, await unless_gone(http, _all(job)))
+        body = form.response(job.choices, await unless_gone(http, job.whole()))
     return Response(as_json(body), media_type="application/json")
-
-
-async def _all(job: Generation) -> list[Delta]:
-    return [delta async for delta in job.deltas()]

@@ -13,9 +13,15 @@ from penstock import __version__
 from penstock.api.anthropic.bodies import MessagesBody, MessagesInput
 from penstock.api.bodies import ChatBody, CompletionBody, InfillBody
 from penstock.api.http import EXPECTED_OUTPUT_TOKENS
-from penstock.api.ollama.bodies import OllamaChat, OllamaGenerate, OllamaShow
+from penstock.api.ollama.bodies import (
+    OllamaChat,
+    OllamaEmbed,
+    OllamaEmbedOne,
+    OllamaGenerate,
+    OllamaShow,
+)
 from penstock.api.response_bodies import ResponsesBody
-from penstock.api.token_bodies import DetokenizeBody, TokenizeBody
+from penstock.api.token_bodies import DetokenizeBody, EmbeddingBody, TokenizeBody
 
 _REF = "#/components/schemas/{model}"
 _TEXT = {"type": "string"}
@@ -54,6 +60,7 @@ _ERRORS = {
 _BODIES = (
     ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody,
     InfillBody, MessagesBody, MessagesInput, OllamaChat, OllamaGenerate, OllamaShow,
+    EmbeddingBody, OllamaEmbed, OllamaEmbedOne,
 )  # fmt: skip
 
 

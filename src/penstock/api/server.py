@@ -92,7 +92,9 @@ async def serve(
                 for line in _facts(app.state.metrics.model_name, config, client):
                     tell(line)
                 announce(address)
-                tell(_trial(app.state.metrics.model_name, address, config, tokenizer))
+                generates = client.info.generates
+                name = app.state.metrics.model_name
+                tell(_trial(name, address, config, tokenizer, generates=generates))
                 threading.Thread(target=tokenizer.prepare_chats, daemon=True).start()
 
             server = HttpServer(app, client, config, on_started, reload)
@@ -161,17 +163,22 @@ def _facts(model: str, config: ServeConfig, client: EngineClient) -> Iterator[st
         )
 
 
-def _trial(model: str, address: str, config: ServeConfig, tokenizer: Tokenizer) -> str:
-    """Return where to chat in a browser, and on a line of its own a `curl` command."""
+def _trial(
+    model: str, address: str, config: ServeConfig, tokenizer: Tokenizer, *, generates: bool
+) -> str:
+    """Return where to chat in a browser, if the model can, and on another line a `curl` command."""
     has_keys = any(tenant.api_keys for tenant in config.engine.tenants.values())
     key = " -H 'Authorization: Bearer KEY'" if has_keys else ""
     asked: dict[str, Any] = {"prompt": "Once", "max_tokens": 16}
+    path = "completions"
     if tokenizer.has_chat_template:
-        asked = {"messages": [{"role": "user", "content": "Hello"}]}
-    path = "chat/completions" if tokenizer.has_chat_template else "completions"
+        asked, path = {"messages": [{"role": "user", "content": "Hello"}]}, "chat/completions"
+    if not generates:
+        asked, path = {"input": "Hello"}, "embeddings"
     body = shlex.quote(json.dumps({"model": model, **asked}))
     told = f"-H 'Content-Type: application/json' -d {body}"
-    return f"chat at {address}/dashboard#playground, or:\n  curl {address}/v1/{path}{key} {told}"
+    chat = f"chat at {address}/dashboard#playground, or" if generates else "try"
+    return f"{chat}:\n  curl {address}/v1/{path}{key} {told}"
 
 
 def _tracer(config: ServeConfig) -> Tracer | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fastapi import Request, Response
 
 from penstock.api import errors
-from penstock.api.bodies import ChatBody, GenerationBody
+from penstock.api.bodies import ChatBody, GenerationBody, ModelBody
 from penstock.api.body import unless_gone, validated
 from penstock.api.choices import ResponseChoice
 from penstock.api.http import EXPECTED_OUTPUT_TOKENS, Caller
@@ -26,7 +26,7 @@ from penstock.serving.client import RequestClient
 if TYPE_CHECKING:
     from penstock.engine.tokenizer import Tokenizer
 
-_Body = TypeVar("_Body", bound=GenerationBody)
+_Body = TypeVar("_Body", bound=ModelBody)
 
 
 class Service:
@@ -52,10 +52,11 @@ class Service:
         )
 
     async def read(self, model: type[_Body], http: Request) -> _Body:
-        """Validate the body of a generation request. Raises: ApiError."""
+        """Validate the body of a request to the model. Raises: ApiError."""
         body = await validated(model, http)
         told = http.headers.get(EXPECTED_OUTPUT_TOKENS)
-        if told is not None and body.expected_output_tokens is None:
+        is_untold = isinstance(body, GenerationBody) and body.expected_output_tokens is None
+        if told is not None and is_untold:
             body = body.model_copy(update={"expected_output_tokens": _count(told)})
         ignored = ignored_fields(body)
         if isinstance(body, ChatBody):
@@ -79,15 +80,21 @@ class Service:
         form: Form,
     ) -> Response:
         """Run the choices and return their response. Raises: ApiError."""
+        job = await self.start(http, caller, body, choices)
+        if body.stream:
+            return EventStream(job, form, body)
+        return await collected(job, form, http)
+
+    async def start(
+        self, http: Request, caller: Caller, body: ModelBody, choices: Sequence[ResponseChoice]
+    ) -> Generation:
+        """Run the choices of a response. Raises: ApiError."""
         limits = [t for t in (body.timeout, self._timeout_s) if t is not None]
         deadline = asyncio.get_running_loop().time() + min(limits) if limits else None
         start = Generation.start(
             self.client, self.metrics, choices, caller.client, deadline, self._max_wait_s
         )
-        job = await (start if self.client.is_open else unless_gone(http, start))
-        if body.stream:
-            return EventStream(job, form, body)
-        return await collected(job, form, http)
+        return await (start if self.client.is_open else unless_gone(http, start))
 
 
 def model_card(client: RequestClient, name: str, started_at: int) -> dict[str, Any]:

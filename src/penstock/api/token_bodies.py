@@ -1,11 +1,22 @@
-"""Bodies of `/tokenize` and `/detokenize`, as vLLM has them."""
+"""Bodies of `/tokenize` and `/detokenize`, as vLLM has them, and of `/v1/embeddings`."""
 
 from __future__ import annotations
 
-from pydantic import ConfigDict, Field, model_validator
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from penstock.api.bodies import MAX_TOOLS, ChatMessage, TokenIds, Tool
+from pydantic import (
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
+
+from penstock.api.bodies import MAX_TOOLS, ChatMessage, ModelBody, Prompt, TokenIds, Tool
 from penstock.api.body import Body
+from penstock.api.errors import PROMPT_SHAPES
 
 
 class TokenizeBody(Body):
@@ -37,3 +48,23 @@ class DetokenizeBody(Body):
 
     model: str | None = None
     tokens: TokenIds
+
+
+def _in_shape(given: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    try:
+        return validate(given)
+    except ValidationError as error:
+        raise ValueError(PROMPT_SHAPES) from error
+
+
+class EmbeddingBody(ModelBody):
+    """Body of `POST /v1/embeddings`. dimensions: the first ones alone."""
+
+    not_offered: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "add_special_tokens": (True,), "normalize": (True,), "embd_normalize": (2,),
+        "truncate": (False,), "input_type": (), "task": (), "prompt_name": (),
+    }  # fmt: skip
+
+    input: Annotated[Prompt, WrapValidator(_in_shape)]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(default=None, ge=1)

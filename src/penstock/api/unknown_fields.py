@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from penstock.api.bodies import ChatBody, GenerationBody
+from penstock.api.bodies import ChatBody, GenerationBody, ModelBody
 from penstock.api.errors import ApiError
 
 _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
@@ -51,7 +51,7 @@ UNNAMED = "other"
 """Stands for an ignored field whose name does not match `_NAME`."""
 
 
-def ignored_fields(body: GenerationBody) -> list[str]:
+def ignored_fields(body: ModelBody) -> list[str]:
     """Return the names of ignored fields, each once; in messages without the message's index.
 
     Raises: ApiError for a field that would change the answer, or over _MAX_FIELDS unknown fields.
@@ -76,13 +76,13 @@ def header_value(names: Iterable[str]) -> str:
 
 
 def _unknown(
-    body: GenerationBody,
+    body: ModelBody,
 ) -> Iterator[tuple[tuple[str | int, ...], str, Any, Mapping[str, tuple[object, ...]]]]:
     """Yield each unknown field's path, name, value, and the unsupported fields there."""
     for path, part in (((), body), *body.parts()):
         for name, value in (part.model_extra or {}).items():
             yield path, name, value, {**_UNSUPPORTED, **body.not_offered}
-    if body.stream_options is not None:
+    if isinstance(body, GenerationBody) and body.stream_options is not None:
         for name, value in (body.stream_options.model_extra or {}).items():
             yield ("stream_options",), name, value, {}
     for index, message in enumerate(body.messages if isinstance(body, ChatBody) else ()):

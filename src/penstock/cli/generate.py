@@ -150,6 +150,8 @@ class Generator:
                 tokenizer = beside.submit(load_tokenizer, config.target)
                 self._engine = load_engine(config)
             self.tokenizer = tokenizer.result()
+            if not self._engine.generates:
+                raise ConfigError(f"{config.target_name} makes embeddings and no text")
         except CheckpointError as error:
             raise ConfigError(str(error)) from error
 

@@ -108,6 +108,18 @@ class Tokenizer:
         ids = self.encode(text, add_special_tokens)
         return ids if len(ids) <= limit else len(ids)
 
+    def encode_beginning(self, text: str, limit: int) -> list[int]:
+        """Encode a text; of more than `limit` tokens the first ones, with the special ones around.
+
+        Those are the ones that the tokenizer adds to every text, as the end of an embedding's."""
+        ids = self.encode(text[: limit * self._longest_token])
+        if len(ids) <= limit:
+            return ids
+        around = self.encode("")
+        ends = (around[n:] for n in range(len(around)) if ids[:n] == around[:n])
+        after = next((end for end in ends if ids[-len(end) :] == end), [])
+        return ids[: limit - len(after)] + after
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         skipped: Collection[int] = self.special_tokens if skip_special_tokens else ()
         shown = [token_id for token_id in token_ids if token_id not in skipped]

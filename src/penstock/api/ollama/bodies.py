@@ -23,6 +23,7 @@ from penstock.api.bodies import (
     CompletionBody,
     Effort,
     GenerationBody,
+    ModelBody,
     SamplingBody,
     Tool,
     ToolCall,
@@ -84,26 +85,52 @@ class OllamaCopy(Body):
     destination: str = Field(min_length=1)
 
 
-class OllamaBody(GenerationBody):
-    """Fields of `/api/chat` and `/api/generate`. keep_alive: for one of several models."""
-
-    not_offered: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "images": ([],), "context": ([],), "template": ("",),
-    }  # fmt: skip
+class OllamaRequest(ModelBody):
+    """Fields of all requests to the model. keep_alive: of one of several models."""
 
     model: str
-    stream: bool = True
-    options: OllamaOptions = OllamaOptions()
-    format: str | dict[str, Any] = ""
     keep_alive: Annotated[float | None, BeforeValidator(seconds_in)] = None
-    think: bool | Effort | None = None
-    logprobs: bool = False
-    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
 
     @field_validator("model")
     @classmethod
     def _without_latest(cls, name: str) -> str:
         return name.removesuffix(LATEST)
+
+
+class OllamaEmbedOne(OllamaRequest):
+    """Body of `POST /api/embeddings`, the older one. options: ignored."""
+
+    prompt: str = ""
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class OllamaEmbed(OllamaRequest):
+    """Body of `POST /api/embed`. truncate: False refuses a too long text. options: ignored."""
+
+    input: str | list[str] = ""
+    truncate: bool = True
+    dimensions: int | None = Field(default=None, ge=0)
+    options: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def texts(self) -> list[str]:
+        texts = [self.input] if isinstance(self.input, str) else self.input
+        return [] if texts == [""] else texts
+
+
+class OllamaBody(OllamaRequest, GenerationBody):
+    """Fields of `/api/chat` and `/api/generate`."""
+
+    not_offered: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "images": ([],), "context": ([],), "template": ("",),
+    }  # fmt: skip
+
+    stream: bool = True
+    options: OllamaOptions = OllamaOptions()
+    format: str | dict[str, Any] = ""
+    think: bool | Effort | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
 
     @field_validator("format")
     @classmethod

@@ -15,10 +15,20 @@ from fastapi import Depends, FastAPI, Request, Response, params
 
 from penstock.api.bodies import ChatBody
 from penstock.api.body import unless_gone, validated
+from penstock.api.embeddings import EmbeddingChoice, embedded
 from penstock.api.errors import ApiError
 from penstock.api.http import Caller
-from penstock.api.ollama.bodies import LATEST, OllamaBody, OllamaChat, OllamaGenerate, OllamaShow
-from penstock.api.ollama.format import OllamaFormat
+from penstock.api.ollama.bodies import (
+    LATEST,
+    OllamaBody,
+    OllamaChat,
+    OllamaEmbed,
+    OllamaEmbedOne,
+    OllamaGenerate,
+    OllamaRequest,
+    OllamaShow,
+)
+from penstock.api.ollama.format import OllamaFormat, nanoseconds
 from penstock.api.responses import as_api_errors, as_json, timestamp
 from penstock.api.schema import body_of, refusals
 from penstock.api.service import Service
@@ -31,7 +41,6 @@ _VERSION = "0.13.0"
 """The version of Ollama whose endpoints these are: clients refuse older ones."""
 _REFUSED = {
     "pull": "POST", "push": "POST", "create": "POST", "copy": "POST", "delete": "DELETE",
-    "embed": "POST", "embeddings": "POST",
 }  # fmt: skip
 """Methods of Ollama's endpoints that a server of one model has not."""
 _DETAILS = {
@@ -52,13 +61,10 @@ def add_ollama(app: FastAPI, service: Service, caller_of: Callable[..., Caller])
     async def answer(http: Request, caller: Caller, body: OllamaBody) -> Response:
         tokenizer = service.tokenizer if body.logprobs else None
         form = OllamaFormat(body.model, tokenizer, is_chat=isinstance(body, OllamaChat))
-        if body.keep_alive is not None:
-            service.client.keep_alive_s = body.keep_alive
+        _keep_alive(service, body)
         job_id, asked = f"ollama-{uuid4().hex}", body.asked()
         if asked is None:
-            service.prepare.check_model(body.model)
-            with as_api_errors():
-                await unless_gone(http, service.client.load())
+            await _load(service, http, body)
             loaded = form.loaded("load" if body.keep_alive != 0 else "unload")
             return Response(as_json(loaded), media_type="application/json")
         if isinstance(asked, ChatBody):
@@ -75,7 +81,54 @@ def add_ollama(app: FastAPI, service: Service, caller_of: Callable[..., Caller])
     async def generate(http: Request, caller: Caller = Depends(caller_of)) -> Response:
         return await answer(http, caller, await service.read(OllamaGenerate, http))
 
+    _add_embeddings(app, service, caller_of)
     _add_model(app, service, checked)
+
+
+def _keep_alive(service: Service, body: OllamaRequest) -> None:
+    if body.keep_alive is not None:
+        service.client.keep_alive_s = body.keep_alive
+
+
+async def _load(service: Service, http: Request, body: OllamaRequest) -> None:
+    """Load the model that a request without a prompt names. Raises: ApiError."""
+    service.prepare.check_model(body.model)
+    with as_api_errors():
+        await unless_gone(http, service.client.load())
+
+
+def _add_embeddings(app: FastAPI, service: Service, caller_of: Callable[..., Caller]) -> None:
+    errors = refusals("OllamaError")
+
+    async def answer(
+        http: Request, caller: Caller, body: OllamaRequest, texts: Sequence[str], clips: bool
+    ) -> list[EmbeddingChoice]:
+        _keep_alive(service, body)
+        if texts:
+            param = "prompt" if isinstance(body, OllamaEmbedOne) else "input"
+            return await embedded(service, http, caller, body, texts, param, clips=clips)
+        await _load(service, http, body)
+        return []
+
+    @app.post("/api/embed", openapi_extra=body_of(OllamaEmbed), responses=errors)
+    async def embed(http: Request, caller: Caller = Depends(caller_of)) -> Response:
+        started_at, body = time.perf_counter(), await service.read(OllamaEmbed, http)
+        choices = await answer(http, caller, body, body.texts, body.truncate)
+        told = {
+            "model": body.model,
+            "embeddings": [c.vector(body.dimensions or None).tolist() for c in choices],
+            "total_duration": nanoseconds(time.perf_counter() - started_at),
+            "load_duration": 0,
+            "prompt_eval_count": sum(c.request.prompt_len for c in choices),
+        }
+        return Response(as_json(told), media_type="application/json")
+
+    @app.post("/api/embeddings", openapi_extra=body_of(OllamaEmbedOne), responses=errors)
+    async def embed_one(http: Request, caller: Caller = Depends(caller_of)) -> Response:
+        body = await service.read(OllamaEmbedOne, http)
+        choices = await answer(http, caller, body, [body.prompt] if body.prompt else [], True)
+        told = {"embedding": [x for choice in choices for x in choice.vector(None).tolist()]}
+        return Response(as_json(told), media_type="application/json")
 
 
 def _add_model(app: FastAPI, service: Service, checked: Sequence[params.Depends]) -> None:
@@ -110,7 +163,7 @@ def _add_model(app: FastAPI, service: Service, checked: Sequence[params.Depends]
                 "penstock.context_length": context,
             },
             "capabilities": [
-                "completion",
+                "completion" if service.client.info.generates else "embedding",
                 *(["tools"] if format_of(template) else []),
                 *(["insert"] if FillTokens.of(service.tokenizer) else []),
             ],

@@ -81,12 +81,12 @@ class OllamaFormat(Form):
             **self._said(delta),
             "done": True,
             "done_reason": "length" if delta.finish_reason == "length" else "stop",
-            "total_duration": _nanoseconds(now - self._started_at),
+            "total_duration": nanoseconds(now - self._started_at),
             "load_duration": 0,
             "prompt_eval_count": counted["prompt_tokens"],
-            "prompt_eval_duration": _nanoseconds(first - self._started_at),
+            "prompt_eval_duration": nanoseconds(first - self._started_at),
             "eval_count": counted["completion_tokens"],
-            "eval_duration": _nanoseconds(now - first),
+            "eval_duration": nanoseconds(now - first),
             "speculation": counted["speculation"],
         }
 
@@ -96,7 +96,7 @@ def _called(piece: CallPiece) -> JsonDict:
     return {"id": piece.id, "function": {"name": piece.name, "arguments": arguments}}
 
 
-def _nanoseconds(seconds: float) -> int:
+def nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
