@@ -226,8 +226,6 @@ def test_what_is_read_only(llama: ollama.Client) -> None:
         lambda: llama.create("other", from_="toy"),
         lambda: llama.copy("toy", "other"),
         lambda: llama.delete("toy"),
-        lambda: llama.embed("toy", "a"),
-        lambda: llama.embeddings("toy", "a"),
     ):
         with pytest.raises(ollama.ResponseError, match="is not offered: this server") as error:
             refused()

@@ -144,6 +144,20 @@ def test_all_are_listed_and_clients_choose(two: RunningServer, expected: str) ->
             ai.completions.create(model="c", prompt=PROMPT)
 
 
+def test_embeddings_are_those_of_the_model_that_is_named(two: RunningServer) -> None:
+    with openai.OpenAI(base_url=f"{two.url}/v1", api_key="none", max_retries=0) as ai:
+        for name in ("b", "a"):
+            answer = ai.embeddings.create(model=name, input=[[3, 4]])
+            assert (answer.model, len(answer.data[0].embedding)) == (name, 3)
+    with llama(two) as client:
+        assert client.embed("b", ["x", "y"]).model == "b"
+        assert len(client.embeddings("a:latest", "x").embedding) == 3
+        with pytest.raises(ollama.ResponseError, match="this server has 'a', 'b'"):
+            client.embed("c", "x")
+    made = {name: figures(two, "embeddings_total")[name] for name in ("a", "b")}
+    assert made == {"a": 2, "b": 3}
+
+
 def test_a_request_without_a_model_goes_to_the_first_one(two: RunningServer) -> None:
     answer = post(f"{two.url}/v1/completions", json={"prompt": PROMPT, "max_tokens": 1})
     assert answer.json()["model"] == "a"

@@ -3,7 +3,6 @@
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from penstock.engine.tokenizer import Tokenizer
@@ -73,9 +72,3 @@ def test_what_a_client_without_the_model_must_know(http, tokenizer) -> None:
     body = {"prompt": told["eos_token"], "add_special_tokens": False}
     (eos,) = http.post("/tokenize", json=body).json()["tokens"]
     assert tokenizer.special_tokens[eos] == "<|eos|>"
-
-
-def test_no_embeddings(ai: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="makes text and no embeddings") as refused:
-        ai.embeddings.create(model="toy", input="abc")
-    assert refused.value.code == "unsupported_model"

@@ -21,7 +21,15 @@ from transformers import PreTrainedModel
 
 from penstock.config import EngineConfig
 from penstock.core.loop import Loop
-from penstock.core.types import Arrive, Cancel, FinishReason, Output, Pooling, Request, SamplingParams
+from penstock.core.types import (
+    Arrive,
+    Cancel,
+    FinishReason,
+    Output,
+    Pooling,
+    Request,
+    SamplingParams,
+)
 from penstock.engine.build import Engine, load_engine
 from penstock.engine.executor import RunnerExecutor
 from penstock.engine.models.checkpoint import CheckpointError
@@ -75,6 +83,10 @@ def asked(token_ids: Sequence[int], pooling: Pooling) -> Request:
         drafter="none",
         pooling=pooling,
     )
+
+
+def mixed(texts: Sequence[Request], others: Sequence[Request]) -> list[Request]:
+    return [r for pair in zip(texts, others, strict=True) for r in pair]
 
 
 def outputs(loop: Loop, requests: Sequence[Request]) -> dict[str, list[Output]]:
@@ -159,10 +171,9 @@ def test_a_batch_changes_no_bit(engine: Engine, pooling: Pooling) -> None:
     loop = loop_of(engine, kv_tokens=12 * 16, max_num_batched_tokens=37)
     texts = [
         dataclasses.replace(r, prompt_token_ids=tuple(t % 89 for t in r.prompt_token_ids or ()))
-        for r in make_requests(SamplingParams(temperature=0.0), 8, "none", tokens=60)
+        for r in make_requests(SamplingParams(temperature=0.0), 6, "none", tokens=60)
     ]
-    both = [r for pair in zip(texts, [asked(ids, pooling) for ids in prompts()]) for r in pair]
-    assert embedded(loop, both) == alone
+    assert embedded(loop, mixed(texts, [asked(ids, pooling) for ids in prompts()])) == alone
     assert loop.scheduler.table.counters.preemptions > 0
 
 
@@ -217,7 +228,7 @@ def test_a_target_with_a_head(tmp_path: Path, kind: str) -> None:
         return
     ids = prompts(VOCAB)
     texts = make_requests(SamplingParams(temperature=0.0), 6, "mtp")
-    both = [r for pair in zip(texts, [asked(x, "mean") for x in ids]) for r in pair]
+    both = mixed(texts, [asked(x, "mean") for x in ids])
     found = outputs(make_loop(engine, max_num_batched_tokens=40), both)
     model = loaded.reference._model
     for request, token_ids in zip(both[1::2], ids, strict=True):
@@ -267,7 +278,7 @@ def test_other_files(tmp_path: Path) -> None:
     assert open_checkpoint(folder).pooling() == "last"
     for modes in (["pooling_mode_max_tokens"], list(MODES.values()), []):
         name_pooling(folder, *modes)
-        with pytest.raises(CheckpointError, match="pools by .*; allowed: one of lasttoken"):
+        with pytest.raises(CheckpointError, match=r"pools by .*; allowed: one of lasttoken"):
             open_checkpoint(folder).pooling()
     name_pooling(folder, MODES["mean"], kinds="Transformer Pooling Dense")
     with pytest.raises(CheckpointError, match=r"modules\.json: Dense is not computed"):

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from array import array
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
@@ -119,11 +120,12 @@ class EchoExecutor:
         return results
 
     def _verdict(self, item: VerifyItem) -> Verdict:
-        if not item.samples:
-            return Verdict(item.request_id, item.epoch, item.round)
         request = self._requests[item.request_id]
         prompt = request.prompt_token_ids
         assert prompt is not None
+        if not item.samples:
+            embedding = array("f", [len(prompt), prompt[0], prompt[-1]]).tobytes()
+            return Verdict(item.request_id, item.epoch, item.round, embedding=embedding)
         first = item.start + item.num_scheduled_tokens - request.prompt_len
         num_accepted = min(item.num_draft_tokens, first % 4)
         tokens = tuple(prompt[k % len(prompt)] for k in range(first, first + num_accepted + 1))
@@ -171,7 +173,7 @@ class ToyEngine:
     vocab_size: int = VOCAB
     eos_token_ids: tuple[int, ...] = (EOS,)
     scores_prompts: bool = True
-    pooling: None = None
+    pooling: str = "last"
     generates: bool = True
     num_slots: None = None
     state_bytes: int = 0
@@ -218,7 +220,15 @@ def slow_engine(config: EngineConfig) -> ToyEngine:
 def toy_plan(config: EngineConfig, num_engines: int) -> EnginePlan:
     """Says that an engine takes `kv_tokens` bytes."""
     need = MemoryNeed(0, config.kv_tokens or 1000, free=0)
-    ready = Ready(TOKENIZER, 512, VOCAB, frozenset({EOS}), ("toy-drafter",), {"kv_tokens": 65536})
+    ready = Ready(
+        TOKENIZER,
+        512,
+        VOCAB,
+        frozenset({EOS}),
+        ("toy-drafter",),
+        {"kv_tokens": 65536},
+        pooling="last",
+    )
     return EnginePlan(config, need, ready)
 
 

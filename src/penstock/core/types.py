@@ -313,9 +313,9 @@ class VerifyItem(NamedTuple):
 
     It computes `num_scheduled_tokens` known tokens from `start` on, then up to `num_draft_tokens`
     draft positions. samples: the last known token is included, so that the item yields tokens; any
-    other item is a chunk of prefill, or of a prompt that is embedded. token_ids: the first tokens of the draft, if the scheduler
-    knows them: sent ahead, forced (then `drafter` is None), or the first `num_looked_up` looked up;
-    others are with the executor."""
+    other item is a chunk of prefill, or of a prompt to embed. token_ids: the first tokens of the
+    draft, if the scheduler knows them: sent ahead, forced (then `drafter` is None), or the first
+    `num_looked_up` looked up; others are with the executor."""
 
     request_id: str
     epoch: int

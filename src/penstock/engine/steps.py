@@ -351,9 +351,7 @@ def verdicts_of(items: Sequence[VerifyItem], computed: Computed) -> tuple[Verdic
             verdicts.append(_verdict_of(item, *next(answers)))
         else:
             embedding = computed.embeddings.get(item.request_id, b"")
-            verdicts.append(
-                Verdict(item.request_id, item.epoch, item.round, embedding=embedding)
-            )
+            verdicts.append(Verdict(item.request_id, item.epoch, item.round, embedding=embedding))
     return tuple(verdicts)
 
 

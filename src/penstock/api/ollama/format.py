@@ -97,6 +97,7 @@ def _called(piece: CallPiece) -> JsonDict:
 
 
 def nanoseconds(seconds: float) -> int:
+    """Return a time as Ollama's answers have it."""
     return round(seconds * 1e9)
 
 
