@@ -78,6 +78,11 @@ def target_only(request: Request) -> list[int]:
     return text.tokens[start:]
 
 
+def embedding_of(request: Request) -> bytes:
+    """The hash of a prompt."""
+    return Text(request).hashes[-1].to_bytes(8, "little")
+
+
 @dataclass(frozen=True, slots=True)
 class ToyDrafter:
     """Right with probability `accuracy`; `has_kv` is False for a drafter without KV.
@@ -417,12 +422,14 @@ class ToyExecutor:
         text = job.texts[item.request_id]
         drafted = self._drafts_of(job, item)
         known = item.start + item.num_scheduled_tokens
-        if item.samples != (known == len(text.tokens)):
+        is_whole, pooling = known == len(text.tokens), text.request.pooling
+        if item.samples != (is_whole and pooling is None):
             raise Corruption(f"{item.request_id}: an item up to {known} of {len(text.tokens)}")
         rows = text.tokens[item.start : known] + drafted
         self._write(job, item.request_id, TARGET, item.start, rows)
         if not item.samples:
-            return Verdict(item.request_id, item.epoch, item.round)
+            embedding = embedding_of(text.request) if is_whole and pooling is not None else b""
+            return Verdict(item.request_id, item.epoch, item.round, embedding=embedding)
         emitted: list[int] = []
         prefix = text.hashes[-1]
         for token in drafted:

@@ -46,6 +46,7 @@ def requests(draw: st.DrawFn) -> list[Request]:
                 st.sampled_from(["us", "them"]),
                 st.sampled_from(["auto", "auto", "none", "a", "b", "n"]),
                 st.sampled_from([None, 0, 1, 9]),
+                st.sampled_from([None, None, None, None, "last", "mean"]),
             ),
             min_size=1,
             max_size=8,
@@ -55,13 +56,14 @@ def requests(draw: st.DrawFn) -> list[Request]:
         make_request(
             f"r{i}",
             prompt_len,
-            max_tokens,
+            max_tokens * (pooling is None),
             seed,
             tenant=tenant,
             drafter=drafter,
             max_draft_tokens=most,
+            pooling=pooling,
         )
-        for i, (prompt_len, max_tokens, seed, tenant, drafter, most) in enumerate(shapes)
+        for i, (prompt_len, max_tokens, seed, tenant, drafter, most, pooling) in enumerate(shapes)
     ]
 
 
@@ -129,7 +131,8 @@ def test_in_a_calm_world_requests_finish_or_are_refused(world, coming) -> None:
     for request in coming:
         fits = request.prompt_len + request.max_tokens <= pool.capacity_tokens
         reason = world.ends[request.id].finish_reason
-        assert reason is (FinishReason.LENGTH if fits else FinishReason.REFUSED)
+        ended = FinishReason.LENGTH if request.pooling is None else FinishReason.STOP
+        assert reason is (ended if fits else FinishReason.REFUSED)
 
 
 def test_no_request_starves_while_others_keep_coming() -> None:

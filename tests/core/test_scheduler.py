@@ -121,6 +121,33 @@ def test_a_long_prompt_goes_in_chunks() -> None:
     world.check_outputs()
 
 
+def test_a_prompt_to_embed_makes_no_token() -> None:
+    """It ends with the chunk that ends it; without an answer of the executor with an error."""
+    admission = {"max_num_batched_tokens": 16, "max_num_seqs": 4}
+    world = make_world(DRAFTER, admission=admission)
+    world.max_num_batched_tokens = 16
+    requests = [make_request(x, 40, 0, pooling=x) for x in ("last", "mean")]
+    world.run([requests[0]])
+    chunks = [(i.start, i.num_scheduled_tokens, i.samples) for p in world.plans for i in p.items]
+    assert chunks == [(0, 16, False), (16, 16, False), (32, 8, False)]
+    assert not world.scheduler.learn.lengths._num_since
+    world.run([requests[1], make_request("again", 40, 0, pooling="last")])
+    assert [world.ends[x].num_cached_tokens for x in ("last", "mean", "again")] == [0, 0, 36]
+    world.check_outputs()
+    world.check_empty()
+    scheduler = make_scheduler()
+    scheduler.apply(Arrive(make_request("r", 4, 0, pooling="last")), 0.0)
+    plan = scheduler.schedule(0.0)
+    (item,) = plan.items
+    verdict = Verdict("r", item.epoch, item.round)
+    (output,) = scheduler.update(plan, StepResult(plan.id, TARGET, 0.0, 1.0, (verdict,)))
+    assert (output.finish_reason, output.error) == (
+        FinishReason.ERROR,
+        "the executor gives no embeddings",
+    )
+    assert scheduler.num_unfinished == 0
+
+
 def test_the_output_ends_at_the_first_stop_token() -> None:
     request = make_request("r", max_tokens=30, seed=1)
     free = target_only(request)

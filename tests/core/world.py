@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tests.core.fakes import ToyDrafter, ToyExecutor, target_only
+from tests.core.fakes import ToyDrafter, ToyExecutor, embedding_of, target_only
 
 from lab.rivals import policy_named
 from penstock.core.kv import BlockPool
@@ -287,7 +287,11 @@ class World:
         for request_id, request in self.requests.items():
             expected, tokens = target_only(request), self.tokens[request_id]
             end = self.ends[request_id]
-            if end.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            if request.pooling is not None:
+                whole = embedding_of(request) if end.finish_reason is FinishReason.STOP else b""
+                assert (tokens, end.embedding) == ([], whole), request_id
+                assert request.pooling == "last" or not end.num_cached_tokens
+            elif end.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
                 assert tokens == expected, request_id
                 stopped = bool(expected) and expected[-1] in request.stop_token_ids
                 assert (end.finish_reason is FinishReason.STOP) == stopped
