@@ -127,7 +127,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": ["a"] * 2049}, "input: 2049 texts are given; together at most 2048 are allowed"),
     ({"input": "a", "encoding_format": "int8"}, "encoding_format: Input should be 'float' or"),
     ({"input": "a", "dimensions": 0}, "dimensions: Input should be greater than or equal to 1"),
-    ({"input": "a", "dimensions": 1000}, "dimensions: the model's embeddings have 256"),
+    ({"input": "a", "dimensions": 1000}, "dimensions: the model's embeddings have 384"),
     ({"input": "a", "normalize": False}, "normalize: only true is supported"),
     ({"input": "a", "input_type": "query"}, "input_type: is not supported"),
 ]

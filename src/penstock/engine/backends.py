@@ -319,20 +319,15 @@ class Models:
         """Number of the target's recurrent states, with copies for prefixes to be shared."""
         return (self.num_slots or 0) * (1 + self.config.prefix_caching)
 
-    @property
-    def named_pooling(self) -> Pooling | None:
-        """Pooling that the target's checkpoint names, if it is an embedding model's."""
-        return open_checkpoint(self.config.target).pooling()
+    def uses(self) -> tuple[Pooling | None, bool]:
+        """Return the pooling of the target's embeddings, and whether it makes text.
 
-    @property
-    def pooling(self) -> Pooling | None:
-        """Pooling of embeddings; None where the target gives none.
-
-        That is in vLLM, and of one whose kept states are of other layers."""
-        head = self.shapes[TARGET].head if self.vllm is None else None
-        if self.vllm is not None or (head is not None and head.reads):
-            return None
-        return self.named_pooling or "last"
+        There are no embeddings in vLLM, nor where the states that are kept are EAGLE-3's."""
+        if self.vllm is not None:
+            return None, True
+        named, head = open_checkpoint(self.config.target).pooling(), self.shapes[TARGET].head
+        has_states = head is None or not head.reads
+        return (named or "last") if has_states else None, named is None
 
     def need(self) -> MemoryNeed:
         """Return what the models take, and what this machine has free for those on its CPU."""

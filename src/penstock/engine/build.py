@@ -144,6 +144,7 @@ def load_engine(config: EngineConfig, *, calibrated: bool = True) -> Engine:
         partial(load_tokenizer, config.target), target.vocab_size, target.eos_token_ids
     )
     _start_servers(config, executor, clock, target.vocab_size)
+    pooling, generates = models.uses()
     audited = {n: p for n, p in config.drafter_models.items() if n not in models.tokenizers}
     return Engine(
         loop=Loop(scheduler, executor, clock, own_events=executor.take_events),
@@ -164,8 +165,8 @@ def load_engine(config: EngineConfig, *, calibrated: bool = True) -> Engine:
         state_bytes=models.state_bytes,
         instruction_set=loaded_instruction_set() if place.backend == "native" else None,
         scores_prompts=executor.scores_prompts,
-        pooling=models.pooling,
-        generates=models.named_pooling is None,
+        pooling=pooling,
+        generates=generates,
         state=state,
     )
 

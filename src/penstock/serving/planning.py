@@ -41,6 +41,7 @@ def plan_engine(config: EngineConfig, num_engines: int) -> EnginePlan:
     names = [] if config.head is None else [config.head[0]]
     names += [*config.drafter_models, *config.servers]
     names += [] if config.text_look_up is None else [config.text_look_up[0]]
+    pooling, generates = models.uses()
     info = Ready(
         tokenizer_path=config.target,
         max_request_tokens=min(models.max_model_len, tokens),
@@ -48,8 +49,8 @@ def plan_engine(config: EngineConfig, num_engines: int) -> EnginePlan:
         eos_token_ids=frozenset(target.eos_token_ids),
         drafters=tuple(names),
         description={"target": config.target_name, "kv_tokens": tokens},
-        pooling=models.pooling,
-        generates=models.named_pooling is None,
+        pooling=pooling,
+        generates=generates,
     )
     return EnginePlan(config.model_copy(update={"kv_tokens": tokens}), models.need(), info)
 
