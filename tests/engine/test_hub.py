@@ -98,6 +98,14 @@ def test_a_folder_has_the_files_that_are_needed(hub: Hub) -> None:
     assert (model.name, model.format, model.path) == (NAME, "safetensors", path)
 
 
+def test_an_embedding_models_folder_has_its_pooling(hub: Hub) -> None:
+    own = ("config.json", "model.safetensors", "modules.json", "1_Pooling/config.json")
+    hub.add(NAME, dict.fromkeys((*own, "2_Dense/model.safetensors"), b"0"))
+    path, _ = get(NAME)
+    found = {f.relative_to(path).as_posix() for f in path.rglob("*") if f.is_file()}
+    assert found == set(own)
+
+
 def test_shards_with_their_index(hub: Hub) -> None:
     shards = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
     files = {name: name.encode() for name in ("config.json", "model.safetensors.index.json")}
