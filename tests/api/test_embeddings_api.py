@@ -210,7 +210,7 @@ async def test_engines_without_embeddings(tokenizer: Tokenizer) -> None:
     built = preparer(tokenizer)
     assert built.engine is READY
     with pytest.raises(ApiError, match="this server's engine gives no embeddings") as refused:
-        await _choices(built, ["a"], SOMEONE, "input", False)
+        await _choices(built, ["a"], SOMEONE, False)
     assert (refused.value.status, refused.value.code) == (400, "unsupported_model")
 
 
@@ -220,7 +220,7 @@ async def test_a_cut_text_has_its_special_tokens() -> None:
     built.engine = replace(READY, pooling="last", max_request_tokens=6)
 
     async def ids(text: str, clips: bool = True) -> list[int]:
-        (choice,) = await _choices(built, [text], SOMEONE, "input", clips)
+        (choice,) = await _choices(built, [text], SOMEONE, clips)
         return list(choice.request.prompt_token_ids or ())
 
     own = tokenizer.encode("a b c d e f g h", add_special_tokens=False)

@@ -199,7 +199,7 @@ def test_cancelled_between_two_chunks(engine: Engine) -> None:
     loop.turn([])
     assert loop.scheduler.pool.num_used_blocks == 0
     assert isinstance(engine.executor, RunnerExecutor)
-    assert not engine.executor._pools._pooled
+    assert not engine.executor._pools._sums
 
 
 def test_what_is_not_finite_is_an_error(engine: Engine, monkeypatch) -> None:

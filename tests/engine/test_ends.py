@@ -24,7 +24,7 @@ from penstock.core.types import (
 from penstock.engine.build import Engine
 from penstock.engine.ends import End, LazyTokenizer, OutputEnd
 from penstock.engine.sequences import TokenBuffer
-from penstock.engine.steps import verdicts_of
+from penstock.engine.steps import Computed, verdicts_of
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
 from penstock.engine.verifier import Decided, Drafted
 
@@ -162,7 +162,8 @@ def verdict_of(
     text = TokenBuffer(request, end=OutputEnd(request, lambda: tokenizer))
     item = VerifyItem("r", 0, 0, 2, 1, True, DraftSource.INLINE, "d", len(draft))
     item = item._replace(num_looked_up=num_looked_up)
-    (verdict,) = verdicts_of([item], [Drafted(text, 3, draft, [])], [answer])
+    computed = Computed([Drafted(text, 3, draft, [])], [answer], 5, 0.0, 0.0)
+    (verdict,) = verdicts_of([item], computed)
     assert text.tokens(3, text.length) == list(verdict.token_ids)
     return verdict
 

@@ -238,20 +238,6 @@ class ResponseChoice:
 
         Raises: ApiError if the engine ended the request without completing it.
         """
-        self._check(output)
-        if self._echo:
-            is_scored = self.request.sampling.num_prompt_logprobs is not None
-            logprobs = (_NO_LOGPROB, *output.prompt_logprobs) if is_scored else ()
-            self._text.add(self.request.prompt_token_ids or (), logprobs)
-            self._echo = False
-        if not self._adds_text:
-            nothing = Output(output.request_id, finish_reason=FinishReason.LENGTH)
-            output = nothing._replace(num_cached_tokens=output.num_cached_tokens)
-        deltas = filter(None, self._read(output))
-        return [Delta.joined(list(alike)) for _, alike in groupby(deltas, Delta.kind)]
-
-    def _check(self, output: Output) -> None:
-        """Note the time of the first output. Raises: as `on_output`."""
         if self.first_output_at is None:
             self.first_output_at = time.perf_counter()
         if output.finish_reason in _STATUS:
@@ -263,6 +249,16 @@ class ResponseChoice:
             if status == 503:
                 raise ApiError(status, message, code="engine_unavailable", retry_after_s=1.0)
             raise ApiError(status, message, code="engine_error")
+        if self._echo:
+            is_scored = self.request.sampling.num_prompt_logprobs is not None
+            logprobs = (_NO_LOGPROB, *output.prompt_logprobs) if is_scored else ()
+            self._text.add(self.request.prompt_token_ids or (), logprobs)
+            self._echo = False
+        if not self._adds_text:
+            nothing = Output(output.request_id, finish_reason=FinishReason.LENGTH)
+            output = nothing._replace(num_cached_tokens=output.num_cached_tokens)
+        deltas = filter(None, self._read(output))
+        return [Delta.joined(list(alike)) for _, alike in groupby(deltas, Delta.kind)]
 
     def _read(self, output: Output) -> Iterator[Delta | None]:
         """Yield what each token of an output adds, and its end.

@@ -97,9 +97,9 @@ _TENANT_HISTOGRAMS = {
     "request_num_preemptions": ("Preemptions of a request.", (0, *_FEW)),
     "e2e_request_latency_seconds": ("Time from arrival to the last token.", _REQUEST_S),
 }
-_OF_OUTPUT = frozenset((
-    "request_decode_time_seconds", "request_generation_tokens", "request_params_max_tokens",
-))  # fmt: skip
+_OF_OUTPUT = {
+    f"request_{x}" for x in ("decode_time_seconds", "generation_tokens", "params_max_tokens")
+}
 """Histograms that an embedding, which has no output, is not in."""
 _DRAFTER_COUNTERS = {
     "spec_decode_num_drafts": "Drafts.",

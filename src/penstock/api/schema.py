@@ -13,13 +13,7 @@ from penstock import __version__
 from penstock.api.anthropic.bodies import MessagesBody, MessagesInput
 from penstock.api.bodies import ChatBody, CompletionBody, InfillBody
 from penstock.api.http import EXPECTED_OUTPUT_TOKENS
-from penstock.api.ollama.bodies import (
-    OllamaChat,
-    OllamaEmbed,
-    OllamaEmbedOne,
-    OllamaGenerate,
-    OllamaShow,
-)
+from penstock.api.ollama.bodies import OllamaChat, OllamaEmbed, OllamaGenerate, OllamaShow
 from penstock.api.response_bodies import ResponsesBody
 from penstock.api.token_bodies import DetokenizeBody, EmbeddingBody, TokenizeBody
 
@@ -60,7 +54,7 @@ _ERRORS = {
 _BODIES = (
     ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody,
     InfillBody, MessagesBody, MessagesInput, OllamaChat, OllamaGenerate, OllamaShow,
-    EmbeddingBody, OllamaEmbed, OllamaEmbedOne,
+    EmbeddingBody, OllamaEmbed,
 )  # fmt: skip
 
 

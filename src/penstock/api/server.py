@@ -92,9 +92,7 @@ async def serve(
                 for line in _facts(app.state.metrics.model_name, config, client):
                     tell(line)
                 announce(address)
-                generates = client.info.generates
-                name = app.state.metrics.model_name
-                tell(_trial(name, address, config, tokenizer, generates=generates))
+                tell(_trial(client, address, config, tokenizer))
                 threading.Thread(target=tokenizer.prepare_chats, daemon=True).start()
 
             server = HttpServer(app, client, config, on_started, reload)
@@ -163,9 +161,7 @@ def _facts(model: str, config: ServeConfig, client: EngineClient) -> Iterator[st
         )
 
 
-def _trial(
-    model: str, address: str, config: ServeConfig, tokenizer: Tokenizer, *, generates: bool
-) -> str:
+def _trial(client: EngineClient, address: str, config: ServeConfig, tokenizer: Tokenizer) -> str:
     """Return where to chat in a browser, if the model can, and on another line a `curl` command."""
     has_keys = any(tenant.api_keys for tenant in config.engine.tenants.values())
     key = " -H 'Authorization: Bearer KEY'" if has_keys else ""
@@ -173,11 +169,11 @@ def _trial(
     path = "completions"
     if tokenizer.has_chat_template:
         asked, path = {"messages": [{"role": "user", "content": "Hello"}]}, "chat/completions"
-    if not generates:
+    if not client.info.generates:
         asked, path = {"input": "Hello"}, "embeddings"
-    body = shlex.quote(json.dumps({"model": model, **asked}))
+    body = shlex.quote(json.dumps({"model": config.model_names[0], **asked}))
     told = f"-H 'Content-Type: application/json' -d {body}"
-    chat = f"chat at {address}/dashboard#playground, or" if generates else "try"
+    chat = f"chat at {address}/dashboard#playground, or" if client.info.generates else "try"
     return f"{chat}:\n  curl {address}/v1/{path}{key} {told}"
 
 

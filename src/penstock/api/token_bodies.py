@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    model_validator,
-)
+from pydantic import ConfigDict, Field, ValidationError, WrapValidator, model_validator
 
 from penstock.api.bodies import MAX_TOOLS, ChatMessage, ModelBody, Prompt, TokenIds, Tool
 from penstock.api.body import Body
@@ -50,7 +43,7 @@ class DetokenizeBody(Body):
     tokens: TokenIds
 
 
-def _in_shape(given: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+def _in_shape(given: Any, validate: Callable[[Any], Any]) -> Any:
     try:
         return validate(given)
     except ValidationError as error:

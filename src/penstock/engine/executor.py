@@ -419,7 +419,7 @@ class RunnerExecutor(LocalExecutor):
         super().__init__(target, drafters, clock, max_model_len, num_threads, cores)
         self.verifier = Verifier(target)
         self._scores = PromptScores(target)
-        self._pools = PromptPools()
+        self._pools, self._width = PromptPools(), target.config.hidden_size
 
     def _compute(
         self,
@@ -451,9 +451,8 @@ class RunnerExecutor(LocalExecutor):
                 d._replace(prompt_logprobs=self._scores.pop(s.text.request.id))
                 for s, d in zip(sampled, decided, strict=True)
             ]
-        return Computed(
-            sampled, decided, batch.num_tokens, built_at, verified_at, embeddings=embeddings
-        )
+        num_rows = batch.num_tokens
+        return Computed(sampled, decided, num_rows, built_at, verified_at, None, embeddings)
 
     def _carry_out(self, job: StepJob, drafted: DraftsAtHand) -> tuple[Replayed, ...]:
         for item in job.plan.items:  # a head drafts in the step's own blocks
@@ -494,7 +493,7 @@ class RunnerExecutor(LocalExecutor):
             return replace(batch, carry=carry)
         if not len(pooled):
             return batch
-        before = torch.zeros(len(items), self.target.config.hidden_size, device=self.target.device)
+        before = torch.zeros(len(items), self._width, device=self.target.device)
         return replace(batch, carry=Carry(before, pooled))
 
     def _slots(self, request_ids: Sequence[str]) -> IntArray | None:

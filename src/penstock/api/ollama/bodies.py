@@ -97,17 +97,12 @@ class OllamaRequest(ModelBody):
         return name.removesuffix(LATEST)
 
 
-class OllamaEmbedOne(OllamaRequest):
-    """Body of `POST /api/embeddings`, the older one. options: ignored."""
-
-    prompt: str = ""
-    options: dict[str, Any] = Field(default_factory=dict)
-
-
 class OllamaEmbed(OllamaRequest):
-    """Body of `POST /api/embed`. truncate: False refuses a too long text. options: ignored."""
+    """Body of `POST /api/embed`, and of the older `/api/embeddings`, where `input` is `prompt`.
 
-    input: str | list[str] = ""
+    truncate: False refuses a too long text. options: ignored."""
+
+    input: str | list[str] = Field(default="", validation_alias=AliasChoices("input", "prompt"))
     truncate: bool = True
     dimensions: int | None = Field(default=None, ge=0)
     options: dict[str, Any] = Field(default_factory=dict)

@@ -23,7 +23,6 @@ from penstock.api.ollama.bodies import (
     OllamaBody,
     OllamaChat,
     OllamaEmbed,
-    OllamaEmbedOne,
     OllamaGenerate,
     OllamaRequest,
     OllamaShow,
@@ -100,20 +99,17 @@ async def _load(service: Service, http: Request, body: OllamaRequest) -> None:
 def _add_embeddings(app: FastAPI, service: Service, caller_of: Callable[..., Caller]) -> None:
     errors = refusals("OllamaError")
 
-    async def answer(
-        http: Request, caller: Caller, body: OllamaRequest, texts: Sequence[str], clips: bool
-    ) -> list[EmbeddingChoice]:
+    async def asked(http: Request, caller: Caller, body: OllamaEmbed) -> list[EmbeddingChoice]:
         _keep_alive(service, body)
-        if texts:
-            param = "prompt" if isinstance(body, OllamaEmbedOne) else "input"
-            return await embedded(service, http, caller, body, texts, param, clips=clips)
+        if body.texts:
+            return await embedded(service, http, caller, body, body.texts, clips=body.truncate)
         await _load(service, http, body)
         return []
 
     @app.post("/api/embed", openapi_extra=body_of(OllamaEmbed), responses=errors)
     async def embed(http: Request, caller: Caller = Depends(caller_of)) -> Response:
         started_at, body = time.perf_counter(), await service.read(OllamaEmbed, http)
-        choices = await answer(http, caller, body, body.texts, body.truncate)
+        choices = await asked(http, caller, body)
         told = {
             "model": body.model,
             "embeddings": [c.vector(body.dimensions or None).tolist() for c in choices],
@@ -123,11 +119,10 @@ def _add_embeddings(app: FastAPI, service: Service, caller_of: Callable[..., Cal
         }
         return Response(as_json(told), media_type="application/json")
 
-    @app.post("/api/embeddings", openapi_extra=body_of(OllamaEmbedOne), responses=errors)
+    @app.post("/api/embeddings", openapi_extra=body_of(OllamaEmbed), responses=errors)
     async def embed_one(http: Request, caller: Caller = Depends(caller_of)) -> Response:
-        body = await service.read(OllamaEmbedOne, http)
-        choices = await answer(http, caller, body, [body.prompt] if body.prompt else [], True)
-        told = {"embedding": [x for choice in choices for x in choice.vector(None).tolist()]}
+        choices = await asked(http, caller, await service.read(OllamaEmbed, http))
+        told = {"embedding": choices[0].vector(None).tolist() if choices else []}
         return Response(as_json(told), media_type="application/json")
 
 
