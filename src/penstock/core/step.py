@@ -386,8 +386,7 @@ class Step:
         missing = self.pool.blocks_for(start + num_tokens) - kv.num_blocks
         new_blocks = kv.grow(self.pool, missing) if missing > 0 else []
         self.num_tokens += num_tokens
-        ends = start + num_tokens == state.num_known_tokens
-        samples = ends and state.request.pooling is None
+        samples = start + num_tokens == state.num_known_tokens and state.request.pooling is None
         self.scheduled[state.request.id] = ScheduledTokens(
             state, start, num_tokens, samples, new_blocks
         )

@@ -170,8 +170,7 @@ class Request:
     @property
     def needs_whole_prompt(self) -> bool:
         """True if no part of the prompt may come from the prefix cache."""
-        is_scored = self.sampling.num_prompt_logprobs is not None
-        return is_scored or self.pooling not in (None, "last")
+        return self.sampling.num_prompt_logprobs is not None or self.pooling in ("mean", "cls")
 
 
 @dataclass(frozen=True, slots=True)

@@ -451,8 +451,8 @@ class RunnerExecutor(LocalExecutor):
                 d._replace(prompt_logprobs=self._scores.pop(s.text.request.id))
                 for s, d in zip(sampled, decided, strict=True)
             ]
-        num_rows = batch.num_tokens
-        return Computed(sampled, decided, num_rows, built_at, verified_at, None, embeddings)
+        times = built_at, verified_at
+        return Computed(sampled, decided, batch.num_tokens, *times, None, embeddings)
 
     def _carry_out(self, job: StepJob, drafted: DraftsAtHand) -> tuple[Replayed, ...]:
         for item in job.plan.items:  # a head drafts in the step's own blocks

@@ -84,9 +84,7 @@ def _judge(ctx: Context, plan: StepPlan, result: StepResult) -> tuple[list[Outpu
             if output is not None:
                 outputs.append(output)
                 # What had to come tells nothing.
-                if not item.samples:
-                    continue
-                if item.drafter is not None or not item.token_ids:
+                if item.samples and (item.drafter is not None or not item.token_ids):
                     outcomes.append(Outcome(state, verdict))
     return outputs, outcomes
 
