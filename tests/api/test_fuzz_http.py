@@ -43,6 +43,12 @@ BODIES = [
     ),
     ("/api/chat", {"model": "toy", "messages": [{"role": "user", "content": "Hi"}]}),
     ("/api/generate", {"model": "toy", "prompt": "a", "options": {"num_predict": 3, "stop": "b"}}),
+    (
+        "/completion",
+        {"prompt": [1, "a"], "n_predict": 3, "logit_bias": [["b", False]], "samplers": ["top_k"]},
+    ),
+    ("/tokenize", {"content": ["a", 7], "with_pieces": True}),
+    ("/slots", None),
     ("/v1/models", None),
     ("/metrics", None),
 ]

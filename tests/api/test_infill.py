@@ -18,9 +18,9 @@ from tests.engine.test_fill import with_tokens
 from tests.serving.fakes import TOKENIZER, ToyEngine, toy_engine
 from tests.serving.harness import RunningServer, running_server, serve_config
 
-from penstock.api.app import _filling
-from penstock.api.bodies import InfillBody
 from penstock.api.http import IGNORED_FIELDS
+from penstock.api.llamacpp.bodies import InfillBody
+from penstock.api.llamacpp.endpoints import filling as filled
 from penstock.config import EngineConfig
 
 QWEN = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>", "<|fim_pad|>")
@@ -81,7 +81,7 @@ def test_what_llama_vim_asks_for_and_reads(filling: RunningServer) -> None:
         text = answer.read().decode()
     assert re.search(r'^\s*\{.*"content"\s*:"', text), "the plugin's own test"
     made = json.loads(text)
-    assert set(made) == {"content", *TIMINGS, "tokens_cached"}
+    assert set(made) == {"content", *TIMINGS, "truncated", "tokens_cached"}
     assert all(isinstance(made[f"timings/{w}_ms"], float) for w in ("prompt", "predicted"))
     assert "n_indent" in answer.headers[IGNORED_FIELDS]
     assert asked(filling, **READ).json() == {}
@@ -128,18 +128,19 @@ async def test_the_prompt_of_an_infill() -> None:
     def ids(text: str) -> list[int]:
         return tokenizer.encode(text, False)
 
-    made = await _filling(service, InfillBody.model_validate(SUGGEST | {"stop_token_ids": [7]}))
+    made = await filled(service, InfillBody.model_validate(SUGGEST | {"stop_token_ids": [7]}))
     before, behind = SUGGEST["input_prefix"] + SUGGEST["prompt"], SUGGEST["input_suffix"]
     files = [sep, *ids("s1.py\nx = 1\n"), sep, *ids("file\n")]
     fill = [*tokenizer.encode(""), pre, *ids(before), suf, *ids(behind), mid]
-    assert made.prompt == files + fill
+    assert made.prompts == [files + fill]
     assert (made.temperature, made.top_k, made.top_p, made.max_tokens) == (0.0, 40, 0.9, 128)
     assert {*made.stop_token_ids} == {7, pre, suf, mid, sep, pad}
     long = SUGGEST | {"input_extra": [{"text": "y = 2\n" * 100}] * 3, "n_predict": 50}
-    made = await _filling(service, InfillBody.model_validate(long))
-    assert len(made.prompt) + 50 == built.engine.max_request_tokens
-    assert made.prompt[-len(fill) :] == fill
-    made = await _filling(service, InfillBody.model_validate({**ECHO, "temperature": 0.5}))
+    made = await filled(service, InfillBody.model_validate(long))
+    (prompt,) = made.prompts
+    assert len(prompt) + 50 == built.engine.max_request_tokens
+    assert prompt[-len(fill) :] == fill
+    made = await filled(service, InfillBody.model_validate({**ECHO, "temperature": 0.5}))
     assert (made.temperature, made.max_tokens, made.stop_token_ids) == (0.5, None, [])
 
 
@@ -150,7 +151,8 @@ async def test_the_prompt_of_an_infill() -> None:
         ({"input_suffix": 7}, "input_suffix"),
         ({"input_extra": [{"filename": "a"}]}, "input_extra.0.text"),
         ({"n_predict": -2}, "n_predict"),
-        ({"n": 2}, "n"),
+        ({"n": 0}, "n_cmpl"),
+        ({"input_extra": [{"filename": 123, "text": "abc"}]}, "input_extra.0.filename"),
         ({"model": "other"}, "model"),
         ({"grammar": "root ::= a"}, "grammar"),
         ({"input_suffix": "x" * 9000}, "input_suffix"),

@@ -1,6 +1,7 @@
 """Several models behind one address, whose engines are toys."""
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -157,6 +158,63 @@ def test_embeddings_are_those_of_the_model_that_is_named(two: RunningServer) -> 
     exposition = get(f"{two.url}/metrics").text
     made = re.findall(r'^penstock:embeddings_total{model_name="(\w)",.*} (\S+)$', exposition, re.M)
     assert sorted(made) == [("a", "2.0"), ("b", "3.0")]
+
+
+def test_llama_cpps_endpoints(expected: str) -> None:
+    with served("a b") as server:
+
+        def props(**query: str) -> dict[str, Any]:
+            found: dict[str, Any] = httpx.get(f"{server.url}/props", params=query).json()
+            return found
+
+        assert (props()["model_alias"], props(model="b")["model_alias"]) == ("a", "b")
+        assert props(model="b")["is_sleeping"] is True
+        asked = {"model": "b", "messages": [{"role": "user", "content": "Hi"}]}
+        assert post(f"{server.url}/apply-template", json=asked).json()["prompt"]
+        assert post(f"{server.url}/tokenize", json={"model": "b", "content": "Hi"}).is_success
+        assert running(server) == set()
+        limit = {"n_predict": 12, "temperature": 0}
+        made = post(f"{server.url}/completion", json={"model": "b", "prompt": PROMPT, **limit})
+        assert (made.json()["model"], made.json()["content"]) == ("b", expected)
+        assert running(server) == {"b"}
+        assert props(model="b")["is_sleeping"] is False
+        assert get(f"{server.url}/slots?model=b").json()[0]["is_processing"] is False
+        made = post(f"{server.url}/completion", json={"model": "", "prompt": PROMPT, **limit})
+        assert made.json()["model"] == "a"
+
+
+def test_open_webuis_calls(two: RunningServer) -> None:
+    """Its connections to Ollama and to OpenAI, as its backend makes them."""
+    headers = {"X-OpenWebUI-User-Name": "Ann%20Lee", "Authorization": "Bearer none"}
+    with httpx.Client(base_url=two.url, headers=headers, timeout=60) as http:
+        assert http.get("/").text == "Ollama is running"
+        assert http.get("/api/version").json()["version"]
+        names = [model["model"] for model in http.get("/api/tags").json()["models"]]
+        assert names == ["a:latest", "b:latest"]
+        assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["a", "b"]
+        messages = [{"role": "user", "content": "What is a river?"}]
+        for name in names:
+            for field in ("model", "name"):
+                shown = http.post("/api/show", json={field: name}).json()
+                assert shown["capabilities"] == ["completion"]
+            options = {"temperature": 0.8, "num_predict": 8, "num_ctx": 4096, "seed": 7}
+            body = {"model": name, "messages": messages, "stream": True, "options": options}
+            lines = http.post("/api/chat", json=body).text.splitlines()
+            parts = [json.loads(line) for line in lines]
+            assert [part["done"] for part in parts] == [False] * (len(parts) - 1) + [True]
+            whole = http.post("/api/chat", json={**body, "stream": False}).json()
+            said = "".join(part["message"]["content"] for part in parts)
+            assert said == whole["message"]["content"]
+            assert parts[-1]["eval_count"] == 8
+            assert {part["model"] for part in parts} == {name.removesuffix(":latest")}
+            body = {"model": name[0], "messages": messages, "stream": True, "max_tokens": 8}
+            text = http.post("/v1/chat/completions", json=body).text
+            assert f'"model":"{name[0]}"' in text
+        found = http.get("/api/ps").json()["models"]
+        assert {model["model"] for model in found} == {*names}
+        unloaded = http.post("/api/generate", json={"model": "b:latest", "keep_alive": 0})
+        assert unloaded.json()["done_reason"] == "unload"
+        eventually(lambda: "b" not in running(two))
 
 
 def test_a_request_without_a_model_goes_to_the_first_one(two: RunningServer) -> None:

@@ -42,11 +42,11 @@ def test_a_long_text(http: httpx.Client) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
-        ("/tokenize", {}, "the body is wrong: give prompt or messages, and not both"),
+        ("/tokenize", {}, "the body is wrong: give one of prompt, messages and content"),
         (
             "/tokenize",
             {"prompt": "a", "messages": MESSAGES},
-            "the body is wrong: give prompt or messages, and not both",
+            "the body is wrong: give one of prompt, messages and content",
         ),
         ("/tokenize", {"prompt": "a", "truncate": 3}, "truncate: unknown field"),
         ("/detokenize", {"tokens": [4096]}, "tokens: token ids go from 0 to 4095, not to 4096"),

@@ -14,7 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from penstock import __version__
 from penstock.api import errors
 from penstock.api.anthropic.endpoints import add_messages
-from penstock.api.bodies import ChatBody, CompletionBody, ExtraFile, GenerationBody, InfillBody
+from penstock.api.bodies import ChatBody, CompletionBody
 from penstock.api.body import validated
 from penstock.api.dashboard import add_dashboard, add_home
 from penstock.api.embeddings import add_embeddings
@@ -27,13 +27,14 @@ from penstock.api.http import (
     ResponseHeaders,
     client_network,
 )
+from penstock.api.llamacpp.endpoints import add_llamacpp
 from penstock.api.ollama.endpoints import add_ollama
 from penstock.api.response_bodies import ResponsesBody
 from penstock.api.response_format import ResponsesFormat
-from penstock.api.responses import ChatFormat, CompletionFormat, InfillFormat
+from penstock.api.responses import ChatFormat, CompletionFormat
 from penstock.api.schema import body_of, describe, refusals
 from penstock.api.service import Service
-from penstock.api.token_bodies import DetokenizeBody, TokenizeBody
+from penstock.api.token_bodies import DetokenizeBody, TokenizeBody, pieces
 from penstock.config import ServeConfig
 from penstock.serving.client import RequestClient
 
@@ -64,7 +65,7 @@ def create_app(
     api_keys = shared or ApiKeys(config.engine.tenants, config.metrics_keys)
     app.state.api_keys = api_keys
     caller_of = callers(api_keys)
-    for add in (_add_openai, add_embeddings, _add_infill, add_messages, add_ollama):
+    for add in (_add_openai, add_embeddings, add_messages, add_ollama, add_llamacpp):
         add(app, service, caller_of)
     viewers = ApiKeys({}) if config.open_metrics else api_keys
     _add_operations(app, service, viewers)
@@ -159,36 +160,6 @@ def listed(data: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _add_infill(app: FastAPI, service: Service, caller_of: Callable[..., Caller]) -> None:
-    @app.post("/infill", openapi_extra=body_of(InfillBody))
-    async def infill(http: Request, caller: Caller = Depends(caller_of)) -> Response:
-        body = await service.read(InfillBody, http)
-        form, asked = InfillFormat(body.response_fields), await _filling(service, body)
-        job_id, clips = f"infill-{uuid4().hex}", body.n_predict < 0
-        choices = await service.prepare.completion(asked, caller, job_id, clips=clips)
-        if body.t_max_predict_ms > 0:
-            choices[0].ends_line_after_s = body.t_max_predict_ms / 1e3
-        return await service.answer(http, caller, body, choices, form)
-
-
-async def _filling(service: Service, body: InfillBody) -> CompletionBody:
-    """Return the equivalent completion; of too long other files the end. Raises: ApiError."""
-    fill, text_ids = service.prepare.fill_tokens("input_suffix"), service.prepare.text_ids
-    files = list[int]()
-    for file in (*body.input_extra, ExtraFile(text="", filename="file")):
-        files += [*fill.file, *await text_ids(f"{file.filename}\n{file.text}", "input_extra")]
-    prefix = await text_ids(body.input_prefix + body.prompt, "input_prefix")
-    prompt = fill.prompt(prefix, await text_ids(body.input_suffix, "input_suffix"))
-    prompt = service.tokenizer.encode("") + prompt
-    room = service.client.info.max_request_tokens - len(prompt) - max(1, body.n_predict)
-    fields = {name: getattr(body, name) for name in GenerationBody.model_fields}
-    fields["max_tokens"] = None if body.n_predict < 0 else body.n_predict
-    fields["stop_token_ids"] = [*body.stop_token_ids, *({} if body.ignore_eos else fill.ends)]
-    if "infill" in body.samplers:
-        fields["temperature"] = 0.0
-    return CompletionBody.model_construct(**fields, prompt=files[-max(1, room) :] + prompt)
-
-
 def _add_tokens(app: FastAPI, service: Service, dependencies: Sequence[params.Depends]) -> None:
     @app.post("/tokenize", dependencies=dependencies, openapi_extra=body_of(TokenizeBody))
     async def tokenize(http: Request) -> dict[str, Any]:
@@ -198,14 +169,14 @@ def _add_tokens(app: FastAPI, service: Service, dependencies: Sequence[params.De
         return {
             "count": len(token_ids),
             "max_model_len": service.client.info.max_request_tokens,
-            "tokens": token_ids,
+            "tokens": pieces(token_ids, service.tokenizer) if body.with_pieces else token_ids,
             "token_strs": strings,
         }
 
     @app.post("/detokenize", dependencies=dependencies, openapi_extra=body_of(DetokenizeBody))
     async def detokenize(http: Request) -> dict[str, str]:
         body = await validated(DetokenizeBody, http)
-        return {"prompt": await service.prepare.text(body)}
+        return dict.fromkeys(("prompt", "content"), await service.prepare.text(body))
 
     @app.get("/tokenizer_info", dependencies=dependencies)
     async def tokenizer_info() -> dict[str, Any]:

@@ -30,7 +30,7 @@ _MAX_TOP_K = 2**31 - 1
 
 TokenId = Annotated[int, Field(ge=0)]
 _DecimalId = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
-_Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 
 # Lists may have millions of entries: validation stops at the first wrong one.
 _Texts = Annotated[list[str], Field(fail_fast=True)]
@@ -87,7 +87,7 @@ class SamplingBody(Body):
     presence_penalty: float = Field(default=0.0, ge=-2, le=2, allow_inf_nan=False)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2, allow_inf_nan=False)
     repetition_penalty: float = Field(default=1.0, ge=0.01, le=100, allow_inf_nan=False)
-    logit_bias: dict[_DecimalId, _Bias] = Field(default_factory=dict)
+    logit_bias: dict[_DecimalId, Bias] = Field(default_factory=dict)
     min_tokens: int = Field(default=0, ge=0)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
     n: int = Field(default=1, ge=1, le=_MAX_CHOICES)
@@ -234,31 +234,6 @@ class CompletionBody(PredictedBody):
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
-
-
-class ExtraFile(Body):
-    """Text of another file."""
-
-    text: str
-    filename: str = "tmp"
-
-
-class InfillBody(GenerationBody):
-    """Body of `POST /infill`, with llama.cpp's names.
-
-    prompt: follows input_prefix. n_predict: -1 is all of the context; 0 only reads the prompt.
-    samplers: `infill`, which leaves little but the likeliest token, is greedy here.
-    response_fields: the answer's; those of timings behind `timings/`."""
-
-    n: Literal[1] = 1
-    input_prefix: str
-    input_suffix: str
-    input_extra: list[ExtraFile] = Field(default_factory=list, max_length=1024)
-    prompt: str = ""
-    n_predict: int = Field(default=-1, ge=-1)
-    samplers: list[str] = Field(default_factory=list)
-    t_max_predict_ms: float = Field(default=0, allow_inf_nan=False)
-    response_fields: list[str] = Field(default_factory=list, max_length=256)
 
 
 class CalledFunction(Body):

@@ -219,7 +219,7 @@ class ResponseChoice:
         self.usage = Usage()
         self.ends_line_after_s = math.inf
         """Seconds since the first output after which a text with a line break ends."""
-        self._has_line_break = False
+        self.has_line_break = False
         self.first_output_at: float | None = None
         """Time of `time.perf_counter`."""
         self._text = text
@@ -292,9 +292,9 @@ class ResponseChoice:
         reasoning, text = self._split(text, num_tokens)
         reason: FinishReason | Literal["tool_calls"] | None = self.finish_reason
         pieces: Sequence[CallPiece] = ()
-        self._has_line_break |= "\n" in text
+        self.has_line_break |= "\n" in text
         elapsed = time.perf_counter() - (self.first_output_at or math.inf)
-        if self._has_line_break and elapsed > self.ends_line_after_s and reason is None:
+        if self.has_line_break and elapsed > self.ends_line_after_s and reason is None:
             self.finish_reason = reason = FinishReason.LENGTH
         if self._calls is not None:
             is_last = self.finish_reason is not None

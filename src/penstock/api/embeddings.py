@@ -14,9 +14,10 @@ from fastapi import Depends, FastAPI, Request, Response
 from penstock.api.bodies import ModelBody, each_prompt
 from penstock.api.body import unless_gone
 from penstock.api.choices import Delta, ResponseChoice, TextStream
+from penstock.api.conversation import COST_PER_TEXT
 from penstock.api.errors import ApiError
 from penstock.api.http import Caller
-from penstock.api.prepare import COST_PER_TEXT, RequestBuilder
+from penstock.api.prepare import RequestBuilder
 from penstock.api.responses import as_json
 from penstock.api.schema import body_of
 from penstock.api.service import Service

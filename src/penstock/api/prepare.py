@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from penstock.api.bodies import (
     ChatBody,
-    ChatMessage,
     CompletionBody,
     GenerationBody,
     PredictedBody,
-    Tool,
 )
 from penstock.api.body import Structure
 from penstock.api.choices import ResponseChoice, TextStream
+from penstock.api.conversation import COST_PER_TEXT, Conversation
 from penstock.api.errors import ApiError, ContextOverflow
 from penstock.api.http import Caller
-from penstock.api.reasoning import reasoning_of
+from penstock.api.reasoning import ReasoningFormat, reasoning_of
 from penstock.api.token_bodies import DetokenizeBody, TokenizeBody
-from penstock.api.tool_use import tool_use
+from penstock.api.tool_use import ToolUse, tool_use
 from penstock.core.types import (
     AUTO_DRAFTER,
     MIN_TEMPERATURE,
@@ -50,51 +48,11 @@ _DEFAULT_COMPLETION_TOKENS = 16
 _LONG_TEXT = 8192
 """Characters. Longer texts are tokenised in a thread, so that streams do not stand still."""
 
-COST_PER_TEXT = 100
-"""Overhead of tokenising any text, in characters."""
-
 _EFFORTS = ("reasoning_effort", "enable_thinking")
 """Variables of chat templates that say how much the model thinks."""
 
 _COMPILE_S = 20.0
 """Timeout of a grammar, including those queued before it and the loading of the vocabulary."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Chat:
-    """A conversation and its tools, as chat templates take them."""
-
-    messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Mapping[str, Any]]
-    is_asked: bool = True
-    """True if the assistant's turn has begun."""
-    continues: bool = False
-    """True if the last message is the beginning of that turn."""
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    lead: str = ""
-    """Beginning of that turn."""
-
-    @classmethod
-    def from_messages(
-        cls, messages: Iterable[ChatMessage], tools: Iterable[Tool], is_asked: bool = True
-    ) -> Self:
-        return cls(
-            [m.for_template() for m in messages], [t.for_template() for t in tools], is_asked
-        )
-
-    @property
-    def continued(self) -> str | None:
-        """Text that the answer continues, or None."""
-        text: str | None = self.messages[-1]["content"] if self.continues else None
-        return text
-
-    @property
-    def size(self) -> int:
-        """Cost of tokenising it, in characters."""
-        calls = [call for m in self.messages for call in m.get("tool_calls", ())]
-        given = [*self.tools, *calls, *self.variables.items()]
-        written = len(json.dumps(given)) if given else 0
-        return written + sum(COST_PER_TEXT + len(m["content"]) for m in self.messages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,23 +162,15 @@ class RequestBuilder:
 
         clips: as of a completion. Raises: ApiError."""
         self._check(body, caller, 1)
-        template = self.tokenizer.tool_template
-        thinks = reasoning_of(template)
-        tools = tool_use(body, template, thinks=thinks is not None) if body.uses_tools else None
-        chat = replace(
-            _Chat.from_messages(body.messages, body.offered_tools, body.add_generation_prompt),
-            continues=body.continue_final_message,
-            variables=self._variables(body),
-        )
+        chat, thinks, tools = self._read_chat(body)
         special = {text: i for i, text in self.tokenizer.special_tokens.items()}
         structures, marks = body.structures, set[str]() if thinks is None else thinks.marks
         if tools is not None:
-            chat = replace(chat, lead=tools.lead)
             structures = await asyncio.to_thread(tools.shaped, structures, special)
             marks |= tools.form.marks
         shown = self.tokenizer.special_ids(marks)
 
-        def encode(chat: _Chat) -> tuple[list[int], str]:
+        def encode(chat: Conversation) -> tuple[list[int], str]:
             text = self._chat_text(chat)
             token_ids = self._encode(text, "messages", add_special_tokens=body.add_special_tokens)
             return self._checked(token_ids, "messages"), text
@@ -253,17 +203,47 @@ class RequestBuilder:
             for n in range(body.n)
         ]
 
+    async def chat_prompt(self, body: ChatBody) -> str:
+        """Return a conversation's text, without what begins every text prompt. Raises: ApiError."""
+        if body.model:
+            self.check_model(body.model)
+        chat, _, _ = self._read_chat(body)
+        text = await self.tokenise(chat.size, self._chat_text, chat)
+        begin = self.tokenizer.decode(self.tokenizer.encode(""), skip_special_tokens=False)
+        return text.removeprefix(begin)
+
+    def _read_chat(
+        self, body: ChatBody
+    ) -> tuple[Conversation, ReasoningFormat | None, ToolUse | None]:
+        """Return a conversation, and how reasoning and tools are written. Raises: ApiError."""
+        template = self.tokenizer.tool_template
+        thinks = reasoning_of(template)
+        tools = tool_use(body, template, thinks=thinks is not None) if body.uses_tools else None
+        chat = replace(
+            Conversation.from_messages(
+                body.messages, body.offered_tools, body.add_generation_prompt
+            ),
+            continues=body.continue_final_message,
+            variables=self._variables(body),
+            lead="" if tools is None else tools.lead,
+        )
+        return chat, thinks, tools
+
     async def token_ids(self, body: TokenizeBody) -> list[int]:
         """Return the tokens of a text or a conversation within the context. Raises: ApiError."""
         if body.model is not None:
             self.check_model(body.model)
+        if body.content is not None:
+            parts = [body.content] if isinstance(body.content, str) else body.content
+            plain = not body.parse_special
+            return await self.mixed_ids(parts, "content", begins=body.add_special, plain=plain)
         adds = body.add_special_tokens
         if body.prompt is not None:
             encode = partial(self._encode, param="prompt", add_special_tokens=adds is not False)
             return await self.tokenise(COST_PER_TEXT + len(body.prompt), encode, body.prompt)
-        chat = _Chat.from_messages(body.messages, body.tools, body.add_generation_prompt)
+        chat = Conversation.from_messages(body.messages, body.tools, body.add_generation_prompt)
 
-        def encode_chat(chat: _Chat) -> list[int]:
+        def encode_chat(chat: Conversation) -> list[int]:
             return self._encode(self._chat_text(chat), "messages", add_special_tokens=bool(adds))
 
         return await self.tokenise(chat.size, encode_chat, chat)
@@ -342,7 +322,7 @@ class RequestBuilder:
         allowed = self.quotas.config_of(tenant).allowed_drafters
         return (name for name in self.drafters() if allowed is None or name in allowed)
 
-    def _chat_text(self, chat: _Chat) -> str:
+    def _chat_text(self, chat: Conversation) -> str:
         try:
             text = self.tokenizer.chat_text(
                 chat.messages,
@@ -379,6 +359,34 @@ class RequestBuilder:
         self.check_ids(token_ids, param)
         return tuple(token_ids)
 
+    async def mixed_ids(
+        self, parts: Sequence[str | int], param: str, *, begins: bool = True, plain: bool = False
+    ) -> list[int]:
+        """Return the tokens of texts and tokens in a row. Raises: ApiError.
+
+        begins: a text in front has the tokens that begin one. plain: texts that spell special
+        tokens, which would be these, are refused."""
+        special = self.tokenizer.special_tokens.values() if plain else ()
+
+        def encode(parts: Sequence[str | int]) -> list[int]:
+            is_begun = not (begins and isinstance(next(iter(parts), 0), str))
+            found = [] if is_begun else self.tokenizer.encode("")
+            for part in parts:
+                if isinstance(part, str):
+                    if any(spelling in part for spelling in special):
+                        message = f"{param}: spells special tokens, which are never read as text"
+                        raise ApiError(400, message, param=param, code="unsupported_value")
+                    found += self._encode(part, param, add_special_tokens=False)
+                else:
+                    found.append(part)
+                if len(found) > self.engine.max_request_tokens:
+                    raise ContextOverflow(len(found), self.engine.max_request_tokens, param)
+            self.check_ids(found, param)
+            return found
+
+        texts = [part for part in parts if isinstance(part, str)]
+        return await self.tokenise(sum(COST_PER_TEXT + len(t) for t in texts), encode, parts)
+
     def _encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
         limit = self.engine.max_request_tokens
         token_ids = self.tokenizer.encode_within(text, limit, add_special_tokens)
@@ -413,7 +421,7 @@ class RequestBuilder:
         """Return the output limit of a choice. Raises: ApiError where it does not fit."""
         room = self.engine.max_request_tokens - prompt_len
         if clips:
-            default, wanted = wanted or room, None
+            default, wanted = room if wanted is None else wanted, None
         if wanted is not None and wanted > room:
             raise ContextOverflow(prompt_len, prompt_len + room, "max_tokens", wanted)
         most = self.quotas.most_output(tenant, prompt_len)

@@ -41,7 +41,9 @@ class Form(ABC):
     keep_alive: ClassVar[bytes] = b": keep-alive\n\n"
 
     @abstractmethod
-    def response(self, choices: Sequence[ResponseChoice], deltas: Sequence[Delta]) -> JsonDict:
+    def response(
+        self, choices: Sequence[ResponseChoice], deltas: Sequence[Delta]
+    ) -> JsonDict | list[JsonDict]:
         """Build the whole response. deltas: all of the choices', in order."""
 
     @abstractmethod
@@ -156,53 +158,12 @@ class ChatFormat(Format):
         return {"content": logprob_entries(tokens, self._tokenizer)}
 
 
-class InfillFormat(Form):
-    """llama.cpp's: one JSON object, or an event for each new text, without `[DONE]`."""
-
-    def __init__(self, fields: Sequence[str]) -> None:
-        self._fields = fields
-        self._started_at = time.perf_counter()
-
-    def response(self, choices: Sequence[ResponseChoice], deltas: Sequence[Delta]) -> JsonDict:
-        (choice,), (delta,) = choices, by_choice(deltas)
-        now, counted, cached = time.perf_counter(), usage(choices), choice.usage.num_cached_tokens
-        first = choice.first_output_at or now
-        timings = {
-            **_timed("prompt", counted["prompt_tokens"] - cached, first - self._started_at),
-            **_timed("predicted", counted["completion_tokens"], now - first),
-        }
-        ends = {"length": "limit", "stop": "word" if choice.stop_string else "eos"}
-        whole = {
-            "content": delta.text,
-            "stop": delta.finish_reason is not None,
-            "stop_type": ends.get(str(delta.finish_reason), "none"),
-            "stopping_word": choice.stop_string or "",
-            "tokens_cached": cached,
-            "timings": timings,
-        }
-        flat = whole | {f"timings/{name}": value for name, value in timings.items()}
-        return {f: flat[f] for f in self._fields if f in flat} if self._fields else whole
-
-    async def events(self, job: Generation, body: GenerationBody) -> AsyncIterator[bytes]:
-        try:
-            async for delta in job.deltas():
-                yield event(self.response(job.choices, [delta]))
-        except ApiError as error:
-            yield event(error.body())
-
-
 def by_choice(deltas: Sequence[Delta]) -> list[Delta]:
     """Return one delta per choice, with all of its text."""
     own: dict[int, list[Delta]] = {}
     for delta in deltas:
         own.setdefault(delta.index, []).append(delta)
     return [Delta.joined(own[index]) for index in sorted(own)]
-
-
-def _timed(what: str, num: int, seconds: float) -> JsonDict:
-    times = {"ms": 1e3 * seconds, "per_token_ms": 1e3 * seconds / max(1, num)}
-    told = {"n": num, **times, "per_second": num / max(seconds, 1e-9)}
-    return {f"{what}_{name}": value for name, value in told.items()}
 
 
 def _message(delta: Delta) -> JsonDict:
@@ -449,7 +410,7 @@ def event(data: JsonDict, kind: str | None = None) -> bytes:
     return b"%sdata: %s\n\n" % (named, as_json(data))
 
 
-def as_json(body: JsonDict) -> bytes:
+def as_json(body: JsonDict | list[JsonDict]) -> bytes:
     """Encode without white space; NaN is null."""
     return to_json(body, inf_nan_mode="null")
 

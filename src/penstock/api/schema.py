@@ -11,8 +11,9 @@ from pydantic.json_schema import models_json_schema
 
 from penstock import __version__
 from penstock.api.anthropic.bodies import MessagesBody, MessagesInput
-from penstock.api.bodies import ChatBody, CompletionBody, InfillBody
+from penstock.api.bodies import ChatBody, CompletionBody
 from penstock.api.http import EXPECTED_OUTPUT_TOKENS
+from penstock.api.llamacpp.bodies import InfillBody, LlamaCompletion
 from penstock.api.ollama.bodies import OllamaChat, OllamaEmbed, OllamaGenerate, OllamaShow
 from penstock.api.response_bodies import ResponsesBody
 from penstock.api.token_bodies import DetokenizeBody, EmbeddingBody, TokenizeBody
@@ -53,8 +54,8 @@ _ERRORS = {
 }
 _BODIES = (
     ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody,
-    InfillBody, MessagesBody, MessagesInput, OllamaChat, OllamaGenerate, OllamaShow,
-    EmbeddingBody, OllamaEmbed,
+    LlamaCompletion, InfillBody, MessagesBody, MessagesInput, OllamaChat, OllamaGenerate,
+    OllamaShow, EmbeddingBody, OllamaEmbed,
 )  # fmt: skip
 
 

@@ -1,0 +1,1 @@
+"""llama.cpp's endpoints over the same engine."""
