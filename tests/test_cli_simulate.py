@@ -105,7 +105,7 @@ def test_a_trace_with_tenants(cli: Cli, trace: Path) -> None:
     assert report["tenants"]["a"]["requests_completed"] == 60
     assert report["jain"] == pytest.approx(1.0, abs=0.01)
     assert isinstance(report["sum_log_rate"], float)
-    weighed = report_of(cli, "simulate", *arguments, "--fairness", "--tenant-weight", "a=9")
+    weighed = report_of(cli, "simulate", *arguments, "--fairness", "true", "--tenant-weight", "a=9")
     assert weighed["requests_completed"] == 120
     faster = report_of(cli, "simulate", *arguments, "--time-scale", 3)
     shown = "throughput_requests_per_s"
@@ -276,7 +276,7 @@ def test_a_scenario_file_is_as_its_options(cli: Cli, tmp_path: Path) -> None:
     named = report_of(cli, "simulate", "--scenario", file)
     sets = ("allocation.k=3", "gated=true", "output_lens=101,201,301", "thresholds=1,0.5,0.5")
     options = [part for text in sets for part in ("--set", text)]
-    options += ["--drafter", "a=0.8", "--drafter", "b=0.9,0.5", "--fairness"]
+    options += ["--drafter", "a=0.8", "--drafter", "b=0.9,0.5", "--fairness", "true"]
     given = ("--admission", "wait", "--allocation", "fixed")
     same = report_of(cli, "simulate", *HIGH, *given, *options)
     assert {**named, "wall_s": 0} == {**same, "wall_s": 0}
@@ -460,7 +460,9 @@ def test_draft_servers_across_links(cli: Cli, tmp_path: Path) -> None:
 def test_weights_that_are_none(cli: Cli, trace: Path) -> None:
     arguments = ("--workload", trace, "--profile", "paper-linear", "--admission", "vllm_v1")
     for text in ("a", "a=", "=2", "a=0", "a=-1", "a=nan", "a=inf", "a=x"):
-        status, _, error = cli("simulate", *arguments, "--fairness", "--tenant-weight", text)
+        status, _, error = cli(
+            "simulate", *arguments, "--fairness", "true", "--tenant-weight", text
+        )
         assert status == 2
         assert "NAME=WEIGHT" in error
 

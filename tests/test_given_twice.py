@@ -62,7 +62,12 @@ def test_variables_of_different_settings_go_together() -> None:
         ),
         ((*SIMULATE, "--set", "order=fcfs", "--set", "admission.order=fcfs"), "--set: 'order'"),
         (
-            (*SIMULATE, "--fairness", *("--tenant-weight", "a=1", "--tenant-weight", "a=2")),
+            (
+                *SIMULATE,
+                "--fairness",
+                "true",
+                *("--tenant-weight", "a=1", "--tenant-weight", "a=2"),
+            ),
             "--tenant-weight: 'a'",
         ),
         (

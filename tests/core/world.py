@@ -24,6 +24,7 @@ from penstock.core.types import (
     DrafterUp,
     DraftReady,
     Event,
+    FairnessRule,
     FinishReason,
     Output,
     Request,
@@ -56,7 +57,7 @@ def make_scheduler(
     tenants: Sequence[Tenant] = (),
     learn: Estimators | None = None,
     groups_decodes: bool = False,
-    fairness: bool = False,
+    fairness: FairnessRule = False,
     look_up: LookUp | None = None,
 ) -> Scheduler:
     def pool() -> BlockPool:

@@ -104,7 +104,7 @@ def of_admission() -> Iterator[tuple[str, Scenario]]:
             Setup(
                 SMALL,
                 PolicyConfig.from_name("fluid_guided"),
-                fairness=True,
+                fairness="strict",
                 tenant_weights={"t1": 10.0},
             ),
             with_tenants(make_workload("low", num_requests=120, rate=80, seed=3), 2),
@@ -124,7 +124,7 @@ def of_admission() -> Iterator[tuple[str, Scenario]]:
                 SMALL,
                 PolicyConfig.from_name("vllm_v1"),
                 kv_tokens=4096,
-                fairness=True,
+                fairness="strict",
                 tenant_weights={"t1": 10.0},
             ),
             waiting,

@@ -37,7 +37,7 @@ class Reload:
         self._api_keys = api_keys
         self._turn = asyncio.Lock()
         engine = config.engine
-        self._counts_service = engine.fairness or _is_limited(engine)
+        self._counts_service = bool(engine.fairness) or _is_limited(engine)
         self._running: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
@@ -63,6 +63,8 @@ def _read_scenario(ctx: typer.Context, file: Path | None) -> Path | None:
     for key, value in values.items():
         if isinstance(value, dict):
             values[key] = [*_texts(value)]
+        elif key == "fairness":
+            values[key] = str(value).lower()  # true, of a choice of words
         elif isinstance(value, str) and key in options and options[key].multiple:
             values[key] = [value]
     ctx.default_map = values
@@ -195,8 +197,9 @@ class Scenario(Load):
     ] = None
     block_size: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of a KV block.")] = 1
     fairness: Annotated[
-        bool, typer.Option("--fairness", help="Fair sharing by the tenants' weights.")
-    ] = False
+        Literal["false", "true", "strict"],
+        typer.Option(help="Sharing by the tenants' weights; strict: whatever it costs."),
+    ] = "false"
     tenant_weight: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=WEIGHT", help="Default: 1; may be repeated."),
@@ -269,7 +272,7 @@ class Scenario(Load):
             draft_servers=servers,
             pipeline=pipeline,
             look_up=look_up,
-            fairness=self.fairness,
+            fairness="strict" if self.fairness == "strict" else self.fairness == "true",
             tenant_weights=_weights(self.tenant_weight or ()),
             seed=self.seed,
         )

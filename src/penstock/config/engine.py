@@ -25,7 +25,7 @@ from penstock.config.state import StateFolder
 from penstock.config.tenants import TenantConfig
 from penstock.core.policies.bundles import AUTO, BUNDLES, bundle
 from penstock.core.policies.registry import make_pipeline, make_policy
-from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, PREDICTION, TARGET
+from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, PREDICTION, TARGET, FairnessRule
 
 NGRAM = "ngram"
 SUFFIX = "suffix"
@@ -292,7 +292,8 @@ class EngineConfig(ModelsConfig):
         drafts that are ready). Drafters work beside the target unless it is off
     heartbeat_timeout_s: an engine process without a heartbeat for so long is restarted; after a
         quarter of it, it takes no requests
-    fairness: between tenants, by weight, in admission, preemption and decoding
+    fairness: between tenants, by weight, in admission, preemption and decoding; strict: whatever
+        it costs the others
     state: folder of what was learned, for the next start; None (`none`) keeps nothing"""
 
     verification: Literal["coupled", "ratio"] | None = None
@@ -302,7 +303,7 @@ class EngineConfig(ModelsConfig):
     allocation: PolicyConfig = _BUNDLED
     pipeline: str = _BUNDLED
     heartbeat_timeout_s: float = Field(default=20.0, gt=0, allow_inf_nan=False)
-    fairness: bool = True
+    fairness: FairnessRule = True
     state: StateFolder = None
     tenants: dict[str, TenantConfig] = Field(default_factory=dict)
 

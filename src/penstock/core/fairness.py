@@ -7,6 +7,7 @@ their share, by which all others are slowed, have requests paused."""
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from penstock.core.accounts import UNITS, Account, Accounts
 from penstock.core.learn import Estimators
@@ -15,9 +16,20 @@ from penstock.core.state import RequestState
 from penstock.core.step import Step, newest
 from penstock.fluid.step_profile import StepWork
 
-_MAX_SLOWDOWN = 0.15
-"""Slowdown of a tenant below its share, over what a server of its share adds: half a server by 15%,
-a tenth of one by 135%. Chosen by hand."""
+
+class _Bounds(NamedTuple):
+    """What tenants may lose to one another. Chosen by hand.
+
+    slowdown: of a tenant below its share, over what a server of its share adds: at 0.15 half a
+    server by 15%, a tenth of one by 135%. cost: throughput that pauses may take, over all; the
+    slowdown may then be more."""
+
+    slowdown: float
+    cost: float
+
+
+_SHARES = _Bounds(slowdown=1.0, cost=1 / 3)
+_STRICT = _Bounds(slowdown=0.15, cost=1.0)
 _GROWTH = 1.25
 """Growth of the requests at work a step when there is room again: tenants with little to do come
 and go, and a hundred prompts at once would delay them."""
@@ -25,9 +37,12 @@ _BISECTION_ROUNDS = 16  # precise to a 65,536th of the interval
 
 
 class Fairness:
-    """Fairness between the tenants of a scheduler."""
+    """Fairness between the tenants of a scheduler.
 
-    def __init__(self, accounts: Accounts, learn: Estimators) -> None:
+    is_strict: a tenant below its share hardly notices the others, whatever that costs them."""
+
+    def __init__(self, accounts: Accounts, learn: Estimators, *, is_strict: bool = False) -> None:
+        self._bounds = _STRICT if is_strict else _SHARES
         self._accounts = accounts
         self._learn = learn
         self._seen = -1
@@ -133,9 +148,9 @@ class Fairness:
         level = self._level(list(present), step) if may_pause else math.inf
         self._is_growing = False
         for account in present:
-            most = level * account.tenant.weight + 1e-9
-            if most >= 1:
-                most = math.floor(most) if most < account.num_requests else math.inf
+            most = _whole(level * account.tenant.weight)
+            if most >= max(1, account.num_requests):
+                most = math.inf
             allowed = max(account.most_at_work * _GROWTH, account.most_at_work + 1)
             if most > allowed:
                 self._is_growing = allowed < account.num_requests
@@ -175,42 +190,60 @@ class Fairness:
                 step.resume(state)
 
     def _level(self, accounts: list[Account], step: Step) -> float:
-        """Return the requests at work for a weight of 1 that slow no tenant beyond its share."""
+        """Return the requests at work for a weight of 1 that slow no tenant beyond its share.
+
+        More where pausing the others would cost too much throughput."""
         if len(accounts) < 2:
             return math.inf
         weights = [a.tenant.weight for a in accounts]
         demands = [a.num_requests for a in accounts]
         whole = sum(weights)
         allowed = [
-            (1 + _MAX_SLOWDOWN * (whole / w - 1)) * self._seconds(d, step)
+            (1 + self._bounds.slowdown * (whole / w - 1)) * self._steps(d, step)[1]
             for w, d in zip(weights, demands, strict=True)
         ]
 
         def is_kind(level: float) -> bool:
             num = sum(min(d, level * w) for w, d in zip(weights, demands, strict=True))
-            seconds = self._seconds(num, step)
+            seconds = self._steps(num, step)[1]
             return all(
                 seconds <= most
                 for most, w, d in zip(allowed, weights, demands, strict=True)
                 if d <= level * w
             )
 
+        def rate(level: float) -> float:
+            num = sum(min(d, _whole(level * w)) for w, d in zip(weights, demands, strict=True))
+            made, seconds = self._steps(num, step)
+            return made / seconds if seconds else math.inf
+
         levels = [d / w for w, d in zip(weights, demands, strict=True)]
         low, high = min(levels), max(levels)
         if is_kind(high):
             return math.inf
+        least = (1 - self._bounds.cost) * rate(high)
         for _ in range(_BISECTION_ROUNDS):
             middle = 0.5 * (low + high)
-            low, high = (middle, high) if is_kind(middle) else (low, middle)
-        return low
+            goes_up = is_kind(middle) or rate(middle) < least
+            low, high = (middle, high) if goes_up else (low, middle)
+        return low if rate(low) >= least else high
 
-    def _seconds(self, num_requests: float, step: Step) -> float:
-        """Return the seconds of a step that decodes ordinary requests, up to full memory.
+    def _steps(self, num_requests: float, step: Step) -> tuple[float, float]:
+        """Return how many ordinary requests decode in a step, and its seconds.
 
-        Or until each place is taken."""
+        Up to full memory, or until each place is taken. Prompts of those that follow are in it."""
         lengths, traffic = self._learn.lengths, self._learn.traffic
         context = traffic.mean_prompt_len + 0.5 * lengths.mean
         room = min(step.pool.capacity_tokens / context, step.num_places + len(step.running))
-        num = math.ceil(min(num_requests, max(1.0, room)))
-        work = StepWork(num_decodes=num, num_kv_tokens=round(num * context))
-        return self._learn.times.step_seconds(work)
+        num = min(num_requests, max(1.0, room))
+        decodes = math.ceil(num)
+        prompts = decodes * traffic.mean_prompt_len / lengths.mean
+        pairs = prompts * 0.5 * traffic.mean_prompt_len
+        work = StepWork(round(prompts), pairs, decodes, round(decodes * context))
+        return num, self._learn.times.step_seconds(work)
+
+
+def _whole(most_at_work: float) -> float:
+    """Round down, except less than one request, which takes turns."""
+    most = most_at_work + 1e-9
+    return math.floor(most) if 1 <= most < math.inf else most

@@ -43,6 +43,7 @@ from penstock.core.types import (
     DraftOrder,
     DraftReady,
     Event,
+    FairnessRule,
     FinishReason,
     Output,
     Reconfigure,
@@ -77,7 +78,7 @@ class Scheduler:
         tenants: Iterable[Tenant] = (),
         learn: Estimators | None = None,
         groups_decodes: bool = False,
-        fairness: bool = False,
+        fairness: FairnessRule = False,
         max_num_seqs: int | None = None,
         max_draft_tokens: int = MOST_DRAFT_TOKENS,
         look_up: LookUp | None = None,
@@ -88,7 +89,7 @@ class Scheduler:
         if any(p.block_size != pool.block_size for p in pools.values()):
             raise ValueError("all models must use the same KV block size")
         weighs_time = selection.weighs_time or allocation.weighs_time
-        is_fair = fairness and not admission.may_idle
+        is_fair = bool(fairness) and not admission.may_idle
         known_tenants = {t.name: t for t in tenants}
         groups: dict[Hashable, DecodeGroup] = {}
         accounts = Accounts(known_tenants, learn, groups, is_fair=is_fair)
@@ -109,7 +110,7 @@ class Scheduler:
             allocation,
             pipeline or make_pipeline("off"),
             Trials(learn.times) if weighs_time else None,
-            Fairness(accounts, learn) if is_fair else None,
+            Fairness(accounts, learn, is_strict=fairness == "strict") if is_fair else None,
             max_model_len,
             groups_decodes,
             math.inf if max_num_seqs is None else max_num_seqs,

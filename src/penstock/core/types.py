@@ -173,6 +173,10 @@ class Request:
         return self.sampling.num_prompt_logprobs is not None or self.pooling in ("mean", "cls")
 
 
+FairnessRule = Literal["strict"] | bool
+"""Whether tenants share by weight; strict: at any cost to throughput (`core.fairness`)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tenant:
     """A unit of fairness.

@@ -25,6 +25,7 @@ from penstock.core.types import (
     AUTO_DRAFTER,
     NO_DRAFTER,
     NO_TARGET,
+    FairnessRule,
     FinishReason,
     LatencyTarget,
     Request,
@@ -68,7 +69,7 @@ class Setup:
     draft_servers: tuple[DraftServer, ...] = ()
     pipeline: str = "off"
     look_up: LookUp | None = None
-    fairness: bool = False
+    fairness: FairnessRule = False
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
     seed: int = 0
     counted: bool = True
