@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import psutil
 import yaml
@@ -46,6 +46,29 @@ class ServerProcess:
         return [process, *process.children(recursive=True)]
 
 
+class Scrape(NamedTuple):
+    """A server's answer to a scrape."""
+
+    lines: list[str]
+
+    def metric(self, name: str) -> float:
+        """Sum over all labels of a metric."""
+        return sum(value for _, value in self.named(name))
+
+    def by_label(self, name: str, label: str) -> dict[str, float]:
+        """Sums of a metric by the value of one of its labels."""
+        found: dict[str, float] = {}
+        for line, value in self.named(name):
+            key = line.partition(f'{label}="')[2].partition('"')[0]
+            found[key] = found.get(key, 0.0) + value
+        return found
+
+    def named(self, name: str) -> list[tuple[str, float]]:
+        """Lines of a metric, and their values."""
+        lines = [x for x in self.lines if x.startswith(f"penstock:{name}")]
+        return [(x, float(x.rsplit(" ", 1)[1])) for x in lines]
+
+
 @dataclass(frozen=True)
 class BundledServer(ServerProcess):
     """Penstock's, with the file of its settings, and how long it took to start."""
@@ -58,22 +81,18 @@ class BundledServer(ServerProcess):
         self.config.write_text(yaml.safe_dump(settings))
         self.process.send_signal(signal.SIGHUP)
 
+    def scrape(self) -> Scrape:
+        """All metrics at one time."""
+        text = urllib.request.urlopen(f"{self.url}/metrics", timeout=30).read().decode()
+        return Scrape(text.splitlines())
+
     def metric(self, name: str) -> float:
         """Sum over all labels of a metric."""
-        return sum(value for _, value in self._lines(name))
+        return self.scrape().metric(name)
 
     def by_label(self, name: str, label: str) -> dict[str, float]:
         """Sums of a metric by the value of one of its labels."""
-        found: dict[str, float] = {}
-        for line, value in self._lines(name):
-            key = line.partition(f'{label}="')[2].partition('"')[0]
-            found[key] = found.get(key, 0.0) + value
-        return found
-
-    def _lines(self, name: str) -> list[tuple[str, float]]:
-        text = urllib.request.urlopen(f"{self.url}/metrics", timeout=30).read().decode()
-        lines = [x for x in text.splitlines() if x.startswith(f"penstock:{name}")]
-        return [(x, float(x.rsplit(" ", 1)[1])) for x in lines]
+        return self.scrape().by_label(name, label)
 
     def resident_mib(self) -> float:
         """Memory of all its processes, a page that several share counted once, files left out."""
