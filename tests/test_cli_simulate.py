@@ -521,3 +521,19 @@ def test_explain_names_the_requests_that_there_are(cli: Cli, wrong: str) -> None
     assert f"--explain takes a request from 0 to 79, not {wrong!r}" in said
     code, _, said = cli(*EXPLAINED, "--admission", "vllm_v1", "--explain=1", "--seeds", 2)
     assert (code, "shows one run" in said) == (2, True)
+
+
+def test_seeds_differ_more_on_a_machine_whose_times_do(cli: Cli, tmp_path: Path) -> None:
+    known = load_profile("a100-llama2-7b")
+    widths = []
+    for spread in (0.0, 0.2):
+        path = tmp_path / f"{spread}.json"
+        save_profile(replace(known, name="box", spread=spread), path)
+        report = report_of(cli, "simulate", *HIGH, "--profile", path, "--seeds", 4)
+        figure = report["over_seeds"]["tpot_s.mean"]
+        (low, high), (least, most) = figure["interval_95"], figure["one_run_95"]
+        assert least < low < figure["mean"] < high < most
+        # Of four values: the root of 5 times as wide.
+        assert most - least == pytest.approx(5**0.5 * (high - low))
+        widths.append((most - least) / figure["mean"])
+    assert widths[1] > 3 * widths[0]

@@ -192,9 +192,11 @@ async def streamed(server: ServerProcess, prompt: list[int], tokens: int) -> Str
                 first = time.perf_counter() - began
             if event.get("usage"):
                 made = event["usage"]["completion_tokens"]
-    if not first or not made:
-        raise ValueError("a stream without text or without usage")
-    return Streamed(first, time.perf_counter() - began, made)
+    total = time.perf_counter() - began
+    if not made:
+        raise ValueError("a stream without usage")
+    # Of special tokens there is no text.
+    return Streamed(first or total, total, made)
 
 
 async def closed_clients(

@@ -50,6 +50,24 @@ def test_every_model_is_measured(settings: dict[str, Any]) -> None:
     assert engine.scheduler.pool.num_used_blocks == 0
 
 
+def test_served_steps_are_of_whole_requests_with_drafts_and_without(
+    settings: dict[str, Any],
+) -> None:
+    engine = load(settings, calibrated=False, drafters={"suffix": "suffix"})
+    measured = measure(engine, GRID)
+    assert len(measured.served) == GRID.repeats
+    for own in measured.served:
+        for drafts in (False, True):
+            works = [step.work for step in own if step.drafts is drafts]
+            assert sum(work.num_prefill_tokens for work in works) == 24 * 48
+            assert any(work.num_prefill_tokens and work.num_decodes for work in works)
+            assert any(work.num_draft_tokens for work in works) <= drafts
+        assert max(step.work.num_decodes for step in own) > 4
+        assert min(step.seconds for step in own) > 0
+    assert any(step.work.num_draft_tokens for own in measured.served for step in own)
+    assert engine.scheduler.pool.num_used_blocks == 0
+
+
 def test_a_grid_stays_within_memory_and_context(settings: dict[str, Any]) -> None:
     engine = load(settings, calibrated=False, kv_tokens=512, max_model_len=96)
     measured = measure(engine, replace(GRID, batches=(1, 4, 8)))

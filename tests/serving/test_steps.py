@@ -1,16 +1,13 @@
-"""Recorded steps, their way into a profile, and the benchmark that compares with the simulator."""
+"""Recorded steps, and their way into a profile."""
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from lab.bench.simulator_vs_engine import KV_TOKENS, LiveServer, LoadCell, fit, mixed_prompts
 from lab.common.step_recorder import StepRecorder
 from penstock.core.types import PhaseTimes, StepPlan, StepResult
 from penstock.fluid.step_profile import StepWork
-from penstock.sim.profiles import fit_profile, load_profile
-from penstock.sim.workloads import Workload
+from penstock.sim.profiles import fit_profile
 
 
 class _Clock:
@@ -50,38 +47,3 @@ def test_the_profile_takes_what_equal_steps_take_in_the_mean(tmp_path: Path) -> 
     assert fitted.profile.seconds(StepWork(num_decodes=2, num_kv_tokens=20)) == pytest.approx(
         0.75 * 0.05, rel=1e-3
     )
-
-
-@pytest.fixture(scope="module")
-def server(family: dict[str, Path]) -> LiveServer:
-    return LiveServer(family["target"], "float32")
-
-
-def _short_workload() -> Workload:
-    rng = np.random.default_rng(0)
-    arrival_time = np.concatenate([[0.0], np.cumsum(rng.exponential(0.004, size=39))])
-    return Workload("short", rng.integers(2, 60, 40), rng.integers(1, 30, 40), arrival_time)
-
-
-@pytest.mark.parametrize("admission", ["vllm_v1", "fluid_guided"])
-def test_the_engine_and_the_simulator_serve_the_same_requests(server, admission, tmp_path) -> None:
-    workload = _short_workload()
-    prompts = mixed_prompts(server.engine.tokenizer_path)
-    cell = LoadCell(admission, 0.5, 250.0, [workload])
-    cell.play(server, 0, prompts)
-    works = [work for work, _ in cell.steps]
-    assert sum(w.num_decodes + w.num_prefill_tokens for w in works) == int(
-        (workload.prompt_len + workload.output_len - 1).sum()
-    )
-    fitted = fit(cell, server, tmp_path)
-    assert fitted.profile.kv_tokens == KV_TOKENS
-    assert load_profile(tmp_path / "zoo-large.json") == fitted.profile
-    cell.predict(fitted.profile, server)
-    for outcome in (cell.live, cell.simulated):
-        assert outcome.tokens == workload.output_len.sum()
-        assert len(outcome.ttft) == len(workload)
-        assert len(outcome.tpot) == (workload.output_len > 1).sum()
-        assert min(outcome.ttft) > 0
-    # The profile takes the mean of the very steps that it was fitted to, a stall apart: of so few
-    # steps one is much, where other tests share the cores.
-    assert cell.report()["step_seconds_ratio"] == pytest.approx(1, abs=0.25)

@@ -11,8 +11,16 @@ import numpy as np
 import pytest
 
 from lab.common.operators import linear_profile
-from penstock.fluid.step_profile import DrafterProfile, StepProfile, StepWork
-from penstock.sim.profiles import Fit, ProfileError, fit_profile, load_profile, save_profile
+from penstock.fluid.step_profile import DrafterProfile, ServedStep, StepProfile, StepWork
+from penstock.sim.profiles import (
+    Fit,
+    ProfileError,
+    fit_profile,
+    load_profile,
+    paces,
+    save_profile,
+    with_served,
+)
 
 DATA = Path(
     os.environ.get("PENSTOCK_DATA", Path(__file__).resolve().parents[2].parent / "shared/data")
@@ -226,3 +234,80 @@ def test_what_a_request_adds_to_well_filled_steps() -> None:
     batch = profile.seconds(StepWork(0, 0.0, 64, 64 * 1025)) - profile.decode_fixed
     token = (profile.request_seconds(1000, 50) - profile.request_seconds(1000, 0)) / 50
     assert token < batch / 64 < 2.5 * token
+
+
+# Served steps
+
+
+def served_steps(
+    pace: float, host: float, per_decode: float, factors: tuple[float, ...], per_drafting=0.0
+) -> list[list[ServedStep]]:
+    works = [
+        StepWork(prefill, prefill * prefill / 2, decodes, decodes * 90)
+        for prefill in (0, 0, 0, 48)
+        for decodes in range(1, 17)
+    ]
+    each = {False: per_decode, True: per_decode + per_drafting}
+    return [
+        [
+            ServedStep(w, f * (pace * TRUTH.seconds(w) + host + each[d] * w.num_decodes), d)
+            for w in works
+            for d in (False, True)
+        ]
+        for f in factors
+    ]
+
+
+def test_pace_and_host_of_served_steps_are_found() -> None:
+    found = with_served(TRUTH, served_steps(1.3, 4e-4, 3e-5, (1.0, 1.0), 2e-5))
+    assert found.pace == pytest.approx(1.3, rel=0.01)
+    assert found.host_fixed == pytest.approx(4e-4, rel=0.05)
+    assert found.host_per_decode == pytest.approx(3e-5, rel=0.05)
+    assert found.host_per_drafting == pytest.approx(2e-5, rel=0.05)
+    assert found.spread == pytest.approx(0, abs=1e-3)
+    # The models' own times stay what they were.
+    nothing = dict.fromkeys(("host_fixed", "host_per_decode", "host_per_drafting", "spread"), 0.0)
+    assert replace(found, pace=1.0, **nothing) == TRUTH
+
+
+def test_whole_served_steps_are_predicted_after_a_stall_too() -> None:
+    measured = served_steps(1.1, 2e-4, 0.0, (1.0,))
+    stalled = measured[0].pop(5)
+    found = with_served(
+        TRUTH, [[*measured[0], stalled._replace(seconds=40 * stalled.seconds)]]
+    ).served()
+    for work, seconds, _ in measured[0]:
+        assert found.seconds(work) == pytest.approx(seconds, rel=0.02)
+    assert TRUTH.seconds(measured[0][0].work) < 0.9 * measured[0][0].seconds
+
+
+def test_the_spread_is_that_of_the_passes() -> None:
+    found = with_served(TRUTH, served_steps(1.0, 0.0, 0.0, (0.9, 1.0, 1.1)))
+    assert found.spread == pytest.approx(0.1, rel=0.05)
+
+
+def test_served_steps_have_the_factor_on_all_times() -> None:
+    drafter = DrafterProfile("small", (1, 4), (1e-3, 2e-3), 1e-5)
+    host = {"host_fixed": 3e-4, "host_per_decode": 1e-5, "host_per_drafting": 2e-5}
+    profile = replace(TRUTH, pace=1.2, drafters=(drafter,), **host)
+    work = StepWork(10, 50.0, 3, 300, 6)
+    whole = 1.2 * TRUTH.seconds(work) + 3e-4 + 3 * 1e-5
+    assert profile.served().seconds(work) == pytest.approx(whole)
+    assert profile.served(1.5).seconds(work) == pytest.approx(1.5 * whole)
+    assert profile.served(drafts=True).seconds(work) == pytest.approx(whole + 3 * 2e-5)
+    assert profile.served().served(1.5).seconds(work) == pytest.approx(1.5 * whole)
+    assert profile.served(1.5).drafters[0].seconds(4, 2, 7) == pytest.approx(
+        1.8 * drafter.seconds(4, 2, 7)
+    )
+
+
+def test_paces_are_as_likely_slow_as_fast() -> None:
+    logs = np.log(paces(0.05, 20))
+    assert logs.mean() == pytest.approx(0, abs=1e-12)
+    assert logs.std() == pytest.approx(0.05, rel=0.1)
+    assert paces(0.05, 1) == [1.0]
+
+
+def test_a_pace_is_over_zero() -> None:
+    with pytest.raises(ValueError, match="a pace is over 0, not 0"):
+        replace(TRUTH, pace=0.0)

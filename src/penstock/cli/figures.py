@@ -56,7 +56,7 @@ def print_side_by_side(runs: dict[str, dict[str, Any]], title: str) -> None:
 
 
 def over_seeds(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the mean and 95% interval of each figure that all runs have."""
+    """Return of each figure that all runs have the mean, its 95% interval and that of one run."""
     from penstock.sim.capacity import Estimate
 
     known = ((key, values) for key, _, values in _compared(runs) if None not in values)
@@ -65,7 +65,11 @@ def over_seeds(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         for key, values in known
     }
     return {
-        key: {"mean": mean.mean, "interval_95": [mean.low, mean.high]}
+        key: {
+            "mean": mean.mean,
+            "interval_95": [mean.low, mean.high],
+            "one_run_95": mean.one_of(len(runs)),
+        }
         for key, mean in means.items()
     }
 
@@ -74,10 +78,11 @@ def print_over_seeds(runs: list[dict[str, Any]], title: str) -> None:
     """Print a table of means over several runs."""
     names = {key: name for key, name, _ in _compared(runs)}
     rows = [
-        (names[key], *map(_number, (found["mean"], *found["interval_95"])))
+        (names[key], *map(_number, (found["mean"], *found["interval_95"], *found["one_run_95"])))
         for key, found in over_seeds(runs).items()
     ]
-    print_table(title, ("", "mean", "95% from", "to"), rows)
+    columns = ("", "mean", "95% from", "to", "one run from", "to")
+    print_table(title, columns, rows)
 
 
 def _compared(runs: list[dict[str, Any]]) -> Iterator[tuple[str, str, list[float | None]]]:

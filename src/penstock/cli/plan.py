@@ -105,7 +105,7 @@ def plan(
     print(f"for {offered:.4g} requests/s of {load.workload} on {load.profile}, start")
     print(f"  penstock serve MODEL {flags['penstock']}")
     _print_expected(expected, flags)
-    _print_how_sure(planned, offered, bound, advised)
+    _print_how_sure(planned, offered, bound, advised, base.profile.spread)
     if base.profile.state_slots is not None:
         print(f"  requests at once: {base.profile.state_slots:,} recurrent states have room")
 
@@ -193,7 +193,7 @@ def _print_expected(expected: dict[str, dict[str, Any]], flags: dict[str, Any]) 
 
 
 def _print_how_sure(
-    planned: DeploymentPlan, rate: float, bound: float, advised: dict[str, Any]
+    planned: DeploymentPlan, rate: float, bound: float, advised: dict[str, Any], spread: float
 ) -> None:
     print("how sure")
     if advised["latency_mean_interval_95"] is not None:
@@ -202,4 +202,7 @@ def _print_how_sure(
     print(f"  load: {rate / bound:.0%} of {bound:.4g} requests/s, more than which no policy serves")
     print("  memory: a quarter above the peak, or more where that is slower; ", end="")
     print(f"there are {planned.kv_tokens:,} tokens")
-    print("  times: the profile's; `penstock profile measure` takes those of your machine")
+    if spread:
+        print(f"  times: the profile's, which varied by {spread:.1%} while it was measured")
+    else:
+        print("  times: the profile's; `penstock profile measure` takes those of your machine")

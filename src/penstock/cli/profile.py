@@ -78,8 +78,8 @@ def measure(
     """Measure the step times of a target and its drafters, alone and together."""
     options = {**locals(), "kv_tokens": None}
     from penstock.cli.settings import engine_with
-    from penstock.config import ConfigError
-    from penstock.sim.profiles import ProfileError, fit_steps, save_profile
+    from penstock.config import DEFAULT_TENANT, ConfigError, TenantConfig
+    from penstock.sim.profiles import ProfileError, fit_steps, save_profile, with_served
 
     with one_line(ConfigError):
         batches = whole_numbers("--batch", batch)
@@ -93,7 +93,8 @@ def measure(
 
     grid = ProfileGrid(batches=batches, contexts=all_contexts, repeats=repeats)
     with one_line(ConfigError, CheckpointError):
-        built = load_engine(config.model_copy(update={"kv_tokens": grid.kv_tokens}))
+        more = {"kv_tokens": grid.kv_tokens, "tenants": {DEFAULT_TENANT: TenantConfig()}}
+        built = load_engine(config.model_copy(update=more))
     with progress(num_measurements(built, grid), "measuring") as advance:
         measured = measure_engine(built, grid, lambda: advance(1))
     with one_line(ProfileError, OSError):
@@ -104,6 +105,7 @@ def measure(
             origin=f"penstock profile measure: {_describe(built, repeats)}",
         )
         profile = replace(fitted.profile, drafters=measured.drafters, state_slots=built.num_slots)
+        profile = with_served(profile, measured.served)
         save_profile(profile, out)
     if as_json:
         quality = [asdict(q) for q in fitted.quality]
@@ -164,6 +166,10 @@ def _print_profile(profile: StepProfile) -> None:
         f"{profile.per_kv_token * 1e3:.4g} a KV token\n"
         f"prefill: {profile.per_prefill_token * 1e3:.4g} ms a token, "
         f"{profile.per_prefill_context * 1e3:.4g} a token pair\n"
+        f"served steps: {profile.pace:.3g} times that, and the host's "
+        f"{profile.host_fixed * 1e3:.4g} ms, {profile.host_per_decode * 1e3:.4g} a request, "
+        f"{profile.host_per_drafting * 1e3:.4g} more with drafts; "
+        f"±{profile.spread:.1%} from one minute to another\n"
         f"{profile.origin}"
     )
     if profile.drafters:

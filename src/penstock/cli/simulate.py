@@ -53,19 +53,25 @@ def simulate(
         typer.Option(metavar="REQUEST", help="What request 0, 1, … got in each round, and why."),
     ] = None,
 ) -> None:
-    """Simulate a workload on the virtual clock, once or with several seeds."""
+    """Simulate a workload on the virtual clock, once or with several seeds.
+
+    With several seeds the machine is faster in some and slower in others, by the profile's spread.
+    """
     from penstock.sim.explain import check_request
     from penstock.sim.plots import PlotError, check_target, plot_run
+    from penstock.sim.profiles import paces
     from penstock.sim.servers import deal_to_tenants
 
-    def prepared(seed: int) -> tuple[Setup, Workload]:
-        own = replace(scenario, seed=seed)
+    def prepared(number: int) -> tuple[Setup, Workload]:
+        own = replace(scenario, seed=scenario.seed + number)
         base = own.setup(draft_servers, pipeline)
+        pace = paces(base.profile.spread, seeds)[number]
+        base = replace(base, profile=base.profile.served(pace))
         made = deal_to_tenants(own.make(own.rate, _REQUESTS), base.draft_servers)
         return with_thresholds(base, made), made
 
     with bad_input():
-        runs = [prepared(number) for number in range(scenario.seed, scenario.seed + seeds)]
+        runs = [prepared(number) for number in range(seeds)]
         if plot is not None:
             if seeds > 1:
                 raise PlotError("--plot draws one run: take it without --seeds")

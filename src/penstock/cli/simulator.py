@@ -295,11 +295,13 @@ class Scenario(Load):
         return with_options(policies, self.set or ())
 
     def _profile(self) -> StepProfile:
-        """Return the profile with the given drafter times. Raises: ProfileError, WorkloadError."""
+        """Return the profile of served steps with the given drafter times.
+
+        Raises: ProfileError, WorkloadError."""
         from penstock.sim.drafters import parse_drafter_seconds
         from penstock.sim.profiles import load_profile
 
-        profile = load_profile(self.profile)
+        profile = load_profile(self.profile).served(drafts=bool(self.drafter or self.acceptance))
         given = parse_drafter_seconds(self.drafter_seconds or ())
         names = {d.name for d in given}
         kept = (d for d in profile.drafters if d.name not in names)

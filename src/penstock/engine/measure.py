@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 import torch
 
-from penstock.core.loop import Clock
+from penstock.core.loop import Clock, Instrument, Loop
+from penstock.core.types import (
+    NO_DRAFTER,
+    Arrive,
+    Request,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+)
 from penstock.engine.build import Engine
 from penstock.engine.drafters.base import LocalDrafter
 from penstock.engine.timing import (
@@ -22,9 +31,14 @@ from penstock.engine.timing import (
     dummy_verify,
     slowdowns,
 )
-from penstock.fluid.step_profile import DrafterProfile, StepWork
+from penstock.fluid.step_profile import DrafterProfile, ServedStep, StepWork
 
 _NUM_READ = 128
+_SERVED_PASSES = 5
+"""At most: enough to tell how much they differ."""
+_SERVED = ((24, 2), (6, 6), (2, 16))
+"""Turns from one served request to the next, and how many there are: about 1, 4 and 12 at once."""
+_SERVED_PROMPT, _SERVED_TOKENS = 48, 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +70,22 @@ class ProfileGrid:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Measured profile data. steps: of the target, with their seconds."""
+    """Measured profile data. steps: of the target, with their seconds.
+
+    served: whole steps of served requests, by pass."""
 
     steps: tuple[tuple[StepWork, float], ...]
     drafters: tuple[DrafterProfile, ...]
+    served: tuple[tuple[ServedStep, ...], ...] = ()
 
 
 def num_measurements(engine: Engine, grid: ProfileGrid) -> int:
     """Return the number of calls of `on_progress` that `measure` makes."""
-    return grid.repeats + 1 + len(engine.executor.drafters)
+    return grid.repeats + 1 + len(engine.executor.drafters) + _served_passes(grid)
+
+
+def _served_passes(grid: ProfileGrid) -> int:
+    return min(grid.repeats, _SERVED_PASSES)
 
 
 def measure(
@@ -73,8 +94,8 @@ def measure(
     """Time the models of an idle engine with memory for at least four requests.
 
     A step is the model's and the sampler's, without the scheduler. Its time is the best of all
-    passes, since disturbances only lengthen it. Two models share threads as drafters beside the
-    target do."""
+    passes, since disturbances only lengthen it; what is served takes longer. Two models
+    share threads as drafters beside the target do."""
     clock = engine.clock
     works = list(_target_steps(engine, grid))
     drafters = list(engine.executor.drafters.values())
@@ -99,7 +120,58 @@ def measure(
         found = _drafter_profile(drafter.name, batches, num_read, seconds, together)
         profiles.append(replace(found, of_target=drafter.of_target))
         on_progress()
-    return Measured(tuple(zip((w for w, _ in works), best_work, strict=True)), tuple(profiles))
+    served = []
+    for number in range(_served_passes(grid)):
+        served.append(tuple(_served_steps(engine, number)))
+        on_progress()
+    target_steps = tuple(zip((w for w, _ in works), best_work, strict=True))
+    return Measured(target_steps, tuple(profiles), tuple(served))
+
+
+class _Results(Instrument):
+    """Keeps the last step's result."""
+
+    last: StepResult | None = None
+
+    def on_result(self, plan: StepPlan, result: StepResult) -> None:
+        self.last = result
+
+
+def _served_steps(engine: Engine, number: int) -> Iterator[ServedStep]:
+    """Serve requests, one more in so many turns, and yield their steps.
+
+    Without drafts, then with look-up if the engine has it: drafters may slow the target."""
+    scheduler, look_up = engine.scheduler, engine.scheduler.look_up
+    for drafter in (NO_DRAFTER,) if look_up is None else (NO_DRAFTER, look_up.name):
+        watch = _Results()
+        loop = Loop(deepcopy(scheduler), engine.executor, engine.clock, (watch,))
+        for every, num in _SERVED:
+            waiting = list(_requests(engine, (number, every), num, drafter))
+            turns = 0
+            while waiting or loop.scheduler.num_unfinished:
+                arrives = [Arrive(waiting.pop())] if waiting and turns % every == 0 else []
+                turns += 1
+                watch.last, began = None, engine.clock.now()
+                loop.turn(arrives)
+                seconds = engine.clock.now() - began
+                if watch.last is not None and watch.last.work is not None:
+                    seconds -= watch.last.phases.draft
+                    yield ServedStep(watch.last.work, seconds, drafter != NO_DRAFTER)
+        loop.turn(())
+
+
+def _requests(engine: Engine, name: tuple[int, int], num: int, drafter: str) -> Iterator[Request]:
+    """Yield requests that begin each as no other does, so that all of their prompts is computed."""
+    prompt_len = min(_SERVED_PROMPT, engine.max_model_len // 2)
+    for i in range(num):
+        yield Request(
+            id=f"served-{drafter}-{name}-{i}",
+            prompt_len=prompt_len,
+            max_tokens=min(_SERVED_TOKENS, engine.max_model_len // 4),
+            prompt_token_ids=(i, *name, *[k % 31 for k in range(prompt_len - 3)]),
+            sampling=SamplingParams(temperature=0.0),
+            drafter=drafter,
+        )
 
 
 def _best(

@@ -6,7 +6,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, NamedTuple
 
@@ -35,6 +35,16 @@ class StepWork(NamedTuple):
     def num_positions(self) -> int:
         """All rows of the step."""
         return self.num_prefill_tokens + self.num_decodes + self.num_draft_tokens
+
+
+class ServedStep(NamedTuple):
+    """A whole step of served requests, drafting inside it left out.
+
+    drafts: its requests might have drafts."""
+
+    work: StepWork
+    seconds: float
+    drafts: bool = False
 
 
 # Of pydantic, which reads files of profiles.
@@ -70,6 +80,14 @@ class DrafterProfile:
         if self.per_catch_up_token < 0 or min(self.slowdown, self.target_slowdown) <= 0:
             raise ValueError(f"drafter {self.name!r}: times and slowdowns cannot be negative")
 
+    def slower(self, factor: float) -> DrafterProfile:
+        """Return the profile with a factor on all times."""
+        return replace(
+            self,
+            batch_seconds=tuple(factor * s for s in self.batch_seconds),
+            per_catch_up_token=factor * self.per_catch_up_token,
+        )
+
     def seconds(self, batch: int, num_steps: int, num_catch_up_tokens: int = 0) -> float:
         """Return the seconds of catching up and `num_steps` drafting steps for `batch` requests."""
         step = _interpolate(self.batch_counts, self.batch_seconds, batch)
@@ -84,6 +102,10 @@ class StepProfile:
         with the slope of the upper half. A larger step may be faster where a better kernel begins.
     granularity: positions are rounded up to a multiple of it first.
     decode_fixed: added once if any request decodes.
+    pace, host_fixed, host_per_decode, host_per_drafting: of served steps (`served`): factor on all
+        models' times, and the host's seconds in a step, for each request that decodes in it, and
+        as much more if it may have drafts.
+    spread: relative standard deviation of all times from one minute to another.
     kv_tokens: KV memory of the measured machine.
     drafters: models measured with it.
     state_slots: requests at once whose recurrent states have room; None: the model has none."""
@@ -100,6 +122,11 @@ class StepProfile:
     per_kv_token: float = 0.0
     per_prefill_token: float = 0.0
     per_prefill_context: float = 0.0
+    pace: float = 1.0
+    host_fixed: float = 0.0
+    host_per_decode: float = 0.0
+    host_per_drafting: float = 0.0
+    spread: float = 0.0
     origin: str = ""
     drafters: tuple[DrafterProfile, ...] = ()
     state_slots: int | None = None
@@ -112,11 +139,39 @@ class StepProfile:
             self.per_kv_token,
             self.per_prefill_token,
             self.per_prefill_context,
+            self.host_fixed,
+            self.host_per_decode,
+            self.host_per_drafting,
+            self.spread,
         )
+        if self.pace <= 0:
+            raise ValueError(f"profile {self.name!r}: a pace is over 0, not {self.pace:g}")
         if min(coefficients) < 0 or self.kv_tokens < 1 or self.granularity < 1:
             raise ValueError(f"profile {self.name!r}: no coefficient may be negative")
         if self.state_slots is not None and self.state_slots < 1:
             raise ValueError(f"profile {self.name!r}: a state needs a slot, not {self.state_slots}")
+
+    def served(self, factor: float = 1.0, *, drafts: bool = False) -> StepProfile:
+        """Return the profile of whole served steps, the host's part included.
+
+        factor: on all times, as on a slower or faster machine. drafts: requests may have some."""
+        pace = factor * self.pace
+        host = factor * self.host_fixed
+        each = factor * (self.host_per_decode + drafts * self.host_per_drafting)
+        return replace(
+            self,
+            token_seconds=tuple(pace * s + host for s in self.token_seconds),
+            decode_fixed=pace * self.decode_fixed,
+            per_decode=pace * self.per_decode + each,
+            per_kv_token=pace * self.per_kv_token,
+            per_prefill_token=pace * self.per_prefill_token,
+            per_prefill_context=pace * self.per_prefill_context,
+            pace=1.0,
+            host_fixed=0.0,
+            host_per_decode=0.0,
+            host_per_drafting=0.0,
+            drafters=tuple(d.slower(pace) for d in self.drafters),
+        )
 
     @property
     def most_requests(self) -> float:

@@ -64,6 +64,11 @@ class Estimate:
         error = float(np.std(values, ddof=1)) / math.sqrt(num)
         return cls(float(np.mean(values)), float(stdtrit(num - 1, 0.975)) * error)
 
+    def one_of(self, num: int) -> list[float]:
+        """Return what the next of such values is within, in 95% of cases. num: of the values."""
+        half = self.half * math.sqrt(num + 1)
+        return [self.mean - half, self.mean + half]
+
     @property
     def low(self) -> float:
         return self.mean - self.half

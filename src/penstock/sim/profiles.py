@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
+from scipy.special import ndtri
 
 from penstock.config import read_profile
 from penstock.core.learn.profile import cell_of, clear_stairs, with_neighbours
-from penstock.fluid.step_profile import PAPER_LINEAR, StepProfile, StepWork
+from penstock.fluid.step_profile import PAPER_LINEAR, ServedStep, StepProfile, StepWork
 from penstock.sim.traces import TraceTable, WorkloadError, numbers, read_table
 
 FOLDER = Path(__file__).with_name("profiles_data")
@@ -97,6 +99,8 @@ _SHARED_PENALTY = 1e-3
 """Small beside the fit's errors: it only decides between equally good fits."""
 _MAX_KNOTS = 256
 """Bounds the time of a fit."""
+_DISTURBED = 3.0
+"""Times the expected seconds from which a served step says nothing of the next."""
 _TABLE_TOLERANCE = 1e-3
 """Relative error of a table without a point, well under that of measurements."""
 
@@ -163,6 +167,42 @@ def fit_steps(
     works = np.array([work for work, _ in steps], dtype=np.float64)
     seconds = np.array([s for _, s in steps])
     return _fit_works(works, seconds, name, kv_tokens, origin, least=seconds.min() / 2)
+
+
+def with_served(profile: StepProfile, served: Sequence[Sequence[ServedStep]]) -> StepProfile:
+    """Return the profile with pace, host's part and spread of served steps. served: by pass.
+
+    The spread is that of the passes' times over the expected ones."""
+    steps = [step for own in served for step in own]
+    if not steps:
+        return profile
+    seconds = np.array([step.seconds for step in steps])
+    rows = [
+        (profile.seconds(work), 1.0, work.num_decodes, drafts * work.num_decodes)
+        for work, _, drafts in steps
+    ]
+    matrix = np.array(rows)
+    # Once more without the steps that something else has disturbed.
+    for _ in range(2):
+        solution, _ = nnls(matrix / seconds[:, None], np.ones(len(seconds)))
+        kept = seconds < _DISTURBED * (matrix @ solution)
+        matrix, seconds = matrix[kept], seconds[kept]
+    terms = ("pace", "host_fixed", "host_per_decode", "host_per_drafting")
+    fields: dict[str, Any] = dict(zip(terms, _rounded(solution), strict=True))
+    found = replace(profile, **fields)
+    expected = {drafts: found.served(drafts=drafts) for drafts in (False, True)}
+    off = [
+        math.log(sum(s.seconds for s in own) / sum(expected[s.drafts].seconds(s.work) for s in own))
+        for own in served
+    ]
+    spread = float(np.std(off, ddof=1)) if len(off) > 1 else 0.0
+    return replace(found, spread=_rounded(np.array([spread]))[0])
+
+
+def paces(spread: float, num: int) -> list[float]:
+    """Return equally likely factors on all times of a machine whose times have that spread."""
+    quantiles = ndtri((np.arange(num) + 0.5) / num)
+    return [float(factor) for factor in np.exp(spread * quantiles)]
 
 
 def _fit_works(
