@@ -172,7 +172,7 @@ def verdicts_of(bench: AnyBench, passes: Passes) -> list[ClaimVerdict]:
         f"by one kind {moved.times}, {passes.turns} turns"
     )
     tells = control.mean >= TELLS[case] and moved.mean < 1
-    found = bar(f"{clients} clients: auto against the best fixed policy", text, reached)
+    found = bar(f"{_named(clients)}: auto against the best fixed policy", text, reached)
     verdicts = [found if reached or tells else replace(found, outcome="inconclusive")]
     if is_composed(bench.args):
         verdicts.append(_in_each_kind(bench, passes))
@@ -212,6 +212,10 @@ def _rows(bench: AnyBench, passes: Passes) -> list[dict[str, Any]]:
     return rows
 
 
+def _named(clients: int) -> str:
+    return "one client" if clients == 1 else f"{clients} clients"
+
+
 def main() -> int:
     options = parser(__doc__)
     options.add_argument("target", type=Path)
@@ -234,7 +238,7 @@ def main() -> int:
     columns = {
         name: "{" + name + "}" if name == "policy" else "{" + name + ":.1f}" for name in rows[0]
     }
-    title = f"{args.case}, {args.clients} clients, output tokens/s"
+    title = f"{args.case}, {_named(args.clients)}, output tokens/s"
     return tell(args, Results(rows, verdicts_of(bench, passes), [table(title, rows, columns)]))
 
 
