@@ -165,7 +165,7 @@ def test_a_batch_changes_no_bit(engine: Engine, pooling: Pooling) -> None:
     """Together, in chunks, and in little memory beside requests that make text."""
     alone = [embedded(loop_of(engine), [asked(ids, pooling)])[0] for ids in prompts()]
     assert len(set(alone)) == len(alone)
-    for settings in ({}, {"max_num_batched_tokens": 23}):
+    for settings in ({}, {"max_num_batched_tokens": 33}):
         requests = [asked(ids, pooling) for ids in prompts()]
         assert embedded(loop_of(engine, **settings), requests) == alone
     loop = loop_of(engine, kv_tokens=12 * 16, max_num_batched_tokens=37)
@@ -189,7 +189,7 @@ def test_a_cached_prefix(engine: Engine) -> None:
 
 
 def test_cancelled_between_two_chunks(engine: Engine) -> None:
-    loop, gone = loop_of(engine, max_num_batched_tokens=20), asked(prompts()[-1], "mean")
+    loop, gone = loop_of(engine, max_num_batched_tokens=33), asked(prompts()[-1], "mean")
     loop.turn([Arrive(gone)])
     loop.turn([])
     (output,) = loop.turn([Cancel(gone.id)]).outputs
