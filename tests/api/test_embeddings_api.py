@@ -36,7 +36,10 @@ def bundled() -> Iterator[RunningServer]:
     """A chat model and a drafter."""
     cards = bundled_models()
     drafters = {"tiny": cards["draft-tiny"].path}
-    with model_server(cards["target-large"].path, drafters, served_model_name="m") as running:
+    engine = {"max_model_len": 256}
+    with model_server(
+        cards["target-large"].path, drafters, engine, served_model_name="m"
+    ) as running:
         yield running
 
 
@@ -98,18 +101,18 @@ def test_ollamas_package(llama: ollama.Client, ai: openai.OpenAI) -> None:
 
 
 def test_too_long_texts(bundled: RunningServer, llama: ollama.Client, ai: openai.OpenAI) -> None:
-    long = "one two three four " * 2000
+    long = "one two three four " * 400
     with pytest.raises(openai.BadRequestError) as refused:
         ai.embeddings.create(model="m", input=["a", long])
     assert refused.value.code == "context_length_exceeded"
-    assert "are more than the context of 2048 tokens" in refused.value.message
-    with pytest.raises(openai.BadRequestError, match="2049 tokens are more than the context"):
-        ai.embeddings.create(model="m", input=[5] * 2049)
-    assert len(ai.embeddings.create(model="m", input=[5] * 2048).data) == 1
+    assert "are more than the context of 256 tokens" in refused.value.message
+    with pytest.raises(openai.BadRequestError, match="257 tokens are more than the context"):
+        ai.embeddings.create(model="m", input=[5] * 257)
+    assert len(ai.embeddings.create(model="m", input=[5] * 256).data) == 1
     with pytest.raises(ollama.ResponseError, match="are more than the context") as too_long:
         llama.embed("m", long, truncate=False)
     assert too_long.value.status_code == 400
-    ids = load_tokenizer(TOKENIZER).encode(long)[:2048]
+    ids = load_tokenizer(TOKENIZER).encode(long)[:256]
     (expected,) = rows(ai.embeddings.create(model="m", input=ids))
     (beginning,) = llama.embed("m", long).embeddings
     assert (np.array(beginning) == expected).all()
