@@ -347,8 +347,7 @@ def covers(figure: Mapping[str, float]) -> bool:
 
 
 def shown(figure: Mapping[str, float]) -> str:
-    live, low, high = figure["live"], figure["low"], figure["high"]
-    return f"{live:.4g} → {figure['predicted']:.4g} ({low:.4g} to {high:.4g})"
+    return f"{figure['live']:.4g} → {figure['predicted']:.4g}"
 
 
 def results(rows: Sequence[dict[str, Any]]) -> Results:
@@ -365,7 +364,7 @@ def results(rows: Sequence[dict[str, Any]]) -> Results:
     by_figure |= {"largest": "{largest:.1%}", "within the interval": "{covered}"}
     tables = [
         table("Predicted against live, over all cells", errors, by_figure),
-        table("Live → predicted (interval)", told, columns),
+        table("Live → predicted", told, columns),
     ]
     return Results(rows, verdicts(rows), tables)
 

@@ -195,10 +195,11 @@ def test_who_sends_most_does_not_slow_the_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("profile", "heavy"), first_fast([("zoo-large", 8), ("zoo-large", 32), ("a100-llama2-7b", 128)])
+    "scene", first_fast([("zoo-large", 8), ("zoo-large", 32), ("a100-llama2-7b", 128)])
 )
-def test_pauses_cost_at_most_a_third(profile: str, heavy: int) -> None:
+def test_pauses_cost_at_most_a_third(scene: tuple[str, int]) -> None:
     """Unless they are strict: many requests of one tenant then wait for one of another."""
+    profile, heavy = scene
     free, fair, strict = (beside(profile, heavy, rule, seconds=10.0) for rule in RULES)
     assert free["light"] < fair["light"] < strict["light"]
     assert fair["all"] >= 2 / 3 * free["all"] > strict["all"]

@@ -78,7 +78,7 @@ def measure(
     """Measure the step times of a target and its drafters, alone and together."""
     options = {**locals(), "kv_tokens": None}
     from penstock.cli.settings import engine_with
-    from penstock.config import DEFAULT_TENANT, ConfigError, TenantConfig
+    from penstock.config import ConfigError
     from penstock.sim.profiles import ProfileError, fit_steps, save_profile, with_served
 
     with one_line(ConfigError):
@@ -93,8 +93,7 @@ def measure(
 
     grid = ProfileGrid(batches=batches, contexts=all_contexts, repeats=repeats)
     with one_line(ConfigError, CheckpointError):
-        more = {"kv_tokens": grid.kv_tokens, "tenants": {DEFAULT_TENANT: TenantConfig()}}
-        built = load_engine(config.model_copy(update=more))
+        built = load_engine(config.model_copy(update={"kv_tokens": grid.kv_tokens}))
     with progress(num_measurements(built, grid), "measuring") as advance:
         measured = measure_engine(built, grid, lambda: advance(1))
     with one_line(ProfileError, OSError):

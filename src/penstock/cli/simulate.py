@@ -53,10 +53,7 @@ def simulate(
         typer.Option(metavar="REQUEST", help="What request 0, 1, … got in each round, and why."),
     ] = None,
 ) -> None:
-    """Simulate a workload on the virtual clock, once or with several seeds.
-
-    With several seeds the machine is faster in some and slower in others, by the profile's spread.
-    """
+    """Simulate a workload on the virtual clock, once or with several seeds."""
     from penstock.sim.explain import check_request
     from penstock.sim.plots import PlotError, check_target, plot_run
     from penstock.sim.profiles import paces

@@ -198,7 +198,7 @@ class Scenario(Load):
     block_size: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of a KV block.")] = 1
     fairness: Annotated[
         Literal["false", "true", "strict"],
-        typer.Option(help="Sharing by the tenants' weights; strict: whatever it costs."),
+        typer.Option(help="By weight; strict: at any cost. [false]", show_default=False),
     ] = "false"
     tenant_weight: Annotated[
         list[str] | None,

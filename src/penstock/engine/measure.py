@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 import torch
 
+from penstock.config import DEFAULT_TENANT
 from penstock.core.loop import Clock, Instrument, Loop
 from penstock.core.types import (
     NO_DRAFTER,
     Arrive,
+    Reconfigure,
     Request,
     SamplingParams,
     StepPlan,
     StepResult,
+    Tenant,
 )
 from penstock.engine.build import Engine
 from penstock.engine.drafters.base import LocalDrafter
@@ -142,11 +144,13 @@ def _served_steps(engine: Engine, number: int) -> Iterator[ServedStep]:
 
     Without drafts, then with look-up if the engine has it: drafters may slow the target."""
     scheduler, look_up = engine.scheduler, engine.scheduler.look_up
+    scheduler.apply(Reconfigure((Tenant(DEFAULT_TENANT),)), engine.clock.now())
     for drafter in (NO_DRAFTER,) if look_up is None else (NO_DRAFTER, look_up.name):
         watch = _Results()
-        loop = Loop(deepcopy(scheduler), engine.executor, engine.clock, (watch,))
+        loop = Loop(scheduler, engine.executor, engine.clock, (watch,))
         for every, num in _SERVED:
-            waiting = list(_requests(engine, (number, every), num, drafter))
+            name = 2 * number + (drafter != NO_DRAFTER), every
+            waiting = list(_requests(engine, name, num, drafter))
             turns = 0
             while waiting or loop.scheduler.num_unfinished:
                 arrives = [Arrive(waiting.pop())] if waiting and turns % every == 0 else []

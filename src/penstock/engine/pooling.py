@@ -37,9 +37,9 @@ class PromptPools:
         carry, finished = batch.carry, dict[str, bytes]()
         for item, end in zip(items, batch.query_start[1:].tolist(), strict=True):
             text, request_id = texts[item.request_id], item.request_id
-            if carry is None or text.request.pooling is None:
+            if text.request.pooling is None:
                 continue
-            if rows := _rows(item, text, end):
+            if carry is not None and (rows := _rows(item, text, end)):
                 first = int(np.searchsorted(carry.rows, rows[0]))
                 states = carry.after[first : first + len(rows)].cpu().numpy().astype(np.float64)
                 if item.start and request_id in self._sums:
