@@ -10,7 +10,7 @@ command, date, machine
                 how, when and where
 commit          of what was measured, if it has changed since
 outdated        why the figures must be made again, if they must
-tables          each with a title (Markdown), a header and rows of cells; one of more than nine
+tables          each with a title (Markdown), a header and rows of cells; one of more than eight
                 rows becomes a CSV file beside the result file, which the page links to
 verdicts        a line for each claim (`ClaimVerdict.line`); a page tells of its control an
                 outcome other than `does not hold`, of its oracle one that the claim's own outcome
@@ -44,7 +44,7 @@ _LINE = re.compile(
 )
 """The parts of `ClaimVerdict.line`."""
 _CLAIMS_HEADER = ["page", "section", "command", "outcome", "claim", "control", "oracle"]
-_LONGEST_TABLE = 9
+_LONGEST_TABLE = 8
 """Rows. Longer tables are read by programs, so they are data files."""
 
 
