@@ -537,3 +537,11 @@ def test_seeds_differ_more_on_a_machine_whose_times_do(cli: Cli, tmp_path: Path)
         assert most - least == pytest.approx(5**0.5 * (high - low))
         widths.append((most - least) / figure["mean"])
     assert widths[1] > 3 * widths[0]
+
+
+def test_an_unknown_rule_of_fairness_is_told(cli: Cli) -> None:
+    code, _, err = cli("simulate", "--fairness", "maybe")
+    said = (
+        "penstock: Invalid value for '--fairness': 'maybe' is not one of 'false', 'true', 'strict'."
+    )
+    assert (code, err) == (2, said + "\n")

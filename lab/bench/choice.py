@@ -52,7 +52,7 @@ AnyBench = Bench | NetworkBench
 
 
 class Passes:
-    """What was measured: rates by system and turn."""
+    """Rates that were measured, by system and turn."""
 
     def __init__(self, bench: AnyBench, kept: Cells, turns: int, clients: int) -> None:
         args = bench.args
@@ -84,7 +84,7 @@ class Passes:
         return max(fixed, key=lambda name: self.rates(name).mean())
 
     def best_of_each(self, turn: int, names: Sequence[str]) -> list[str]:
-        """By prompt, the fixed policy that was best in the turns but this one."""
+        """Return for each prompt the fixed policy that was best in the turns but this one."""
         others = [t for t in range(self.turns) if t != turn] or [turn]
         seconds = {n: sum(self._seconds(n, t) for t in others) for n in names}
         return [min(names, key=lambda n: seconds[n][i]) for i in range(len(self._bench.held))]
@@ -139,7 +139,7 @@ def is_composed(args: argparse.Namespace) -> bool:
 
 
 def _suited(bench: AnyBench, kept: Cells) -> list[str]:
-    """What each prompt's control asks for: by its kind, or what was best for it alone."""
+    """Return the drafter of each prompt's control: by its kind, or the best for it alone."""
     if bench.args.case != "unlike":
         seats = itertools.cycle(bench.models)
         return [SUFFIX if a.label == AGAIN else next(seats) for a in bench.held]
@@ -190,7 +190,7 @@ def verdicts_of(bench: AnyBench, passes: Passes) -> list[ClaimVerdict]:
 
 
 def _in_each_kind(bench: AnyBench, passes: Passes) -> ClaimVerdict:
-    """Of the best fixed policy in each kind."""
+    """Compare `auto` with the best fixed policy of each kind of prompt."""
     shares: dict[str, Interval] = {}
     fixed = [n for n, s in bench.systems().items() if s.is_fixed]
     for label in dict.fromkeys(a.label for a in bench.held):

@@ -70,7 +70,7 @@ class NetworkBench:
 
 
 def settings_of(args: argparse.Namespace, port: int) -> dict[str, Any]:
-    """Of the verification server, by its file. Every draft server drafts for one request."""
+    """Return the verification server's settings; every draft server drafts for one request."""
     servers = {
         name: {
             "token_sha256": hashlib.sha256(name.encode()).hexdigest(),

@@ -60,7 +60,7 @@ OURS, RIVALS = "goodspeed", ("fixed", "random")
 OPTIMUM = "x*"
 WARM_ROUNDS, SPAN, PARTS = 100, 100, 10
 MAX_TOKENS, LONGEST = 192, 16
-"""Of a request, and of a draft."""
+"""Most tokens of a request, and of a draft."""
 EARLY, NEAR = 50, 0.1
 """Rounds after which a trajectory has begun, and the distance from x*, over its own size, that is
 near: the ε of the paper's theorems in `lab.papers.goodspeed_theorems`."""
@@ -126,7 +126,7 @@ async def use(http: httpx.AsyncClient, name: str, url: str, run: int) -> None:
 
 
 async def rounds_of(server: BundledServer, urls: dict[str, str], rounds: int, run: int) -> Figures:
-    """What the server counted, again and again over so many rounds."""
+    """Return the server's counters, read again and again over so many rounds."""
     polls: list[dict[str, Any]] = []
     async with httpx.AsyncClient(timeout=120) as http:
         users = [asyncio.create_task(use(http, *client, run)) for client in urls.items()]
@@ -209,7 +209,7 @@ class Run:
         self.drafts, self.accepted = np.array(figures["drafts"]), np.array(figures["accepted"])
 
     def spans(self) -> list[tuple[FloatArray, FloatArray]]:
-        """By span behind the first rounds: goodput of each client per round and per second."""
+        """Return each client's goodput a round and a second, by span behind the first rounds."""
         wanted = np.arange(WARM_ROUNDS, self.rounds[-1] + 1, SPAN)
         ends = np.searchsorted(self.rounds, wanted)
         tokens, rounds, seconds = (

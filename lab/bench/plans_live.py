@@ -149,7 +149,7 @@ class Bench:
 def figures_of(
     arrived: FloatArray, first: FloatArray, total: FloatArray, tokens: FloatArray, kv_peak: float
 ) -> dict[str, float]:
-    """By request: arrival, seconds until its first token and its end, tokens."""
+    """Return a cell's figures. By request: arrival, seconds until first token and end, tokens."""
     several = tokens > 1
     times = {
         "ttft": first,
@@ -224,7 +224,7 @@ def apart(server: BundledServer, model: Model) -> Iterator[None]:
 
 
 def live(bench: Bench, case: str, profile: Path, num: int, rate: float) -> Figures:
-    """What clients see of every request, and the KV tokens at each poll."""
+    """Serve a cell; return what clients see of every request, and KV tokens at each poll."""
     with serving(bench, case, profile) as server, apart(server, bench.model):
         return asyncio.run(_play(server, bench, num, rate))
 

@@ -1,4 +1,4 @@
-"""What does one tenant cost another, and what does fairness between them cost?
+"""Measures what one tenant costs another, and what fairness between them costs.
 
     python -m lab.bench.tenants price [--out FILE] [--result FILE] [--json]
     python -m lab.bench.tenants live [MODEL.gguf] [--turns 5] [--requests 12] [--out FILE] [--json]
@@ -46,7 +46,7 @@ from penstock.sim.workloads import Workload
 from penstock.zoo.registry import DEFAULT_TARGET, DOMAINS, load_prompts, model_path
 
 LEAST = 0.97
-"""Of its fair share, which every tenant is to have."""
+"""Share of its fair share that every tenant is to have."""
 MOST_COST = 1 / 3
 
 # --- what fairness costs, on the virtual clock ----------------------------------------------------

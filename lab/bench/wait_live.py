@@ -69,9 +69,9 @@ CONTROLS = (AGAIN, ALL_MEMORY)
 AT_ONCE = 0.0
 """The load of a stretch that is there at once."""
 MEMORY = 1 / 3
-"""Of the demand."""
+"""KV memory, as a share of the demand."""
 DEMANDING = 0.95
-"""Of the bound with all memory: the load whose KV tokens are the demand."""
+"""Load whose KV tokens are the demand, as a share of the bound with all memory."""
 FEW = 4
 """Mean requests for which there is memory while small steps are measured."""
 WARM, WORTH, REACHED = 0.2, 0.15, 0.5
@@ -120,7 +120,7 @@ class Stretches:
         return made
 
     def traffic(self, rate: float) -> Traffic:
-        """Of the fluid."""
+        """Return the arrivals as the fluid model takes them."""
         each = rate / len(self.kinds)
         return tuple(TrafficType(each, k.prompt, decode_len(k.output)) for k in self.kinds)
 
@@ -155,7 +155,7 @@ class LiveAdmission:
         return made
 
     def steps(self) -> Figures:
-        """What steps of few and of many requests take."""
+        """Time steps of few and of many requests."""
         own, recorder = self._stretches, StepRecorder(self.engine.clock)
         for kv_tokens in (max(own.longest, int(FEW * own.mean)), own.num * own.longest):
             loop = _loop(self.engine, BASE, kv_tokens, recorder)
@@ -198,7 +198,7 @@ def figures_of(
     tokens: FloatArray,
     rate: float,
 ) -> Figures:
-    """Of a stretch, without its first requests where there are arrivals."""
+    """Return a stretch's figures, without its first requests where there are arrivals."""
     counted = slice(round(WARM * len(requests)) if rate else 0, None)
     arrived = np.array([r.arrival_time for r in requests])
     return {
@@ -213,7 +213,7 @@ def figures_of(
 
 
 class Model:
-    """What the fluid and the simulator say of the engine. steps: rows of work and seconds."""
+    """Predictions of the fluid and of the simulator. steps: rows of work and seconds."""
 
     def __init__(self, stretches: Stretches, steps: Sequence[Sequence[float]]) -> None:
         self._stretches = stretches
@@ -281,7 +281,7 @@ class Model:
 
 
 class Found(NamedTuple):
-    """By load and policy, a figure for each stretch: measured and predicted."""
+    """Measured and predicted figure of each stretch, by load and policy."""
 
     model: Model
     live: Mapping[tuple[float, str], Mapping[str, list[float]]]

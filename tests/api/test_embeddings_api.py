@@ -61,7 +61,7 @@ def rows(answer: Any) -> Matrix:
 
 
 def test_openais_package(ai: openai.OpenAI) -> None:
-    """Of a chat model: the last token's state, as transformers has it."""
+    """A chat model gives its last token's state, as transformers has it."""
     answer = ai.embeddings.create(model="m", input=TEXTS)
     found, tokenizer = rows(answer), load_tokenizer(TOKENIZER)
     model = LlamaForCausalLM.from_pretrained(TOKENIZER, dtype=torch.float32)

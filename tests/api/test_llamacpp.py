@@ -420,7 +420,7 @@ def test_tokenize_with_pieces(http: httpx.Client) -> None:
 
 
 def test_apply_chat_template(http: httpx.Client) -> None:
-    """What `/completion` makes of its prompt is what a chat reads."""
+    """`/completion` reads the same tokens as a chat."""
     messages = [
         {"role": "system", "content": "You are a test."},
         {"role": "user", "content": "Hi there"},

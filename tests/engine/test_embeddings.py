@@ -90,7 +90,7 @@ def mixed(texts: Sequence[Request], others: Sequence[Request]) -> list[Request]:
 
 
 def outputs(loop: Loop, requests: Sequence[Request]) -> dict[str, list[Output]]:
-    """Of each request, until all have ended and their memory is free."""
+    """Run requests until all have ended and their memory is free; outputs by request."""
     found: dict[str, list[Output]] = {r.id: [] for r in requests}
     events = [Arrive(r) for r in requests]
     while events or loop.scheduler.num_unfinished or loop.num_plans_in_flight:

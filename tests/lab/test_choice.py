@@ -1,4 +1,4 @@
-"""What the live comparison of choices says of known rates."""
+"""Verdicts of the live comparison of choices, on known rates."""
 
 import asyncio
 import time

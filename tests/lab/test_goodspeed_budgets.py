@@ -1,4 +1,4 @@
-"""What the live GoodSpeed comparison makes of runs that are known."""
+"""Verdicts of the live GoodSpeed comparison, on known runs."""
 
 from typing import Any
 

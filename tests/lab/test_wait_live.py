@@ -1,4 +1,4 @@
-"""What the live admission comparison makes of figures that are known."""
+"""Verdicts of the live admission comparison, on known figures."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -73,7 +73,7 @@ def main() -> None:
     except typer.Abort:
         code = 130
     except _ClickException as error:
-        message = " ".join(error.format_message().split())
+        message = " ".join(error.format_message().split()).replace("Value error, ", "")
         print(f"penstock: {message}", file=sys.stderr)
         code = 2
     except ModuleNotFoundError as error:

@@ -56,7 +56,7 @@ def print_side_by_side(runs: dict[str, dict[str, Any]], title: str) -> None:
 
 
 def over_seeds(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return of each figure that all runs have the mean, its 95% interval and that of one run."""
+    """Return mean, its 95% interval and one run's, for each figure that all runs have."""
     from penstock.sim.capacity import Estimate
 
     known = ((key, values) for key, _, values in _compared(runs) if None not in values)

@@ -18,7 +18,7 @@ from penstock.fluid.step_profile import StepWork
 
 
 class _Bounds(NamedTuple):
-    """What tenants may lose to one another. Chosen by hand.
+    """Most that tenants may lose to one another. Chosen by hand.
 
     slowdown: of a tenant below its share, over what a server of its share adds: at 0.15 half a
     server by 15%, a tenth of one by 135%. cost: throughput that pauses may take, over all; the

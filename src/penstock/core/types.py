@@ -174,7 +174,7 @@ class Request:
 
 
 FairnessRule = Literal["strict"] | bool
-"""Whether tenants share by weight; strict: at any cost to throughput (`core.fairness`)."""
+"""True: tenants share by weight; strict: at any cost to throughput (`core.fairness`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from penstock.engine.models.gguf.file import open_gguf
 _POOLING: dict[Any, Pooling] = {
     PoolingType.MEAN: "mean", PoolingType.CLS: "cls", PoolingType.LAST: "last",
 }  # fmt: skip
-"""Those of embedding models; a reranker's (4) is none."""
+"""Poolings of embedding models; a reranker's (4) is none."""
 
 
 class GgufCheckpoint(Checkpoint):
