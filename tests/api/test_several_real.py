@@ -9,18 +9,24 @@ import httpx
 import pytest
 from tests.serving.program import LONG, Program, program
 
+from penstock.config import EngineConfig
+from penstock.serving.planning import plan_engine
+
 FOLDER = Path.home() / ".cache/penstock/models"
 FILES = {
     "large": FOLDER / "qwen2.5-coder-1.5b-q4_k_m.gguf",
     "small": FOLDER / "smollm2-135m-q4_1.gguf",
 }
+EMBEDDER = FOLDER / "qwen2.5-coder-0.5b.gguf"
 NAMES = {name: path.stem for name, path in FILES.items()}
 KV = ("--kv-tokens", "4096")
 PROMPTS = ["def add(a, b):", "The capital of France is", "Once upon a time", "import os\n"]
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not all(p.exists() for p in FILES.values()), reason="no real models"),
+    pytest.mark.skipif(
+        not all(p.exists() for p in (*FILES.values(), EMBEDDER)), reason="no real models"
+    ),
 ]
 
 
@@ -38,11 +44,16 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 @pytest.fixture(params=["two", "one"])
 def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Program]:
     """A server with memory for both models, or for one at a time."""
-    both = sum(path.stat().st_size for path in FILES.values()) + 4096 * (28672 + 23040)
-    most = both + 1 if request.param == "two" else both - 1
+    both = sum(map(memory_of, FILES.values()))
+    most = both if request.param == "two" else both - 1
     arguments = (*map(str, FILES.values()), *KV, "--set", f"memory_bytes={most}")
     with program(tmp_path / "log", *arguments) as running:
         yield running
+
+
+def memory_of(path: Path) -> int:
+    """Bytes of weights and KV, which has two bytes a value or four, as the processor likes."""
+    return plan_engine(EngineConfig(target=path, kv_tokens=4096), num_engines=2).num_bytes
 
 
 def starts(server: Program) -> float:
@@ -79,3 +90,40 @@ def test_a_swap_costs_the_start_and_nothing_else(server: Program) -> None:
             seconds.append(round(time.monotonic() - began_at, 2))
         print(name, seconds)
         assert seconds[-1] < 60
+
+
+def embedding(server: Program, text: str) -> list[float]:
+    body = {"model": EMBEDDER.stem, "input": text}
+    answer = httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=LONG)
+    assert answer.status_code == 200, answer.text
+    found: list[float] = answer.json()["data"][0]["embedding"]
+    return found
+
+
+def test_two_write_and_one_embeds_in_memory_for_two(
+    alone: dict[str, list[str]], tmp_path: Path
+) -> None:
+    with program(tmp_path / "alone", str(EMBEDDER), *KV) as one:
+        embeddings = [embedding(one, prompt) for prompt in PROMPTS]
+    assert len({*map(tuple, embeddings)}) == len(PROMPTS)
+    largest = memory_of(FILES["large"]) + memory_of(EMBEDDER)
+    files = (*map(str, FILES.values()), str(EMBEDDER))
+    arguments = (*files, *KV, "--set", f"memory_bytes={largest}")
+    with program(tmp_path / "log", *arguments) as server:
+        for index, prompt in enumerate(PROMPTS):
+            for name in FILES:
+                assert server.text(prompt, model=NAMES[name]) == alone[name][index]
+            assert embedding(server, prompt) == embeddings[index]
+        in_turn = starts(server)
+        assert in_turn > len(files), "there is no memory for three"
+        with ThreadPoolExecutor(3 * len(PROMPTS)) as pool:
+            made = [
+                [pool.submit(server.text, prompt, model=NAMES[name]) for prompt in PROMPTS]
+                for name in FILES
+            ]
+            vectors = [pool.submit(embedding, server, prompt) for prompt in PROMPTS]
+            for name, each in zip(FILES, made, strict=True):
+                assert [one.result() for one in each] == alone[name]
+            assert [one.result() for one in vectors] == embeddings
+        # All that wait for a model are served in its turn.
+        assert starts(server) - in_turn <= len(files)
