@@ -159,7 +159,7 @@ async def test_the_same_with_draft_servers() -> None:
                 bodies = [body_of(i, kind, "none") for i in range(NUM_CLIENTS)]
                 alone = await asyncio.to_thread(made, running.url, bodies)
                 before = await asyncio.to_thread(figures, running.url)
-                bodies = [body | {"speculation": {"drafter": "auto"}} for body in bodies]
+                bodies = [body | {"speculation": {"drafter": "loopback"}} for body in bodies]
                 drafted = await asyncio.to_thread(made, running.url, bodies)
                 after = await asyncio.to_thread(figures, running.url)
                 for one, other in zip(alone, drafted, strict=True):
