@@ -16,7 +16,6 @@ from lab.common.cells import Cells, Figures
 from lab.common.families import SPIN
 from lab.common.live import decode, make_loop
 from penstock.config import SUFFIX, DrafterConfig, EngineConfig, PolicyConfig
-from penstock.core.kv import BlockPool
 from penstock.core.loop import Loop
 from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, Request, SamplingParams
 from penstock.engine.build import Engine, load_engine
@@ -34,7 +33,10 @@ KINDS = {
 }
 """Kinds of prompts, and what they are called here."""
 AGAIN = "edit again"
-CONTEXT = 768
+CONTEXT = 384
+"""Latest tokens of a prompt, which every system reads."""
+_FIRST_EDIT = 300
+"""Most tokens of an answer that is edited again."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,6 @@ class Bench:
         else:
             self.learn = _prompts(tokenizer, PARTS[0], args.warm)
             self.held = _prompts(tokenizer, PARTS[1], args.prompts)
-        self._read = self._pool_with_prompts()
 
     def systems(self) -> dict[str, System]:
         """The control is not among them."""
@@ -108,29 +109,19 @@ class Bench:
         loop = Loop(deepcopy(self._loops[name].scheduler), self.engine.executor, self.engine.clock)
         return self._serve(loop, self.held, system, f"{name} {turn}", order=turn)
 
-    def _pool_with_prompts(self) -> BlockPool:
-        """The target's KV memory after it has read all prompts, which no policy changes."""
-        own = self.engine.scheduler.pool
-        pool = BlockPool(own.num_blocks, own.block_size)
-        loop = self._loop(System((), wanted=NO_DRAFTER), pool)
-        asked = [*self.learn, *self.held]
-        requests = [self._request(a, f"reading {i}", NO_DRAFTER) for i, a in enumerate(asked)]
-        complete(loop, [replace(r, max_tokens=1) for r in requests], 1)
-        return pool
-
     def _first_edits(self, tokenizer: Tokenizer) -> Figures:
         """The target's answers to the edits, by where their text is from."""
         system = System((), wanted=SUFFIX)
         asked = []
         for part, num in ((PARTS[0], self.args.warm), (PARTS[1], self.args.prompts)):
             asked += [_asked(p, tokenizer) for p in _first(part, "edit", num)]
-        requests = [replace(self._request(a, a.origin, SUFFIX), max_tokens=300) for a in asked]
-        pool = self.engine.scheduler.pool
-        done = complete(self._loop(system, pool), requests, self.args.clients)
+        requests = [
+            replace(self._request(a, a.origin, SUFFIX), max_tokens=_FIRST_EDIT) for a in asked
+        ]
+        done = complete(self._loop(system), requests, self.args.clients)
         return {c.request.id: tokenizer.decode(c.token_ids) for c in done}
 
-    def _loop(self, system: System, pool: BlockPool | None = None) -> Loop:
-        """pool: the target's KV memory; None: a copy of what has read the prompts."""
+    def _loop(self, system: System) -> Loop:
         named = PolicyConfig.from_name
         look_up = deepcopy(self.engine.scheduler.look_up) if system.looks_up else None
         selection = SPIN.get(system.selection) or named(system.selection)
@@ -142,7 +133,6 @@ class Bench:
             named("fluid_guided"),
             look_up,
             system.drafters,
-            deepcopy(self._read) if pool is None else pool,
         )
 
     def _serve(
@@ -191,15 +181,14 @@ def _load(args: argparse.Namespace) -> Engine:
     }
     if args.other is not None:
         drafters[OTHER] = on_its_own(path=str(args.other))
-    room = CONTEXT + args.tokens + 32
+    room = CONTEXT + max(args.tokens, _FIRST_EDIT) + 32
     return load_engine(
         EngineConfig(
             target=args.target,
             drafters=drafters,
             device="cpu:0",
             look_up=SUFFIX,
-            # Room for all prompts, which are read once, and for the requests that run.
-            kv_tokens=(5 * (args.warm + args.prompts) + args.clients) * room,
+            kv_tokens=(8 + args.clients) * room,
             max_model_len=room,
         )
     )

@@ -103,10 +103,9 @@ def make_loop(
     admission: PolicyConfig = VLLM_V1,
     look_up: LookUp | None = None,
     drafters: Collection[str] | None = None,
-    pool: BlockPool | None = None,
 ) -> Loop:
-    """A scheduler of its own over the engine's executor, with what the engine has measured.
-    drafters: that it has; None: all. pool: the target's; None: an empty one that caches nothing."""
+    """A scheduler of its own over the engine's executor, with what the engine has measured, and
+    without prefix caching. drafters: that it has; None: all."""
 
     def like(pool: BlockPool) -> BlockPool:
         return BlockPool(pool.num_blocks, pool.block_size, prefix_caching=False)
@@ -115,7 +114,7 @@ def make_loop(
     learn.times, learn.links = measured.times, measured.links
     known = engine.scheduler.table.drafters.values()
     scheduler = Scheduler(
-        pool or like(engine.scheduler.pool),
+        like(engine.scheduler.pool),
         [
             replace(d, pool=None if d.pool is None else like(d.pool), has_lane=pipeline != "off")
             for d in known

@@ -40,6 +40,7 @@ def prefilled(world: World, *request_ids: str, **fields: Any) -> None:
     world.arrive(
         *(make_request(r, seed=s, **fields) for r, s in zip(request_ids, seeds, strict=True))
     )
+    world.read_prompts()
     world.step()
 
 
@@ -59,10 +60,16 @@ def test_a_round_on_two_lanes() -> None:
     assert (item.start, item.num_scheduled_tokens, item.samples) == (0, 6, True)
     assert (item.source, len(item.new_blocks)) == (DraftSource.NONE, 2)
 
+    world.turn()
+    (order,) = last_plan(world, "d").drafts
+    assert (order.start, order.num_catch_up_tokens, order.max_draft_tokens) == (0, 6, 0)
+    assert len(order.new_blocks) == 2, "the drafter reads the prompt at the same time"
+
+    world.step("d")
     world.step()
     (order,) = last_plan(world, "d").drafts
-    assert (order.start, order.num_catch_up_tokens, order.max_draft_tokens) == (0, 7, 4)
-    assert len(order.new_blocks) == 3, "7 known tokens and 3 of 4 draft tokens are written"
+    assert (order.start, order.num_catch_up_tokens, order.max_draft_tokens) == (6, 1, 4)
+    assert len(order.new_blocks) == 1, "7 known tokens and 3 of 4 draft tokens are written"
     assert not world.executor.lanes[TARGET], "the target waits for the draft"
 
     world.executor.run("d")
@@ -81,6 +88,58 @@ def test_a_round_on_two_lanes() -> None:
     world.turn()
     (order,) = last_plan(world, "d").drafts
     assert (order.start, order.num_catch_up_tokens) == (10, 2)
+
+
+def test_a_prompt_that_the_target_reads_in_parts_is_read_whole_beside_it() -> None:
+    world = make_world(admission={"max_num_batched_tokens": 4, "max_num_seqs": 4})
+    world.arrive(make_request("r", prompt_len=18))
+    world.turn()
+    reading = world.plans[:]
+    for _ in range(4):
+        world.step()
+        assert not world.tokens["r"]
+    assert [p for p in world.plans if p.lane == "d"] == reading[1:]
+    world.step()
+    assert len(world.tokens["r"]) == 1
+    assert not world.executor.lanes[TARGET], "the draft waits for the rest of the reading"
+    world.step("d")
+    (order,) = last_plan(world, "d").drafts
+    assert (order.start, order.num_catch_up_tokens) == (18, 1)
+    world.run()
+    world.check_outputs()
+    world.check_empty()
+
+
+def test_a_request_goes_on_without_drafts_until_its_prompt_is_read() -> None:
+    """Where drafts are made inside the target's step, which would else wait for the reading."""
+    world = make_world(pipeline="auto")
+    world.arrive(make_request("r"))
+    world.turn()
+    (order,) = last_plan(world, "d").drafts
+    assert (order.start, order.num_catch_up_tokens, order.max_draft_tokens) == (0, 6, 0)
+    for num_tokens in (1, 2, 3):
+        world.step()
+        assert len(world.tokens["r"]) == num_tokens
+    world.step("d")
+    world.step()
+    (item,) = last_plan(world, TARGET).items
+    assert item.draft is not None
+    assert (item.source, item.draft.start) == (DraftSource.INLINE, 6)
+    world.run()
+    world.check_outputs()
+    world.check_empty()
+
+
+def test_cancelled_while_a_drafter_reads_the_prompt() -> None:
+    world = make_world()
+    world.arrive(make_request("r"))
+    world.turn()
+    world.executor.begin("d")
+    world.turn(Cancel("r"))
+    world.step()
+    assert num_deferred(world) == 2, "of the drafter"
+    world.step("d")
+    world.check_empty()
 
 
 def test_a_draft_is_no_longer_than_ordered_and_never_negative() -> None:
@@ -160,6 +219,8 @@ def test_preemption_frees_the_target_while_a_drafter_drafts() -> None:
     world = make_world("a", "b", num_blocks=6, admission={**ADMISSION, "watermark": 0.0})
     prefilled(world, "old", drafter="a", max_tokens=12)
     world.arrive(make_request("mid", seed=5, drafter="b"), make_request("new", seed=6, drafter="b"))
+    world.turn()
+    world.executor.run("b")
     world.step()
     assert [o.request_id for o in last_plan(world, "b").drafts] == ["mid", "new"]
     world.executor.begin("b")
@@ -226,7 +287,7 @@ def test_a_failed_draft_leaves_the_request_to_go_on_alone() -> None:
     assert item.source is DraftSource.NONE
     world.step()
     (order,) = last_plan(world, "d").drafts
-    assert order.start == 0, "nothing is known of its KV"
+    assert order.start == 4, "only of its KV what had been read before"
     world.run()
     world.check_outputs()
 
@@ -262,6 +323,8 @@ def test_held_drafts_are_cut_to_the_token_budget() -> None:
     prefilled(world, "r", drafter="a")
     for seed, (name, drafter) in enumerate({"s": "b", "t": "c"}.items(), 5):
         world.arrive(make_request(name, seed=seed, drafter=drafter))
+        world.turn()
+        world.executor.run(drafter)
         world.step()
     for lane in "abc":
         world.executor.run(lane)

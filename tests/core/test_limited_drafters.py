@@ -37,7 +37,7 @@ def test_drafts_shrink_towards_the_end_of_a_drafters_context(pipeline: str, name
     world.check_empty()
     reached = [o.start + o.num_catch_up_tokens + o.max_draft_tokens - 1 for o in orders_of(world)]
     assert max(reached) == 20
-    assert {o.max_draft_tokens for o in orders_of(world)} == {1, 2, 3, 4}
+    assert {o.max_draft_tokens for o in orders_of(world)} - {0} == {1, 2, 3, 4}
 
 
 @pytest.mark.parametrize("named", [True, False])

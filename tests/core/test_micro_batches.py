@@ -56,6 +56,7 @@ def make_world(pipeline: str | Pipeline, *names: str, selection: object = None) 
 
 def prefill(world: World, requests: Sequence[Request]) -> None:
     world.arrive(*requests)
+    world.read_prompts()
     while any(not s.num_output_tokens for s in world.scheduler.table.running.values()):
         world.executor.run(TARGET)
         world.turn()
@@ -153,7 +154,7 @@ def test_a_failed_lane_holds_no_request_up() -> None:
 def test_auto_begins_and_ends_micro_batches_as_the_batch_changes() -> None:
     pipeline = Auto(Auto.Options())
     world = make_world(pipeline)
-    assert world.scheduler.lanes == (TARGET,), "nothing is known yet"
+    assert not world.scheduler._ctx.beside, "nothing is known yet"
     world.run([make_request("r", max_tokens=12)])
     assert pipeline.num == 0, "one request cannot be in two places"
     assert any(i.source is DraftSource.INLINE for p in world.plans for i in p.items)
@@ -163,13 +164,13 @@ def test_auto_begins_and_ends_micro_batches_as_the_batch_changes() -> None:
         world.move()
         world.turn()
     assert pipeline.num > 1
-    assert world.scheduler.lanes == ("d", TARGET)
+    assert world.scheduler._ctx.beside == {"d"}
     world.run()
     world.check_outputs()
     world.check_empty()
     world.run([make_request("w", max_tokens=12)])
     assert pipeline.num == 0
-    assert world.scheduler.lanes == (TARGET,)
+    assert not world.scheduler._ctx.beside
 
 
 def test_auto_leaves_it_where_step_times_promise_nothing() -> None:
@@ -179,7 +180,7 @@ def test_auto_leaves_it_where_step_times_promise_nothing() -> None:
     world.scheduler.learn.times.profile = flat
     world.run([make_request(f"r{i}", seed=i, max_tokens=20) for i in range(6)])
     assert pipeline.num == 0
-    assert all(p.lane == TARGET for p in world.plans)
+    assert not any(o.max_draft_tokens for p in world.plans if p.lane != TARGET for o in p.drafts)
 
 
 @pytest.mark.parametrize(("start", "expected"), [(0.0, 8), (0.1, 1)])
@@ -188,7 +189,7 @@ def test_a_percentage_splits_while_the_targets_throughput_lasts(start, expected)
     pipeline = make_pipeline("5%")
     world = make_world(pipeline)
     world.scheduler.learn.times.profile = replace(A_DEVICE_EACH, token_seconds=(start, start + 0.1))
-    assert world.scheduler.lanes == ("d", TARGET), "from the first step on"
+    assert world.scheduler._ctx.beside == {"d"}, "from the first step on"
     view = View({}, world.scheduler.learn)
     assert pipeline.hold_until([], [state(0, "d", is_free=False)], view) == math.inf, "rounds"
     world.arrive(*(make_request(f"r{i}", seed=i, max_tokens=40) for i in range(8)))
@@ -254,12 +255,13 @@ def test_auto_takes_draft_servers_as_they_come_and_go() -> None:
     scheduler = make_scheduler(
         drafters=drafters, own_lanes=["d"], pipeline=pipeline, learn=Estimators(A_DEVICE_EACH)
     )
-    assert scheduler.lanes == (TARGET,)
+    assert scheduler.lanes == ("d", TARGET)
     scheduler.apply(DrafterUp("edge", 8), 0.0)
-    assert scheduler.lanes == ("edge", TARGET)
+    assert scheduler.lanes == ("d", "edge", TARGET)
+    assert scheduler._ctx.beside == {"edge"}
     assert pipeline.hold_until([], [], View({}, scheduler.learn)) is None
     scheduler.apply(DrafterDown("edge"), 0.0)
-    assert scheduler.lanes == (TARGET,)
+    assert not scheduler._ctx.beside
 
 
 def state(number: int, drafter: str, *, is_free: bool) -> RequestState:

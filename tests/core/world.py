@@ -206,6 +206,13 @@ class World:
         self.turn()
         self.turn()
 
+    def read_prompts(self) -> None:
+        """Let drafters beside the target read the prompts that it is still reading."""
+        self.turn()
+        for lane in self.executor.drafters:
+            while self.executor.lanes.get(lane):
+                self.step(lane)
+
     def run(self, requests: Sequence[Request] = (), max_turns: int = 5000) -> None:
         """Let requests arrive now and then, and the world be as rough as it is, until all are
         done."""

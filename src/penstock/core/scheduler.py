@@ -137,11 +137,13 @@ class Scheduler:
 
     @property
     def lanes(self) -> tuple[str, ...]:
-        """Lanes, drafters' first, so that a draft can start before the next verification."""
+        """Lanes, drafters' first, so that a draft can start before the next verification.
+
+        A drafter with a lane reads prompts in it wherever it drafts."""
         drafters = self.table.drafters
         if not drafters:
             return _TARGET_ALONE
-        return (*[n for n, d in drafters.items() if self._ctx.is_beside(d)], TARGET)
+        return (*[n for n, d in drafters.items() if d.is_remote or d.has_lane], TARGET)
 
     @property
     def gauges(self) -> dict[str, Any]:
@@ -242,8 +244,10 @@ class Scheduler:
         return step
 
     def _orders_beside(self, lane: str, plan_id: int, now: float) -> tuple[DraftOrder, ...]:
-        """Return the orders of a drafter's lane: drafts that are due, or else replays."""
+        """Return the orders of a drafter's lane: drafts that are due, or else texts to read."""
         ctx, table = self._ctx, self.table
+        if lane not in ctx.beside:
+            return draft.prompts(ctx, lane, plan_id)
         if table.due.version != table.counters.version:
             select.select(ctx, table.running.values(), now)
             draft.sort_due(ctx)
@@ -251,7 +255,8 @@ class Scheduler:
             orders = draft.of_lane(ctx, lane, allocate.of_lanes(ctx, now), plan_id, now)
             if orders:
                 return orders
-        return draft.replays(ctx, lane, table.running.values(), plan_id, now)
+        reading = draft.prompts(ctx, lane, plan_id)
+        return reading or draft.replays(ctx, lane, table.running.values(), plan_id, now)
 
     def _next_of_run(self, now: float, plan_id: int) -> DecodeRun | None:
         """Return the last step's run once more if it may repeat and nothing has happened since."""

@@ -43,11 +43,14 @@ class CatchUp(NamedTuple):
 def of_step(ctx: Context, step: Step, grants: Mapping[str, Grant]) -> dict[str, DraftOrder]:
     """Return orders by request for the drafts that are made inside the target's step.
 
-    A drafter reads the prompt only then: many requests never draft with it."""
-    orders = {}
+    Without those of drafters that read a prompt in their lanes, for which the step would wait."""
+    orders: dict[str, DraftOrder] = {}
+    reading = {name for _, name in ctx.table.replays}
     for scheduled in step.scheduled.values():
         state = scheduled.state
         grant = grants.get(state.request.id, NO_DRAFT)
+        if state.drafter in reading:
+            continue
         if grant.num_draft_tokens and state.draft.stage is not DraftStage.HELD:
             known = scheduled.start + scheduled.num_tokens
             given = order(ctx, state, known, grant, state.looked_up(grant.num_looked_up))
@@ -224,6 +227,19 @@ def _lane_order(
     return given._replace(deadline=now + patience)
 
 
+def prompts(ctx: Context, lane: str, plan_id: int) -> tuple[DraftOrder, ...]:
+    """Return and register orders to read prompts that the target is still reading.
+
+    Of requests that will draft with this lane's drafter: their first drafts then wait for less.
+    Only where no other request's draft would wait for it."""
+    drafter = ctx.table.drafters[lane]
+    mine = [s for s in ctx.table.running.values() if s.drafter == lane]
+    if not drafter.is_up or any(s.num_output_tokens for s in mine):
+        return ()
+    given = (_read(ctx, ReplayProposal(s, lane), drafter, plan_id) for s in mine)
+    return tuple(order for order in given if order is not None)
+
+
 # --- replays -----------------------------------------------------------------------------------
 
 
@@ -248,15 +264,25 @@ def replays(
     proposals = ctx.selection.replays(free, ctx.view(ctx.table.drafters, now)) if free else []
     orders = []
     for proposal in proposals:
-        drafter, state = drafters.get(proposal.drafter), proposal.state
+        drafter = drafters.get(proposal.drafter)
         if drafter is None:
             continue
-        given = (_send_text if drafter.is_remote else _replay)(ctx, proposal, drafter)
+        given = _read(ctx, proposal, drafter, plan_id)
         if given is not None:
-            if not drafter.is_remote:
-                state.plans[plan_id] = (*state.plans.get(plan_id, ()), proposal.drafter)
             orders.append(given)
     return tuple(orders)
+
+
+def _read(
+    ctx: Context, proposal: ReplayProposal, drafter: Drafter, plan_id: int
+) -> DraftOrder | None:
+    """Return and register an order, or None where there is nothing to read now."""
+    if drafter.is_remote:
+        return _send_text(ctx, proposal, drafter)
+    state, given = proposal.state, _replay(ctx, proposal, drafter)
+    if given is not None:
+        state.plans[plan_id] = (*state.plans.get(plan_id, ()), drafter.name)
+    return given
 
 
 def _send_text(ctx: Context, proposal: ReplayProposal, drafter: Drafter) -> DraftOrder | None:

@@ -23,6 +23,8 @@ from penstock.core.learn.acceptance import survival_of
 from penstock.core.learn.times import round_seconds
 from penstock.core.policies.base import View
 from penstock.core.state import Drafter, RequestState
+from penstock.core.types import TARGET
+from penstock.fluid.step_profile import StepWork
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -69,8 +71,13 @@ class Savings:
         ]
         self.unread = np.array([[num_unread(s, d) for d in self._drafters] for s in states])
         """Tokens [S, J] of a request's text that a drafter has not read."""
-        self.reading = self.unread * reading
-        """Seconds [S, J] that a step's requests wait until a drafter has read the text."""
+        has_time = np.array(
+            [d.has_lane and not d.is_remote and not view.loads.get(d.name) for d in self._drafters]
+        )
+        hidden = np.array([[_prompt_seconds(s, view)] for s in states]) if has_time.any() else 0.0
+        self.reading = np.maximum(0.0, self.unread * reading - has_time * hidden)
+        """Seconds [S, J] that a step's requests wait until a drafter has read the text. One
+        with a lane, and without other requests, reads a prompt while the target does."""
 
     def share(self, rates: FloatArray, kept: Sequence[int]) -> list[int]:
         """Divide requests with rates [P, J] among drafters, and return which ones serve them.
@@ -178,6 +185,15 @@ class Savings:
         """Return the expected accepted tokens [S, J, K] of drafts, of which so many are found."""
         survival = survival_of(rates, self._factors)
         return np.asarray(found[..., None] * survival.cumsum(axis=-1))
+
+
+def _prompt_seconds(state: RequestState, view: View) -> float:
+    """Return the seconds that the target takes for the rest of a request's prompt."""
+    if state.num_output_tokens:
+        return 0.0
+    num_tokens, end = state.num_unread(TARGET), state.num_known_tokens
+    work = StepWork(num_tokens, num_tokens * (end - 0.5 * num_tokens))
+    return view.learn.times.step_seconds(work)
 
 
 def num_unread(state: RequestState, drafter: Drafter) -> int:
