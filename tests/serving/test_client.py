@@ -198,7 +198,7 @@ async def test_closing_ends_the_process_quickly() -> None:
     await anext(stream)
     started_at = time.monotonic()
     await client.close()
-    assert time.monotonic() - started_at < 2
+    assert time.monotonic() - started_at < 10
     assert (await read(stream))[-1].finish_reason is FinishReason.CANCELLED
     assert not psutil.pid_exists(pid)
 
