@@ -164,7 +164,7 @@ def test_kernels_for_other_processors_compile(tmp_path: Path) -> None:
     subprocess.run([cmake, "-S", ROOT, "-B", tmp_path, listed], check=True, capture_output=True)
     commands = json.loads((tmp_path / "compile_commands.json").read_text())
     named = {re.findall(r"-Dpenstock_(\w+)_EXPORTS", c["command"])[0]: c for c in commands}
-    assert named.keys() > set(usable_instruction_sets())
+    assert named.keys() >= set(usable_instruction_sets())
     for name in named.keys() - set(usable_instruction_sets()):
         command = shlex.split(named[name]["command"])
         command[command.index("-O3")] = "-O0"

@@ -4,10 +4,13 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.core.selection.rounds import Machine, Rounds, mixed_rates
 
+from penstock.core.policies.base import View
 from penstock.core.policies.registry import make_policy
+from penstock.core.policies.selection.parts.savings import Savings
 from penstock.core.state import RequestState
 from penstock.core.types import LOOK_UP, Replayed, Request, SamplingParams, Verdict
 
@@ -114,6 +117,27 @@ def test_where_replays_say_nothing_it_tries_instead() -> None:
     machine = Machine({"small": 0.5e-3, "large": 0.8e-3})
     tried = play(rates, machine=machine, sampling=sampling, rounds=400)
     assert used(tried).most_common(1)[0][0] == "large"
+
+
+def test_of_a_prompt_read_beside_the_target_the_rest_counts() -> None:
+    """Control: inside the step, with other requests, or behind the prompt all of it does."""
+
+    def reading(
+        *, beside: bool = True, others: int = 0, is_decoding: bool = False, prompt_len: int = 100
+    ) -> float:
+        machine = Machine({"d": 1e-3}, per_catch_up_token=1e-3, beside=beside)
+        state = RequestState(Request("r", prompt_len, 50), 0)
+        if is_decoding:
+            state.append((0,))
+        view = View(machine.make_drafters(), machine.estimators(), 0.0, {"d": others})
+        savings = Savings([state], view.drafters, view, 1, 4, np.zeros(2))
+        return float(savings.reading[0, 0])
+
+    # The target reads 100 tokens in 10 + 100 * 0.05 ms.
+    assert reading() == pytest.approx(0.1 - 0.015)
+    assert reading(prompt_len=8) == 0.0
+    assert reading(beside=False) == reading(others=1) == pytest.approx(0.1)
+    assert reading(is_decoding=True) == pytest.approx(0.101)
 
 
 def test_places_are_kept_to_and_lent_by_worth() -> None:
