@@ -4,7 +4,8 @@
         [--clients 1] [--prompts 8] [--warm 2] [--turns 5] [--tokens 96] [--out FILE] [--json]
 
 The target has one core, its drafters another. Requests are greedy, from `lab.bench.real_prompts`,
-in random order; the policies learn from other prompts, then take turns with the same ones.
+in random order; the policies learn from other prompts, then take turns at each of the same ones
+(several clients: at every few).
 
 - `unlike`: MODEL and OTHER, each alone and behind look-up (`suffix`); five kinds of text. Two
   clients' control is from what was measured with one.
@@ -17,7 +18,7 @@ in random order; the policies learn from other prompts, then take turns with the
 
 Control: each prompt has what was best for it in the other turns (`seat`: what suits its kind).
 Where that gains too little, nothing can be told; it moved on by one kind must fail. With one client
-rates are from a request's first token on, else those of all together. Every pass is a line of FILE
+rates are from a request's first token on, else those of all together. Every turn is a line of FILE
 (default: choice.jsonl), from which the same command goes on.
 """
 
@@ -25,7 +26,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,10 +39,11 @@ from lab.bench.choice_systems import AGAIN, Asked, Bench, System
 from lab.common.cells import Cells, Figures
 from lab.common.claims import ClaimVerdict, bar
 from lab.common.results import Results, count, parser, table, tell
-from lab.common.statistics import FloatArray, Interval, ratio, rotated
+from lab.common.statistics import FloatArray, Interval, ratio
 from penstock.config import SUFFIX
 from penstock.core.types import AUTO_DRAFTER
 
+OVER = "auto over it, by prompt"
 CONTROL, MOVED = "best of each", "best of each, moved on"
 TELLS = {"unlike": 1.15, "seat": 1.1, "network": 1.05}
 """Gains of the control over the best fixed policy, under which nothing can be told."""
@@ -60,12 +62,13 @@ class Passes:
         self._prefix = f"{args.case}{away}/{clients}"
         self.names = [*bench.systems()]
 
-    def measure(self, name: str, system: System, turn: int) -> Figures:
-        play = partial(self._bench.play, name, system, turn)
-        return self._kept.measure(f"{self._prefix}/{name}/{turn}", play)
+    def measure(self, systems: Mapping[str, System], turn: int) -> None:
+        play = partial(self._bench.play, systems, turn)
+        self._kept.measure(f"{self._prefix}/{turn}", lambda: {"systems": play()})
 
     def figures(self, name: str, turn: int) -> Figures:
-        return self._kept.done[f"{self._prefix}/{name}/{turn}"]
+        found: Figures = self._kept.done[f"{self._prefix}/{turn}"]["systems"][name]
+        return found
 
     def rates(self, name: str, label: str | None = None) -> FloatArray:
         """Tokens per second by turn, of one kind or all."""
@@ -76,6 +79,10 @@ class Passes:
             return float(of["tokens"] / of["seconds"])
         mine = [r for r in of["requests"] if label in (None, r["kind"])]
         return float(sum(r["tokens"] for r in mine) / sum(r["seconds"] for r in mine))
+
+    def by_prompt(self, name: str) -> FloatArray:
+        """Tokens per second of each prompt, in the mean of all turns."""
+        return 1 / sum(self._seconds(name, turn) for turn in range(self.turns))
 
     def best_fixed(self) -> str:
         """All turns together."""
@@ -127,8 +134,7 @@ def measured(bench: AnyBench, kept: Cells) -> Passes:
         systems[MOVED] = System(bench.models, wanted=moved_on(suited, bench.held))
     for turn in range(args.turns):
         passes = Passes(bench, kept, turn + 1, args.clients)
-        for name in rotated(list(systems), turn):
-            passes.measure(name, systems[name], turn)
+        passes.measure(systems, turn)
     return passes
 
 
@@ -207,7 +213,8 @@ def _rows(bench: AnyBench, passes: Passes) -> list[dict[str, Any]]:
     rows = []
     for name in passes.names:
         rates = {label: passes.rates(name, label).mean() for label in labels}
-        rows.append({"policy": name, "all": passes.rates(name).mean(), **rates})
+        over = ratio(passes.by_prompt(AUTO_DRAFTER), passes.by_prompt(name)).times
+        rows.append({"policy": name, "all": passes.rates(name).mean(), **rates, OVER: over})
     return rows
 
 
@@ -235,7 +242,8 @@ def main() -> int:
     passes = measured(bench, kept)
     rows = _rows(bench, passes)
     columns = {
-        name: "{" + name + "}" if name == "policy" else "{" + name + ":.1f}" for name in rows[0]
+        name: "{" + name + "}" if name in ("policy", OVER) else "{" + name + ":.1f}"
+        for name in rows[0]
     }
     title = f"{args.case}, {_named(args.clients)}, output tokens/s"
     return tell(args, Results(rows, verdicts_of(bench, passes), [table(title, rows, columns)]))

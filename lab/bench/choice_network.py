@@ -22,6 +22,7 @@ from lab.bench.bundled_server import BundledServer, bundled_server, stopping
 from lab.bench.choice_systems import BEHIND, CONTEXT, Asked, Bench, System, seat_prompts
 from lab.bench.real_prompts import PARTS
 from lab.common.cells import Cells, Figures
+from lab.common.statistics import rotated
 from penstock.config import SUFFIX
 from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER
 from penstock.engine.tokenizer import load_tokenizer
@@ -51,8 +52,12 @@ class NetworkBench:
             fixed[name] = System((), wanted=name)
         return {**fixed, AUTO_DRAFTER: System(self.models)}
 
-    def play(self, name: str, system: System, turn: int) -> Figures:
-        """Serve the held prompts once, by a server that has served those to learn from."""
+    def play(self, systems: Mapping[str, System], turn: int) -> dict[str, Figures]:
+        """Serve the held prompts once by every system, one after the other."""
+        return {name: self._pass(systems[name], turn) for name in rotated(list(systems), turn)}
+
+    def _pass(self, system: System, turn: int) -> Figures:
+        """Serve the held prompts by a server that has served those to learn from."""
         wanted = system.wanted
         each = [wanted] * len(self.held) if isinstance(wanted, str) else wanted
         # The control's server learns as the default does.

@@ -15,6 +15,8 @@ from lab.bench.real_prompts import PARTS, RealPrompt, real_prompts, token_ids
 from lab.common.cells import Cells, Figures
 from lab.common.families import SPIN
 from lab.common.live import decode, make_loop
+from lab.common.statistics import rotated
+from penstock.cli.terminal import with_progress
 from penstock.config import SUFFIX, DrafterConfig, EngineConfig, PolicyConfig
 from penstock.core.loop import Loop
 from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, Request, SamplingParams
@@ -37,6 +39,8 @@ CONTEXT = 384
 """Latest tokens of a prompt, which every system reads."""
 _FIRST_EDIT = 300
 """Most tokens of an answer that is edited again."""
+_BLOCK = 4
+"""Requests of a client, where there are several, before the next system's turn."""
 
 
 @dataclass(frozen=True)
@@ -95,19 +99,34 @@ class Bench:
         rivals["goodspeed"] = System(self.models, selection="single", allocation="goodspeed")
         return {**fixed, **rivals, AUTO_DRAFTER: System(self.models)}
 
-    def assigned(self, wanted: Sequence[str]) -> System:
-        """Each request with a policy of its own."""
-        return System(self.models, wanted=wanted)
+    def play(self, systems: Mapping[str, System], turn: int) -> dict[str, Figures]:
+        """Serve the held prompts once by every system, each after those to learn from.
 
-    def play(self, name: str, system: System, turn: int) -> Figures:
-        """Serve the held prompts once, by a server that has served those to learn from."""
+        They take turns at every few prompts: a slow minute of the machine meets all of them."""
+        loops = {name: self._learned(name, system) for name, system in systems.items()}
+        order = list(range(len(self.held)))
+        random.Random(turn).shuffle(order)
+        size = 1 if self.args.clients == 1 else _BLOCK * self.args.clients
+        told: dict[str, dict[int, Figures]] = {name: {} for name in systems}
+        seconds = dict.fromkeys(systems, 0.0)
+        blocks = [order[begin : begin + size] for begin in range(0, len(order), size)]
+        for n, numbers in enumerate(with_progress(blocks, len(blocks), f"turn {turn + 1}")):
+            block = {i: self.held[i] for i in numbers}
+            for name in rotated(list(systems), turn + n):
+                begun = time.perf_counter()
+                told[name] |= self._serve(loops[name], block, systems[name], f"{name} {turn}")
+                seconds[name] += time.perf_counter() - begun
+        return {name: _figures(seconds[name], told[name]) for name in systems}
+
+    def _learned(self, name: str, system: System) -> Loop:
+        """Return a loop that has served the prompts to learn from, and nothing else."""
         if name not in self._loops:
-            self._loops[name] = self._loop(system)
+            loop = self._loops[name] = self._loop(system)
             if name != NO_DRAFTER:
-                self._serve(self._loops[name], self.learn, _learning(system), name)
-        # What it has learned from the held prompts does not go into the next turn.
-        loop = Loop(deepcopy(self._loops[name].scheduler), self.engine.executor, self.engine.clock)
-        return self._serve(loop, self.held, system, f"{name} {turn}", order=turn)
+                learn = random.Random(0).sample([*enumerate(self.learn)], len(self.learn))
+                self._serve(loop, dict(learn), _learning(system), name)
+        scheduler = deepcopy(self._loops[name].scheduler)
+        return Loop(scheduler, self.engine.executor, self.engine.clock)
 
     def _first_edits(self, tokenizer: Tokenizer) -> Figures:
         """The target's answers to the edits, by where their text is from."""
@@ -136,31 +155,29 @@ class Bench:
         )
 
     def _serve(
-        self, loop: Loop, asked: Sequence[Asked], system: System, name: str, order: int = 0
-    ) -> Figures:
-        """Raises: RuntimeError for a request that fails."""
-        numbers = list(range(len(asked)))
-        random.Random(order).shuffle(numbers)
+        self, loop: Loop, asked: Mapping[int, Asked], system: System, name: str
+    ) -> dict[int, Figures]:
+        """Serve requests by their numbers. Raises: RuntimeError for one that fails."""
         requests = []
-        for i in numbers:
+        for i, one in asked.items():
             wanted = system.wanted if isinstance(system.wanted, str) else system.wanted[i]
-            requests.append(self._request(asked[i], f"{name} {i}", wanted))
-        begun = time.perf_counter()
+            requests.append(self._request(one, f"{name} {i}", wanted))
         timed = decode(loop, requests, self.args.clients)
-        seconds = time.perf_counter() - begun
-        by_number = dict(zip(numbers, timed, strict=True))
-        told = [
-            {
-                "kind": asked[i].label,
-                "tokens": len(by_number[i].token_ids),
-                "seconds": by_number[i].seconds,
-                "text": hash(tuple(by_number[i].completion.token_ids)),
-                "drafts": dict(by_number[i].completion.usage.drafts),
+        # Another loop would take in what its drafters still do.
+        while loop.num_plans_in_flight:
+            loop.wait()
+            loop.take_in(())
+        return {
+            i: {
+                "kind": one.label,
+                "tokens": len(t.token_ids),
+                "all_tokens": len(t.completion.token_ids),
+                "seconds": t.seconds,
+                "text": hash(tuple(t.completion.token_ids)),
+                "drafts": dict(t.completion.usage.drafts),
             }
-            for i in range(len(asked))
-        ]
-        tokens = sum(len(t.completion.token_ids) for t in timed)
-        return {"seconds": seconds, "tokens": tokens, "requests": told}
+            for (i, one), t in zip(asked.items(), timed, strict=True)
+        }
 
     def _request(self, asked: Asked, name: str, wanted: str) -> Request:
         return Request(
@@ -192,6 +209,13 @@ def _load(args: argparse.Namespace) -> Engine:
             max_model_len=room,
         )
     )
+
+
+def _figures(seconds: float, told: Mapping[int, Figures]) -> Figures:
+    """Return the figures of all requests, in the order of their prompts."""
+    requests = [told[i] for i in range(len(told))]
+    tokens = sum(r["all_tokens"] for r in requests)
+    return {"seconds": seconds, "tokens": tokens, "requests": requests}
 
 
 def _learning(system: System) -> System:

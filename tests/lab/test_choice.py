@@ -32,7 +32,10 @@ class Rates:
         fixed = {n: System((n,), wanted=n) for n in ("model", "suffix")}
         return {**fixed, "auto": System(("model",))}
 
-    def play(self, name: str, system: System, turn: int) -> Figures:
+    def play(self, systems: dict[str, System], turn: int) -> dict[str, Figures]:
+        return {name: self._pass(name) for name in systems}
+
+    def _pass(self, name: str) -> Figures:
         of_kind = dict(zip((a.label for a in self.held[:2]), self._rates[name], strict=True))
         requests = [
             {"kind": a.label, "tokens": 60, "seconds": 60 / of_kind[a.label], "text": i}
@@ -73,10 +76,10 @@ def test_another_text_is_seen(tmp_path) -> None:
     bench = Rates("unlike", 1, (20.0, 20.0))
     honest = bench.play
 
-    def other(name: str, system: System, turn: int) -> Figures:
-        found = honest(name, system, turn)
-        if (name, turn) == ("auto", 2):
-            found["requests"][1]["text"] = "another"
+    def other(systems: dict[str, System], turn: int) -> dict[str, Figures]:
+        found = honest(systems, turn)
+        if turn == 2:
+            found["auto"]["requests"][1]["text"] = "another"
         return found
 
     bench.play = other

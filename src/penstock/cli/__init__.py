@@ -74,6 +74,8 @@ def main() -> None:
         code = 130
     except _ClickException as error:
         message = " ".join(error.format_message().split()).replace("Value error, ", "")
+        if message.startswith("No such option"):
+            message += " (those of llama.cpp, Ollama and vLLM: docs/coming-from.md)"
         print(f"penstock: {message}", file=sys.stderr)
         code = 2
     except ModuleNotFoundError as error:

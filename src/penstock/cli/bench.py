@@ -9,6 +9,7 @@ import typer
 
 from penstock.cli import options as cli
 from penstock.cli.terminal import one_line, print_table, progress, whole_numbers
+from penstock.core.types import AUTO_DRAFTER
 from penstock.json_text import dumps
 
 if TYPE_CHECKING:
@@ -46,13 +47,13 @@ def bench(
     settings: cli.SettingsOption = None,
     as_json: cli.JsonOption = False,
 ) -> None:
-    """Measure the tokens per second of target-only decoding and of every drafter, in turn."""
+    """Measure the tokens per second of target-only decoding, every drafter and auto, in turn."""
     options = dict(locals())
     from penstock.cli.settings import assembled, put_options
     from penstock.config import ConfigError, Settings
 
-    # Repeated prompts must be computed again.
-    given = Settings({"engine": {"prefix_caching": False}})
+    # Repeated prompts must be computed again, and their answers not be looked up.
+    given = Settings({"engine": {"prefix_caching": False, "look_up": "ngram"}})
     with one_line(ConfigError):
         batches = whole_numbers("--batch", batch)
         put_options(given, options)
@@ -69,7 +70,8 @@ def bench(
         longest = max(len(p.token_ids) for p in prompts) + new_tokens
         made["kv_tokens"] = max(batches) * (longest + _LARGEST_BLOCK)
         built = _built(made, longest)
-    cells: list[str | None] = [None, *made["drafters"]]
+    chosen = [AUTO_DRAFTER] if made["drafters"] else []
+    cells: list[str | None] = [None, *made["drafters"], *chosen]
     told = BenchOptions(batches, new_tokens, temperature, repeats)
     with progress(len(batches) * len(cells) * (repeats + 1), "measuring") as advance:
         runs = bench_engine(built, prompts, cells, told, lambda *_: advance(1))

@@ -246,12 +246,14 @@ def _memory(config: ServeConfig) -> Finding:
     from penstock.engine.build import sized_models
 
     try:
-        need = sized_models(config.engine, resolve_placements(config.engine)).need()
+        models = sized_models(config.engine, resolve_placements(config.engine))
+        need, tokens = models.need(), models.num_blocks * models.config.block_size
     except ValueError as error:
         return Finding("settings", "failure", str(error), "change that setting")
     if config.engine.device.startswith("cpu") and need.weights + need.kv + need.states > need.free:
         return Finding("memory", "failure", str(need), LESS_MEMORY)
-    return Finding("memory", "ok", str(need))
+    room = f"KV memory of {tokens:,} tokens, at most {models.max_model_len:,} a request"
+    return Finding("memory", "ok", f"{need}; {room}")
 
 
 def _ports(config: ServeConfig) -> Iterator[Finding]:

@@ -27,7 +27,7 @@ def serve(
     device: cli.DeviceOption = None,
     kv_tokens: Annotated[
         int | None,
-        typer.Option(metavar="N", help="KV cache size in tokens. Default: a share of free memory."),
+        typer.Option(metavar="N", help="KV cache in tokens. Default: a quarter of free memory."),
     ] = None,
     max_model_len: Annotated[
         int | None,

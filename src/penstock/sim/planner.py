@@ -339,14 +339,13 @@ class DeploymentPlan:
         """Return flags or a configuration file for Penstock, flags for vLLM.
 
         kv_tokens: memory by the names of `configurations`."""
-        admission = self.configurations["penstock"].name
         budget, seqs = self.static.token_budget, self.static.max_num_seqs
         engine = {
             "kv_tokens": kv_tokens["penstock_config"],
             "admission": self._gated().model_dump(),
         }
         return {
-            "penstock": f"--admission {admission} --kv-tokens {kv_tokens['penstock']}",
+            "penstock": f"--kv-tokens {kv_tokens['penstock']}",
             "penstock_config": {"engine": engine},
             "vllm": f"--max-num-batched-tokens {budget} --max-num-seqs {seqs}",
         }

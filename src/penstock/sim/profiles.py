@@ -56,7 +56,7 @@ def load_profile(name_or_path: str | Path) -> StepProfile:
     except OSError as error:
         raise ProfileError(f"profile {name} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise ProfileError(str(error)) from error
+        raise ProfileError(f"{error} (`penstock profile measure` writes a profile)") from error
     return profile
 
 
