@@ -9,7 +9,6 @@ import typer
 
 from penstock.cli import options as cli
 from penstock.cli.terminal import one_line, print_table, progress, whole_numbers
-from penstock.core.types import AUTO_DRAFTER
 from penstock.json_text import dumps
 
 if TYPE_CHECKING:
@@ -51,6 +50,7 @@ def bench(
     options = dict(locals())
     from penstock.cli.settings import assembled, put_options
     from penstock.config import ConfigError, Settings
+    from penstock.core.types import AUTO_DRAFTER
 
     # Repeated prompts must be computed again, and their answers not be looked up.
     given = Settings({"engine": {"prefix_caching": False, "look_up": "ngram"}})
