@@ -159,7 +159,7 @@ def test_pytorch_compares_tokens(cli: Cli, family: dict[str, Path]) -> None:
             ("target-large", "--tokens", "99999"),
             "--tokens 99999 leaves no room in the model's cont",
         ),
-        (("no-such-model",), "target 'no-such-model' is neither a checkpoint folder, a GGUF file"),
+        (("no-such-model",), "target 'no-such-model' does not exist"),
         (("target-large", "--set", "selection=best"), "unknown selection policy 'best'"),
         (
             ("target-large", "--tokens", "3"),

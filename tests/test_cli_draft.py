@@ -82,7 +82,7 @@ async def program(*arguments: object) -> AsyncIterator[Running]:
         ([], "Missing option '--connect'"),
         (["--connect", "nowhere"], "--connect takes HOST:PORT, not 'nowhere'"),
         (["--connect", ":8100"], "--connect takes HOST:PORT, not ':8100'"),
-        (["--connect", "a:1", "--model", "huge"], "'huge' is neither a checkpoint folder, a GGUF"),
+        (["--connect", "a:1", "--model", "huge"], "'huge' does not exist"),
         (["--connect", "a:1", "--listen", "web"], "--listen: 'web' in 'web' is no port"),
         (["--connect", "a:1", "--weights", "int8"], "'int8' is not one of 'stored', 'int4'"),
         (["--connect", "a:1", "--max-draft-tokens", "0"], "'--max-draft-tokens'"),

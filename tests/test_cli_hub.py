@@ -193,7 +193,7 @@ def test_a_family_without_a_small_model(family: Hub, resolved) -> None:
     found, said = resolved(target="lab/unknown", drafters={"auto": "auto"})
     assert found == {"suffix": "suffix"}
     assert "no small model of its family is known; --drafter NAME=MODEL names one" in said
-    with pytest.raises(ConfigError, match="neither a checkpoint folder"):
+    with pytest.raises(ConfigError, match="does not exist"):
         resolved(drafters={"auto": "elsewhere"})
 
 

@@ -133,7 +133,7 @@ def test_every_mistake_has_its_line(tmp_path: Path) -> None:
     assert code == 2
     assert [int(line.split(":")[1]) for line in lines] == [1, 2, 4, 5, 6, 7, 9, 11, 12]
     assert "unknown setting 'prot' (did you mean 'port'?); settings: models, engine" in lines[1]
-    assert "neither a checkpoint folder, a GGUF file nor a bundled target" in lines[3]
+    assert "does not exist; bundled targets are" in lines[3]
     assert "an API key is kept as sha256: and what `printf %s KEY | sha256sum` prints" in lines[7]
     assert SECRET not in output
 

@@ -40,6 +40,8 @@ def test_usage_tells_how_speculation_went(ai: openai.OpenAI) -> None:
     assert 0 < speculation["num_accepted_tokens"] <= speculation["num_draft_tokens"]
     ratio = speculation["num_accepted_tokens"] / speculation["num_drafts"]
     assert speculation["mean_acceptance_length"] == pytest.approx(1 + ratio)
+    own = {n: speculation[n] for n in ("num_draft_tokens", "num_accepted_tokens")}
+    assert speculation["drafters"] == {"toy-drafter": own}
 
 
 def test_a_request_can_do_without_speculation(ai: openai.OpenAI) -> None:
@@ -51,6 +53,7 @@ def test_a_request_can_do_without_speculation(ai: openai.OpenAI) -> None:
         "num_draft_tokens": 0,
         "num_accepted_tokens": 0,
         "mean_acceptance_length": 1.0,
+        "drafters": {},
     }
 
 

@@ -568,5 +568,5 @@ def test_the_bundled_head_has_names() -> None:
     for given in ("mtp", "target-large-mtp"):
         found = with_models({"target": "target-large", "drafters": {"mtp": given}})
         assert Path(found["drafters"]["mtp"]).name == "target-large-mtp"
-    with pytest.raises(ConfigError, match="nor a bundled head; bundled are target-large-mtp"):
+    with pytest.raises(ConfigError, match="bundled heads are target-large-mtp"):
         with_models({"target": "target-large", "drafters": {"mtp": "nosuch"}}, download=False)

@@ -123,8 +123,8 @@ LEARNED = "body.learned"
     [
         ("version", 1, "it has version 1; this program reads 2"),
         ("sha256", "0" * 64, "its checksum is wrong"),
-        ("body.of.machine", "another", "it is of other machine"),
-        ("body.of.kernels", "older", "it is of other kernels"),
+        ("body.of.machine", "another", "it was written with other machine"),
+        ("body.of.kernels", "older", "it was written with other kernels"),
         (f"{LEARNED}.times.target", [[1, -0.5]], "-0.5 is not a number"),
         (f"{LEARNED}.times.target", [["1", 0.5]], "'1' is not a number"),
         (f"{LEARNED}.times.drafters", [], "'list' object has no attribute"),
@@ -158,7 +158,8 @@ def test_what_does_not_fit_is_ignored(saved, family, caplog, where, value, reaso
 def test_another_combination_has_a_file_of_its_own(saved, family, caplog) -> None:
     file, _ = file_of(saved.parent, family["target"], threads=2)
     file.restore()
-    assert caplog.records[0].message == f"the state {saved} is ignored: it is of other threads"
+    reason = "it was written with other threads"
+    assert caplog.records[0].message == f"the state {saved} is ignored: {reason}"
     file.save([])
     assert len(list(saved.parent.iterdir())) == 2
 

@@ -189,6 +189,7 @@ class ToyEngine:
             "num_threads": 1,
             "kv_tokens": self.scheduler.pool.capacity_tokens,
             "kv_bytes": 0,
+            "kv_dtype": "float32",
             "max_model_len": 512,
         }
 

@@ -163,7 +163,7 @@ class ScriptedServer:
         """Answer orders until `until` says that it is enough."""
         while not until():
             assign = self.take(await self.receive())
-            if assign is not None:
+            if assign is not None and assign.num_draft_tokens:
                 text = self.texts[assign.request_id]
                 token_ids = guess(text.token_ids, assign.num_draft_tokens)
                 text.num_drafts += bool(token_ids)

@@ -105,7 +105,7 @@ _DRAFTER_COUNTERS = {
     "spec_decode_num_drafts": "Drafts.",
     "spec_decode_num_draft_tokens": "Draft tokens proposed.",
     "spec_decode_num_accepted_tokens": "Draft tokens accepted.",
-    "drafter_requests": "Requests by the drafter of their first draft.",
+    "drafter_requests": "Requests by their first drafter besides look-up.",
     "drafter_switches": "Switches of requests to this drafter from another.",
 }
 

@@ -149,10 +149,14 @@ def _facts(model: str, config: ServeConfig, client: EngineClient) -> Iterator[st
     why = "as asked" if config.drafters is None else "draft servers may connect"
     if config.engine.look_up == "none" and config.drafters is None:
         why = "none is named, and vLLM gets none by itself"
-    size = "" if facts["kv_bytes"] is None else f" ({facts['kv_bytes'] / 2**30:.2f} GiB)"
+    size, most = "", f"{facts['max_model_len']:,}"
+    if facts["kv_bytes"] is not None:
+        size = f" ({facts['kv_bytes'] / 2**30:.2f} GiB in {facts['kv_dtype']})"
+    if facts["max_model_len"] == facts["kv_tokens"]:
+        most += " (all of it)"
     yield (
-        f"KV memory of {facts['kv_tokens']:,} tokens{size}, at most {facts['max_model_len']:,} "
-        f"a request; drafters: {', '.join(client.drafters) or f'none ({why})'}"
+        f"KV memory of {facts['kv_tokens']:,} tokens{size}, at most {most} a request; "
+        f"drafters: {', '.join(client.drafters) or f'none ({why})'}"
     )
     if facts.get("state_slots"):
         yield (

@@ -31,7 +31,8 @@ def bench(
     target: cli.TargetArgument = None,
     drafter: cli.DrafterOption = None,
     domain: Annotated[
-        str | None, typer.Option(help="Prompts of one bundled domain. Default: all.")
+        str | None,
+        typer.Option(help="Prompts of one bundled domain (math, sql, qa, ...). Default: all."),
     ] = None,
     engine: cli.EngineOption = None,
     dtype: cli.DtypeOption = None,
@@ -146,8 +147,8 @@ def _print(engine: Engine, runs: list[BenchRun], cpu_share: float) -> None:
             (
                 run.drafter or "(target only)",
                 str(run.batch),
-                f"{run.tokens_per_s:.0f}",
-                f"{run.best_tokens_per_s:.0f}",
+                f"{run.tokens_per_s:.1f}",
+                f"{run.best_tokens_per_s:.1f}",
                 f"{run.tokens_per_s / alone[run.batch]:.2f}",
                 f"{run.mean_acceptance_length:.2f}" if run.mean_acceptance_length else "",
                 f"{run.host_share:.0%}",

@@ -252,7 +252,7 @@ def _memory(config: ServeConfig) -> Finding:
         return Finding("settings", "failure", str(error), "change that setting")
     if config.engine.device.startswith("cpu") and need.weights + need.kv + need.states > need.free:
         return Finding("memory", "failure", str(need), LESS_MEMORY)
-    room = f"KV memory of {tokens:,} tokens, at most {models.max_model_len:,} a request"
+    room = f"KV memory of {tokens:,} tokens, at most {models.max_request_tokens:,} a request"
     return Finding("memory", "ok", f"{need}; {room}")
 
 

@@ -77,9 +77,9 @@ def _model_path(text: str, what: str, role: str, where: Where, *, download: bool
     found = cards[text].path if text in cards else _hub_path(text, download)
     if found is None:
         others = LOOK_UPS if role == "drafter" else ()
+        told = "is no checkpoint folder or GGUF file" if Path(text).exists() else "does not exist"
         raise ConfigError(
-            f"{what} is neither a checkpoint folder, a GGUF file nor a bundled "
-            f"{role}; bundled are {', '.join([*cards, *others])}; {_HUB_FORMS}",
+            f"{what} {told}; bundled {role}s are {', '.join([*cards, *others])}; {_HUB_FORMS}",
             where,
         )
     return found

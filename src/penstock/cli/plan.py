@@ -104,6 +104,9 @@ def plan(
         return
     print(f"for {offered:.4g} requests/s of {load.workload} on {load.profile}, start")
     print(f"  penstock serve MODEL {flags['penstock']}")
+    missed = [name.upper() for name, is_met in advised.get("slo_met", {}).items() if not is_met]
+    if missed:
+        print(f"which misses the target of {' and of '.join(missed)}: see p99 below")
     _print_expected(expected, flags)
     _print_how_sure(planned, offered, bound, advised, base.profile.spread)
     if base.profile.state_slots is not None:
@@ -199,9 +202,9 @@ def _print_how_sure(
     if advised["latency_mean_interval_95"] is not None:
         low, high = advised["latency_mean_interval_95"]
         print(f"  mean latency: {low:.4g} to {high:.4g} s (95% interval)")
-    print(f"  load: {rate / bound:.0%} of {bound:.4g} requests/s, more than which no policy serves")
+    print(f"  load: {rate / bound:.0%} of the {bound:.4g} requests/s that no policy exceeds")
     print("  memory: a quarter above the peak, or more where that is slower; ", end="")
-    print(f"there are {planned.kv_tokens:,} tokens")
+    print(f"there are {planned.kv_tokens:,} tokens; a request larger than --kv-tokens is refused")
     if spread:
         print(f"  times: the profile's, which varied by {spread:.1%} while it was measured")
     else:

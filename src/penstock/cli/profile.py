@@ -156,8 +156,12 @@ def _print_profile(profile: StepProfile) -> None:
     states = "" if profile.state_slots is None else f", {profile.state_slots} recurrent states"
     columns = ("tokens", "one prompt, ms", f"decodes over {_DECODE_CONTEXT} tokens each, ms")
     curves = zip(_SHOWN_COUNTS, *_curves(profile, _SHOWN_COUNTS), strict=True)
-    rows = [(str(count), f"{prefill:.2f}", f"{decode:.2f}") for count, prefill, decode in curves]
+    most = profile.token_counts[-1]
+    rows = [(f"{n}{'*' * (n > most)}", f"{pre:.2f}", f"{dec:.2f}") for n, pre, dec in curves]
     print_table(profile.name, columns, rows)
+    spread = f"; ±{profile.spread:.1%} from one minute to another" if profile.spread else ""
+    if most < _SHOWN_COUNTS[-1]:
+        print(f"* extrapolated: measured to {most:,}")
     print(
         f"{profile.kv_tokens:,} KV tokens{states}; token counts in steps of {profile.granularity}; "
         f"{len(profile.token_counts)} points in the table\n"
@@ -167,8 +171,7 @@ def _print_profile(profile: StepProfile) -> None:
         f"{profile.per_prefill_context * 1e3:.4g} a token pair\n"
         f"served steps: {profile.pace:.3g} times that, and the host's "
         f"{profile.host_fixed * 1e3:.4g} ms, {profile.host_per_decode * 1e3:.4g} a request, "
-        f"{profile.host_per_drafting * 1e3:.4g} more with drafts; "
-        f"±{profile.spread:.1%} from one minute to another\n"
+        f"{profile.host_per_drafting * 1e3:.4g} more with drafts{spread}\n"
         f"{profile.origin}"
     )
     if profile.drafters:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
@@ -22,6 +23,7 @@ SERVE_EXTRA = frozenset(
 
 _EXTRA = "pip install -e '.[{0}]' in a clone, or 'FILE.whl[{0}]'"
 _PIPED = 240  # columns of a table in a file or a pipe
+_LINE_EVERY_S = 10  # progress where there is no bar
 
 
 @contextmanager
@@ -89,14 +91,24 @@ def print_table(title: str | None, columns: Sequence[str], rows: Iterable[Sequen
 
 @contextmanager
 def progress(total: int | None, what: str) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar if standard error is a terminal; yield its advance function."""
+    """Show a progress bar, or lines where standard error is no terminal; yield what advances it."""
     from rich.console import Console
     from rich.progress import Progress
 
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda num: bar.advance(task, num)
+    is_shown = console.is_terminal
+    with Progress(console=console, transient=True, disable=not is_shown) as bar:
+        task, told_at = bar.add_task(what, total=total), time.monotonic()
+
+        def advance(num: int) -> None:
+            nonlocal told_at
+            bar.advance(task, num)
+            if not is_shown and time.monotonic() > told_at + _LINE_EVERY_S:
+                told_at = time.monotonic()
+                done = int(bar.tasks[task].completed)
+                print(f"{what}: {done:,}{f' of {total:,}' if total else ''}", file=sys.stderr)
+
+        yield advance
 
 
 def with_progress(items: Iterable[_T], total: int, what: str) -> Iterator[_T]:

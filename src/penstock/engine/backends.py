@@ -301,6 +301,11 @@ class Models:
         return self.place.dtype if self.vllm is None else self.vllm.dtype
 
     @property
+    def max_request_tokens(self) -> int:
+        """Most tokens of one request, by context and KV memory."""
+        return min(self.max_model_len, self.num_blocks * self.config.block_size)
+
+    @property
     def kv_bytes(self) -> int | None:
         """KV memory of all models; None with vLLM, which has its own."""
         if self.vllm is not None:

@@ -79,6 +79,7 @@ class Engine:
     dtype: str
     num_threads: int
     kv_bytes: int | None
+    kv_dtype: str
     num_slots: int | None = None
     state_bytes: int = 0
     instruction_set: str | None = None
@@ -98,6 +99,7 @@ class Engine:
             "num_threads": self.num_threads,
             "kv_tokens": self.scheduler.pool.capacity_tokens,
             "kv_bytes": self.kv_bytes,
+            "kv_dtype": self.kv_dtype,
             "state_slots": self.num_slots,
             "state_bytes": self.state_bytes,
             "max_model_len": self.max_model_len,
@@ -153,14 +155,15 @@ def load_engine(config: EngineConfig, *, calibrated: bool = True) -> Engine:
         auditor=Auditor(audited),
         clock=clock,
         tokenizer_path=config.target,
-        max_model_len=models.max_model_len,
+        max_model_len=models.max_request_tokens,
         vocab_size=target.vocab_size,
         eos_token_ids=target.eos_token_ids,
         target=config.target_name,
         backend=models.backend,
-        dtype=str(models.dtype).removeprefix("torch."),
+        dtype=_name(models.dtype),
         num_threads=place.num_threads,
         kv_bytes=models.kv_bytes,
+        kv_dtype=_name(place.kv_dtype),
         num_slots=models.num_slots,
         state_bytes=models.state_bytes,
         instruction_set=loaded_instruction_set() if place.backend == "native" else None,
@@ -169,6 +172,10 @@ def load_engine(config: EngineConfig, *, calibrated: bool = True) -> Engine:
         generates=generates,
         state=state,
     )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def sized_models(config: EngineConfig, places: Mapping[str, Placement]) -> Models:

@@ -289,12 +289,6 @@ class LocalExecutor(ABC):
         )
         return Done(plan, result, drafted)
 
-    def _carry_out(self, job: StepJob, drafted: DraftsAtHand) -> tuple[Replayed, ...]:
-        """Carry out the draft orders of a plan, then its replays."""
-        orders = orders_of(job.plan)
-        self._draft([o for o in orders if o.max_draft_tokens], job, drafted)
-        return self._replay([o for o in orders if not o.max_draft_tokens], job, drafted)
-
     @torch.inference_mode()
     def _verify(self, job: StepJob) -> Done:
         """Carry out a target step."""
@@ -342,40 +336,28 @@ class LocalExecutor(ABC):
 
     # --- drafting -------------------------------------------------------------------------------
 
-    def _draft(self, orders: Sequence[DraftOrder], job: StepJob, drafted: DraftsAtHand) -> None:
-        """Draft all orders of a step, one batch for each drafter."""
-        for name, drafter in self.drafters.items():
-            mine = [o for o in orders if o.drafter == name]
+    def _carry_out(self, job: StepJob, drafted: DraftsAtHand) -> tuple[Replayed, ...]:
+        """Carry out a plan's orders in a batch for each drafter: first those to draft."""
+        orders, replays = orders_of(job.plan), list[Replayed]()
+        for drafts, (name, drafter) in itertools.product((True, False), self.drafters.items()):
+            mine = [o for o in orders if o.drafter == name and drafts == (o.max_draft_tokens > 0)]
             if not mine:
                 continue
-            started_at = self._clock.now()
+            started_at, made = self._clock.now(), None
             with drafted.without_if_failing(name):
                 if drafter.runner is not None:
                     drafter.runner.limit_threads(job.num_threads)
                 texts = [job.texts[o.request_id] for o in mine]
-                for order, text in zip(mine, texts, strict=True):
-                    text.foresee(order.front_token_ids)
-                drafts = drafter.draft(mine, texts)
+                if drafts:
+                    for order, text in zip(mine, texts, strict=True):
+                        text.foresee(order.front_token_ids)
+                    made = drafter.draft(mine, texts)
+                else:
+                    replays += drafter.replay(mine, texts)
                 seconds = self._clock.now() - started_at
-                drafted.add(mine, drafts)
-                drafted.times.append(draft_time(mine, seconds, drafts))
-
-    def _replay(
-        self, orders: Sequence[DraftOrder], job: StepJob, drafted: DraftsAtHand
-    ) -> tuple[Replayed, ...]:
-        """Let drafters read verified text."""
-        replays: list[Replayed] = []
-        for name, drafter in self.drafters.items():
-            mine = [o for o in orders if o.drafter == name]
-            if not mine:
-                continue
-            started_at = self._clock.now()
-            with drafted.without_if_failing(name):
-                if drafter.runner is not None:
-                    drafter.runner.limit_threads(job.num_threads)
-                replays += drafter.replay(mine, [job.texts[o.request_id] for o in mine])
-                seconds = self._clock.now() - started_at
-                drafted.times.append(draft_time(mine, seconds))
+                if made is not None:
+                    drafted.add(mine, made)
+                drafted.times.append(draft_time(mine, seconds, made))
         return tuple(replays)
 
     def _hold(self, order: DraftOrder, drafted: DraftsAtHand) -> DraftReady:

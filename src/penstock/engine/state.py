@@ -119,7 +119,7 @@ class StateFile:
         of, own = saved["body"]["of"], self._fingerprint
         other = [name for name in own if of.get(name) != own[name]]
         if other:
-            raise ValueError(f"it is of other {', '.join(other)}")
+            raise ValueError(f"it was written with other {', '.join(other)}")
         return saved["body"]["learned"]
 
     def _restore(self, learned: Any) -> None:

@@ -125,6 +125,8 @@ class DraftService:
         if tracked is None or not tracked.is_newer(assign):
             return
         tracked.is_taken = True
+        if not assign.num_draft_tokens:
+            return  # a text to read: an order for a draft of this round comes later
         self._answer(tracked)
         tracked.asked, tracked.newest = assign, (assign.epoch, assign.round)
         self._order(tracked)

@@ -402,11 +402,14 @@ class DraftStream:
         order: DraftOrder,
         text: tuple[list[int], SamplingParams] | None = None,
     ) -> None:
-        """Send an order. `text`: prefix and sampling, if they are new to the server."""
+        """Send an order, which gets no answer where it is for no draft, but a text to read.
+
+        text: prefix and sampling, if they are new to the server."""
         self._void(request)
-        request.order = ExpectedDraft(
-            order.epoch, order.round, order.max_draft_tokens, request.weighted
-        )
+        if order.max_draft_tokens:
+            request.order = ExpectedDraft(
+                order.epoch, order.round, order.max_draft_tokens, request.weighted
+            )
         assign = pb.Assign(
             request_id=request.wire_id,
             epoch=order.epoch,

@@ -44,7 +44,7 @@ def plan_engine(config: EngineConfig, num_engines: int) -> EnginePlan:
     pooling, generates = models.uses()
     info = Ready(
         tokenizer_path=config.target,
-        max_request_tokens=min(models.max_model_len, tokens),
+        max_request_tokens=models.max_request_tokens,
         vocab_size=target.vocab_size,
         eos_token_ids=frozenset(target.eos_token_ids),
         drafters=tuple(names),

@@ -14,18 +14,15 @@ class Usage:
     """Counts of one request or several. A draft is a round in which a drafter proposed tokens.
 
     num_reasoning_tokens: among num_tokens. num_rounds: outputs with tokens. drafts: rounds by
-    drafter. num_predicted_tokens, num_right_tokens: the part of draft and accepted tokens that is
-    of predictions."""
+    drafter. proposed, accepted: draft tokens by who proposed them."""
 
     num_tokens: int = 0
     num_reasoning_tokens: int = 0
     num_cached_tokens: int = 0
     num_rounds: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_predicted_tokens: int = 0
-    num_right_tokens: int = 0
     drafts: Counter[str] = field(default_factory=Counter)
+    proposed: Counter[str] = field(default_factory=Counter)
+    accepted: Counter[str] = field(default_factory=Counter)
 
     def on_output(self, output: Output) -> None:
         self.num_tokens += len(output.token_ids)
@@ -36,27 +33,30 @@ class Usage:
             # A round is one draft, of the last proposer.
             self.drafts[parts[-1][0]] += 1
         for proposer, num_proposed, num_accepted in parts:
-            self.num_draft_tokens += num_proposed
-            self.num_accepted_tokens += num_accepted
-            if proposer == PREDICTION:
-                self.num_predicted_tokens += num_proposed
-                self.num_right_tokens += num_accepted
+            self.proposed[proposer] += num_proposed
+            self.accepted[proposer] += num_accepted
 
     def add(self, other: Usage) -> None:
         self.num_tokens += other.num_tokens
         self.num_reasoning_tokens += other.num_reasoning_tokens
         self.num_cached_tokens += other.num_cached_tokens
         self.num_rounds += other.num_rounds
-        self.num_draft_tokens += other.num_draft_tokens
-        self.num_accepted_tokens += other.num_accepted_tokens
-        self.num_predicted_tokens += other.num_predicted_tokens
-        self.num_right_tokens += other.num_right_tokens
         self.drafts += other.drafts
+        self.proposed += other.proposed
+        self.accepted += other.accepted
 
     @property
     def drafter(self) -> str | None:
         """The drafter with most drafts."""
         return max(self.drafts, key=self.drafts.__getitem__, default=None)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return self.proposed.total()
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        return self.accepted.total()
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -65,9 +65,10 @@ class Usage:
 
     def prediction(self) -> dict[str, int]:
         """Return the tokens of predictions that were drafted, as OpenAI names them."""
+        num_right = self.accepted[PREDICTION]
         return {
-            "accepted_prediction_tokens": self.num_right_tokens,
-            "rejected_prediction_tokens": self.num_predicted_tokens - self.num_right_tokens,
+            "accepted_prediction_tokens": num_right,
+            "rejected_prediction_tokens": self.proposed[PREDICTION] - num_right,
         }
 
     def speculation(self) -> dict[str, Any]:
@@ -78,4 +79,8 @@ class Usage:
             "num_draft_tokens": self.num_draft_tokens,
             "num_accepted_tokens": self.num_accepted_tokens,
             "mean_acceptance_length": self.mean_acceptance_length,
+            "drafters": {
+                name: {"num_draft_tokens": num, "num_accepted_tokens": self.accepted[name]}
+                for name, num in self.proposed.items()
+            },
         }

@@ -238,14 +238,12 @@ class DraftHub:
             request.now = request.assign(stream, order)
 
     def _send_text(self, request: _CentralRequest, stream: DraftStream, order: DraftOrder) -> None:
-        """Let a server read a text before a switch, by a draft of one token that is not used."""
+        """Let a server read a text before the first order for a draft behind it."""
         if any(assigned.stream is stream for assigned in request.assigned):
             return
         if request.next is not None:
             request.next.release()
-        # Of the round before, so that an order of this one is newer.
-        unused = order._replace(round=order.round - 1, max_draft_tokens=1)
-        request.next = request.assign(stream, unused)
+        request.next = request.assign(stream, order)
 
     def _may_draft(self, stream: DraftStream, known: RequestText) -> bool:
         """Return whether a server may see a request and cannot change its output."""

@@ -308,11 +308,10 @@ class EngineServer:
 
 def describe(engine: Engine) -> Ready:
     """Return the description of an engine for the other process."""
-    capacity = engine.scheduler.pool.capacity_tokens
     description = dict(engine.describe())
     return Ready(
         tokenizer_path=engine.tokenizer_path,
-        max_request_tokens=min(engine.max_model_len, capacity),
+        max_request_tokens=engine.max_model_len,
         vocab_size=engine.vocab_size,
         eos_token_ids=frozenset(engine.eos_token_ids),
         drafters=tuple(description["drafters"]),

@@ -391,7 +391,10 @@ def plan_deployment(
             memory = PlannedMemory(mean, batch, bound, delta, "queues")
         return DeploymentPlan(thresholds, memory, static, kv_tokens)
     except ValueError as error:
-        raise PlanError(f"at {rate:g} requests a second: {error}") from error
+        most = load_bound(profile, workload, kv_tokens)
+        raise PlanError(
+            f"at {rate:g} requests a second: {error}; no policy serves more than {most:.4g}"
+        ) from error
 
 
 def _thresholds(
