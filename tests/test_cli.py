@@ -385,6 +385,12 @@ def test_serve_announces_itself_and_serves(checkpoints: dict[str, Path]) -> None
         assert process.stdout.read() == ""
 
 
+def test_look_up_beside_draft_servers(started: Callable[..., ServeConfig]) -> None:
+    listens = ("--drafters-listen", "127.0.0.1:0")
+    assert started(*listens).engine.text_look_up is None
+    assert started(*listens, "--set", "look_up=suffix").engine.text_look_up == ("suffix", "suffix")
+
+
 @pytest.fixture
 def started(cli: Cli, family: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ServeConfig]:
     """Runs `penstock serve` up to its start; returns the settings in force."""

@@ -17,6 +17,7 @@ from penstock.cli.models import (
 from penstock.cli.options import NATIVE, VLLM
 from penstock.config import (
     DEFAULT_TENANT,
+    LOOK_UPS,
     ConfigError,
     EngineConfig,
     PolicyConfig,
@@ -103,7 +104,8 @@ def assembled(given: Settings, *, download: bool = True) -> dict[str, Any]:
     engine = _without_null(settings_in(settings.get(_ENGINE), _ENGINE))
     if settings_in(settings.get("drafters"), "drafters"):
         bundled = BUNDLES.get(str(engine.get("policy", AUTO)), BUNDLES[AUTO])
-        engine = {"drafters": {}, "verification": "coupled", **bundled.engine, **engine}
+        look_up = {name: name for name in LOOK_UPS if name == engine.get("look_up")}
+        engine = {"drafters": look_up, "verification": "coupled", **bundled.engine, **engine}
     if settings_in(settings.get("models"), "models"):
         several = dict(_several(engine, settings["models"], download))
         return {**settings, "models": several, _ENGINE: next(iter(several.values()))}

@@ -339,8 +339,8 @@ class LocalExecutor(ABC):
     def _carry_out(self, job: StepJob, drafted: DraftsAtHand) -> tuple[Replayed, ...]:
         """Carry out a plan's orders in a batch for each drafter: first those to draft."""
         orders, replays = orders_of(job.plan), list[Replayed]()
-        for drafts, (name, drafter) in itertools.product((True, False), self.drafters.items()):
-            mine = [o for o in orders if o.drafter == name and drafts == (o.max_draft_tokens > 0)]
+        for is_draft, (name, drafter) in itertools.product((True, False), self.drafters.items()):
+            mine = [o for o in orders if o.drafter == name and is_draft == (o.max_draft_tokens > 0)]
             if not mine:
                 continue
             started_at, made = self._clock.now(), None
@@ -348,7 +348,7 @@ class LocalExecutor(ABC):
                 if drafter.runner is not None:
                     drafter.runner.limit_threads(job.num_threads)
                 texts = [job.texts[o.request_id] for o in mine]
-                if drafts:
+                if is_draft:
                     for order, text in zip(mine, texts, strict=True):
                         text.foresee(order.front_token_ids)
                     made = drafter.draft(mine, texts)
