@@ -69,7 +69,7 @@ def test_plan_of_a_trace(cli: Cli, trace: Path) -> None:
     assert low < report["expected"]["latency_s"]["mean"] < high
     assert f"{low:.4g} to {high:.4g} s" in out
     most = report["bound_requests_per_s"]
-    assert f"{5 / most:.0%} of {most:.4g} requests/s" in out
+    assert f"{5 / most:.0%} of the {most:.4g} requests/s" in out
     told = out.replace(json.dumps(report["serve_flags"]["penstock_config"]), "")
     for word in ("threshold", "stage", "segment", "M*", "fluid model", "delta", "δ"):
         assert word not in told, "the paper's"

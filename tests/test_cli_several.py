@@ -69,7 +69,7 @@ keep_alive: 1h30m
 @pytest.mark.parametrize(
     ("models", "message"),
     [
-        ("{x: {target: nowhere}}", "models.x: target 'nowhere' is neither"),
+        ("{x: {target: nowhere}}", "models.x: target 'nowhere' does not exist"),
         (f"{{x: {{target: {SMALL}, kv_token: 1}}}}", "models.x: unknown setting 'kv_token'"),
         (f"{{x: {{target: {SMALL}, tenants: {{}}}}}}", "models.x: tenants and state are under"),
         ("{x: 7}", "models.x must be a mapping"),

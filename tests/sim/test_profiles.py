@@ -281,6 +281,14 @@ def test_whole_served_steps_are_predicted_after_a_stall_too() -> None:
     assert TRUTH.seconds(measured[0][0].work) < 0.9 * measured[0][0].seconds
 
 
+def test_steps_that_do_not_depend_on_the_work_are_the_hosts() -> None:
+    """Of a tiny model: the pace of its passes cannot be told, and is not 0."""
+    (measured,) = served_steps(1.0, 0.0, 0.0, (1.0,))
+    longest = 2 * max(step.seconds for step in measured)
+    found = with_served(TRUTH, [[step._replace(seconds=longest) for step in measured]])
+    assert (found.pace, found.host_fixed > 0) == (1.0, True)
+
+
 def test_the_spread_is_that_of_the_passes() -> None:
     found = with_served(TRUTH, served_steps(1.0, 0.0, 0.0, (0.9, 1.0, 1.1)))
     assert found.spread == pytest.approx(0.1, rel=0.05)

@@ -303,7 +303,7 @@ class Models:
     @property
     def max_request_tokens(self) -> int:
         """Most tokens of one request, by context and KV memory."""
-        return min(self.max_model_len, self.num_blocks * self.config.block_size)
+        return min(self.max_model_len, self.num_target_blocks * self.config.block_size)
 
     @property
     def kv_bytes(self) -> int | None:

@@ -184,7 +184,7 @@ def with_served(profile: StepProfile, served: Sequence[Sequence[ServedStep]]) ->
     matrix = np.array(rows)
     # Once more without the steps that something else has disturbed.
     for _ in range(2):
-        solution, _ = nnls(matrix / seconds[:, None], np.ones(len(seconds)))
+        solution = _served_terms(matrix / seconds[:, None])
         kept = seconds < _DISTURBED * (matrix @ solution)
         matrix, seconds = matrix[kept], seconds[kept]
     terms = ("pace", "host_fixed", "host_per_decode", "host_per_drafting")
@@ -197,6 +197,17 @@ def with_served(profile: StepProfile, served: Sequence[Sequence[ServedStep]]) ->
     ]
     spread = float(np.std(off, ddof=1)) if len(off) > 1 else 0.0
     return replace(found, spread=_rounded(np.array([spread]))[0])
+
+
+def _served_terms(matrix: Array) -> Array:
+    """Return the pace and the host's parts by least squares. matrix: shares of each step's time."""
+    ones = np.ones(len(matrix))
+    solution, _ = nnls(matrix, ones)
+    if solution[0] < 0.1:
+        # No pass is ten times as fast as measured: the host's part alone explains these steps.
+        rest, _ = nnls(matrix[:, 1:], np.maximum(0.0, ones - matrix[:, 0]))
+        solution = np.array([1.0, *rest])
+    return solution
 
 
 def paces(spread: float, num: int) -> list[float]:
