@@ -1,10 +1,11 @@
 """What do more rows cost the CPU kernels in each format of weights, and with experts?
 
-    python -m lab.bench.native_kernels [--experts LAYERS [--threads N] [--seconds S]]
+    python -m lab.bench.native_kernels [--model FILE | --experts LAYERS] [--threads N] [--seconds S]
 
 Layers of a model of 1.5 B parameters: processor time of one thread, medians of interleaved rounds.
-`--experts` takes so many layers in the shape of Qwen3-30B-A3B with 8 of 64 experts, in Q4_K (17
-layers: 3 GB). Where a step's time goes on the bundled family: `lab.bench.step_parts`. Minutes.
+`--model` takes whole steps of a GGUF file, wall time. `--experts` takes so many layers in the shape
+of Qwen3-30B-A3B with 8 of 64 experts, in Q4_K (17 layers: 3 GB). Where a step's time goes on the
+bundled family: `lab.bench.step_parts`. Minutes.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import argparse
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -26,6 +28,7 @@ from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.quantized import GROUP_FORMATS, QuantizedMatrix, Stored, Weight
 from penstock.engine.models.variant import Experts, Variant
 from penstock.engine.models.weight_specs import weight_specs
+from penstock.engine.native import loading
 from penstock.engine.native.runner import NativeRunner
 from penstock.engine.runner import RaggedBatch
 
@@ -35,6 +38,7 @@ GGML = (
 )
 FORMATS = (*GGML, *GROUP_FORMATS, "BF16")
 VERIFIED = (1, 2, 3, 5, 9)
+STEPS = (1, 2, 4, 5, 8, 12, 16, 24, 32, 64)
 ROUNDS = 15
 CONTEXT = 64
 BLOCK_SIZE = 16
@@ -190,14 +194,34 @@ def experts_table(layers: int, threads: int, seconds: float) -> None:
         )
 
 
-def thread_times(contenders: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Median processor time of this thread in seconds, over interleaved rounds."""
+def steps_table(path: Path, threads: int) -> None:
+    """Milliseconds of a model's step by rows, with the logits of all rows and of the last alone."""
+    blocks = -(-(CONTEXT + STEPS[-1]) // BLOCK_SIZE)
+    runner = NativeRunner.load(path, torch.float32, blocks, BLOCK_SIZE, threads)
+    print(f"{path.name}, {loading.loaded_instruction_set()}, {threads} threads")
+    print("rows  " + "".join(f"{kind + ' logits, ms':>18s}  over one" for kind in ("all", "last")))
+    passes: dict[str, Callable[[], object]] = {}
+    for rows in STEPS:
+        batch = one_sequence(rows)
+        last = replace(batch, logits_rows=batch.logits_rows[-1:])
+        passes[f"all {rows}"] = partial(runner.forward, batch)
+        passes[f"last {rows}"] = partial(runner.forward, last)
+    took = median_times(passes, time.perf_counter)
+    for rows in STEPS:
+        pairs = [(took[f"{kind} {rows}"], took[f"{kind} 1"]) for kind in ("all", "last")]
+        print(f"{rows:4d}  " + "".join(f"{1e3 * t:18.1f} {t / one:9.2f}" for t, one in pairs))
+
+
+def median_times(
+    contenders: Mapping[str, Callable[[], object]], clock: Callable[[], float]
+) -> dict[str, float]:
+    """Median seconds by this clock, over interleaved rounds."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(ROUNDS):
         for name, run in contenders.items():
-            start = time.thread_time()
+            start = clock()
             run()
-            times[name].append(time.thread_time() - start)
+            times[name].append(clock() - start)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -207,7 +231,8 @@ def format_table() -> None:
     for kind in FORMATS:
         runner, read = layers_runner(kind, *SHAPE)
         batches = {str(rows): one_sequence(rows) for rows in VERIFIED}
-        took = thread_times({n: partial(runner.forward, b) for n, b in batches.items()})
+        passes = {n: partial(runner.forward, b) for n, b in batches.items()}
+        took = median_times(passes, time.thread_time)
         ratios = "".join(f"{took[str(rows)] / took['1']:8.2f}" for rows in VERIFIED[1:])
         print(f"{kind:9s} {read / took['1'] / 1e9:6.1f} {ratios}", flush=True)
 
@@ -217,10 +242,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="for experts")
     parser.add_argument("--seconds", type=float, default=1.5, help="for each line of experts")
     parser.add_argument("--experts", type=int, metavar="LAYERS", help="the table of experts")
+    parser.add_argument("--model", type=Path, metavar="FILE", help="steps of this model")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     if arguments.experts:
         return experts_table(arguments.experts, arguments.threads, arguments.seconds)
+    if arguments.model:
+        return steps_table(arguments.model, arguments.threads)
     format_table()
 
 

@@ -60,13 +60,18 @@ void print_format(std::mt19937& random, const std::vector<float>& rows) {
   pack_matrix(F::kind, columns.data(), kColumns, kSize<F>, packed.data());
   const Matrix matrix{packed.data(), F::kind};
   if (kHasTiles) rows_for_tiles<F> = 2;
-  tile_rows<PackedBlock<F>> = tile_rows<UnpackedBlock<F>> = kMaxRows;
+  tile_shape<PackedBlock<F>> = tile_shape<UnpackedBlock<F>> = {kMaxRows, 1};
   for (int height : {1, 3, kMaxRows / 2 + 1, kMaxRows, 17, kMostRows})
     if (height <= kMaxRows || F::kFileBytes != 4) print_bits<F>(matrix, rows, height);
   rows_for_tiles<F> = INT_MAX;
-  // The highest one again, unpacked in registers.
-  packed_rows<F> = kMaxRows;
+  // The highest one again, of two strips, and both unpacked in registers.
+  tile_shape<UnpackedBlock<F>> = {kMaxRows, 2};
   print_bits<F>(matrix, rows, kMaxRows);
+  packed_rows<F> = kMaxRows;
+  for (int strips : {1, 2}) {
+    tile_shape<PackedBlock<F>> = {kMaxRows, strips};
+    print_bits<F>(matrix, rows, kMaxRows);
+  }
 }
 
 // Negative control: a sum that is one too large in one place.

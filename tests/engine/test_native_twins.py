@@ -46,7 +46,7 @@ def bits(*options: str, arm: bool = False) -> list[str]:
 def check_rows(lines: list[str], tile_rows: int) -> None:
     """Of 18 quantised formats and two panels, and for some processors of pairs of bfloat16."""
     pairs = [line for line in lines if line.startswith("2 ")]
-    of_a_panel = 1 + 3 + tile_rows // 2 + 1 + 2 * tile_rows
+    of_a_panel = 1 + 3 + tile_rows // 2 + 1 + 4 * tile_rows
     assert len(pairs) in (0, 2 * of_a_panel)
     assert len(lines) - len(pairs) == 18 * 2 * (of_a_panel + 17 + 33)
     # One row's bits are the same in every tile, packed or unpacked; no two rows' or panels' are.

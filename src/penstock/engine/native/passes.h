@@ -56,7 +56,7 @@ class Inputs {
     stride_ = stride;
     count_ = count;
     k_size_ = k_size;
-    for (bool& ready : ready_) ready = false;
+    ready_ = 0;
   }
 
   Product times(const Matrix& matrix) {
@@ -65,10 +65,10 @@ class Inputs {
       return {(const char*)rows_, stride_ * sizeof(float), stride_ * sizeof(float), &matrix};
     const size_t row_bytes = prepared_bytes(arithmetic, k_size_);
     Buffer& buffer = buffers_[(int)arithmetic];
-    if (!ready_[(int)arithmetic]) {
+    if (!(ready_ & 1 << (int)arithmetic)) {
       buffer.reserve(row_bytes / sizeof(float) * count_);
       prepare(arithmetic, rows_, stride_, count_, k_size_, buffer.get());
-      ready_[(int)arithmetic] = true;
+      ready_ |= 1 << (int)arithmetic;
     }
     const size_t codes = codes_bytes(arithmetic);
     return {(const char*)buffer.get(), codes ? codes : row_bytes,
@@ -80,7 +80,7 @@ class Inputs {
   const float* rows_ = nullptr;
   size_t stride_ = 0;
   int count_ = 0, k_size_ = 0;
-  bool ready_[kArithmetics] = {};
+  int ready_ = 0;  // a bit for each arithmetic
 };
 
 // One thread's part in a forward pass. C: element type of the cache.

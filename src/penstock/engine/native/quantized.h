@@ -3,6 +3,8 @@
 // integer, and over blocks it is one chain of fused multiply-adds: the same bits either way.
 #pragma once
 
+#include <climits>
+
 #include "activations.h"
 
 namespace penstock {
@@ -306,19 +308,23 @@ using CodesOf = std::conditional_t<F::kArithmetic == Arithmetic::kBlocks256, Cod
 template <class F>
 constexpr int kCodesOfBlock = F::kBlock / (int)sizeof(CodesOf<F>::code);
 
-// Strips at once: a few rows read a panel in the order of memory; with more, sums of one strip fill
-// the registers.
+// Most rows of a tile, and how many strips it multiplies at once, by kind of its blocks: as measured
+// (tuning.h). One strip at a time leaves registers for more rows.
+struct TileShape {
+  int rows, strips;
+};
+template <class Block>
+inline TileShape tile_shape = {4, 2};
+
+// Rows from which a tile may have one strip. A few rows read a panel in the order of memory.
 template <class F>
-constexpr int strips_at_once(int rows) {
-  return F::kArithmetic == Arithmetic::kBlocks256 && rows > 6 ? 1 : 2;
-}
+constexpr int kOneStripFrom = F::kArithmetic == Arithmetic::kBlocks256 ? 7 : INT_MAX;
 
 // tile[Rows][kPanel] += rows x blocks; `tile` has rows of kTileStride.
-template <class F, int Rows, class Block>
+template <class F, int Rows, int strips, class Block>
 static __attribute__((noinline)) void add_tile(const Block* blocks, int num_blocks,
                                                const CodesOf<F>* a, size_t count, Lines ahead,
                                                float* tile) {
-  constexpr int strips = strips_at_once<F>(Rows);
   for (int first = 0; first < 2; first += strips, ahead.at += 64 * 8 * ahead.count) {
     VecF sum[Rows][strips];
     float* at = tile + first * kLanes;
@@ -337,18 +343,17 @@ using AddTile = void (*)(const Block* blocks, int num_blocks, const CodesOf<F>* 
                          Lines ahead, float* tile);
 
 template <class F, class Block, int Rows = kMaxRows>
-static AddTile<F, Block> add_tile_for(int rows) {
+static AddTile<F, Block> add_tile_for(int rows, int strips) {
   if constexpr (Rows > 1)
-    if (rows < Rows) return add_tile_for<F, Block, Rows - 1>(rows);
-  return add_tile<F, Rows, Block>;
+    if (rows < Rows) return add_tile_for<F, Block, Rows - 1>(rows, strips);
+  if constexpr (Rows >= kOneStripFrom<F>)
+    if (strips == 1) return add_tile<F, Rows, 1, Block>;
+  return add_tile<F, Rows, 2, Block>;
 }
 
-// Rows up to which tiles unpack in registers, and rows of a tile, at most kMaxRows, by kind of its
-// blocks: as measured (tuning.h).
+// Rows up to which tiles unpack in registers: as measured.
 template <class F>
 inline int packed_rows = 4;
-template <class Block>
-inline int tile_rows = 4;
 
 // tile[height][kPanel] = rows x a panel.
 template <class F, class Block>
@@ -359,9 +364,10 @@ static __attribute__((noinline)) void quantized_kernel(const char* rows, size_t 
   Block blocks[together];
   const auto* a = (const CodesOf<F>*)rows;
   for (int r = 0; r < height; ++r) std::memset(tile + r * kTileStride, 0, kPanel * sizeof(float));
-  const int most = tile_rows<Block>;
-  const int tiles = (height + most - 1) / most;
-  const int groups = 16 / strips_at_once<F>(height / tiles) * tiles;
+  const TileShape most = tile_shape<Block>;
+  const int tiles = (height + most.rows - 1) / most.rows;
+  const auto turns = [&](int of_tile) { return of_tile < kOneStripFrom<F> ? 1 : 2 / most.strips; };
+  const int groups = 8 * turns(height / tiles) * tiles;
   Lines next{nullptr, (together * F::kPanelBytes + 64 * groups - 1) / (64 * groups)};
   if (height <= 2 && F::kBits != 6) next.count = 0;
   for (int k = 0; k < k_size; k += 256, a += 256 / sizeof(a->code) * count) {
@@ -369,10 +375,10 @@ static __attribute__((noinline)) void quantized_kernel(const char* rows, size_t 
     for (int i = 0; i < num_blocks; ++i, panel += F::kPanelBytes) blocks[i].take(panel);
     next.at = panel + kPrefetchBytes;
     if (ahead.at) fetch(ahead.at + (size_t)k * ahead.step, 256 * ahead.step);
-    for_blocks(height, most, [&](int row, int rows_of_tile) {
-      add_tile_for<F, Block>(rows_of_tile)(blocks, num_blocks, a + row, count, next,
-                                           tile + row * kTileStride);
-      next.at += 64 * 16 / strips_at_once<F>(rows_of_tile) * next.count;
+    for_blocks(height, most.rows, [&](int row, int of_tile) {
+      add_tile_for<F, Block>(of_tile, most.strips)(blocks, num_blocks, a + row, count, next,
+                                                   tile + row * kTileStride);
+      next.at += 64 * 8 * turns(of_tile) * next.count;
     });
   }
 }

@@ -13,8 +13,9 @@ constexpr int kTurns = 16;
 template <class F>
 void time_product(TileKernel kernel, int rows, double& least) {
   constexpr int k_size = 1024;
-  static const std::vector<char> panel(panel_bytes(F::kind, k_size) + 2 * kPrefetchBytes, 1);
-  static const std::vector<char> codes(prepared_bytes(F::kArithmetic, k_size) * kPanelRows, 1);
+  // 0x3c, for scales of ordinary size: denormal numbers take many times as long on some processors.
+  static const std::vector<char> panel(panel_bytes(F::kind, k_size) + 2 * kPrefetchBytes, 0x3c);
+  static const std::vector<char> codes(prepared_bytes(F::kArithmetic, k_size) * kPanelRows, 0x3c);
   alignas(64) float tile[kTileFloats];
   const auto start = std::chrono::steady_clock::now();
   kernel(codes.data(), rows, rows, panel.data(), k_size, Ahead{}, tile);
@@ -22,19 +23,19 @@ void time_product(TileKernel kernel, int rows, double& least) {
   least = std::min(least, took.count());
 }
 
-// Set rows of a tile to the fastest, all in turn, as a processor is slower for a while at times.
+// Set a tile's shape to the fastest, all in turn, as a processor is slower for a while at times.
 template <class F, class Block>
-void tune_height() {
-  constexpr int heights[] = {3, 4, 5, 6, 8, 12};
-  constexpr int count = kMaxRows == 12 ? 6 : 4;
+void tune_shape() {
+  constexpr TileShape shapes[] = {{3, 2}, {4, 2}, {5, 2}, {6, 2}, {8, 2}, {12, 2}, {8, 1}, {12, 1}};
+  constexpr int count = kMaxRows < 12 ? 4 : kMaxRows < kOneStripFrom<F> ? 6 : 8;
   double least[count];
   std::fill_n(least, count, INFINITY);
   for (int turn = 0; turn < kTurns; ++turn)
     for (int i = 0; i < count; ++i) {
-      tile_rows<Block> = heights[i];
+      tile_shape<Block> = shapes[i];
       time_product<F>(quantized_kernel<F, Block>, 24, least[i]);
     }
-  tile_rows<Block> = heights[std::min_element(least, least + count) - least];
+  tile_shape<Block> = shapes[std::min_element(least, least + count) - least];
 }
 
 // Whether `first` takes no longer than `second` for `rows` rows.
@@ -50,8 +51,8 @@ bool is_faster(TileKernel first, TileKernel second, int rows) {
 
 template <class F>
 void tune_format() {
-  tune_height<F, PackedBlock<F>>();
-  tune_height<F, UnpackedBlock<F>>();
+  tune_shape<F, PackedBlock<F>>();
+  tune_shape<F, UnpackedBlock<F>>();
   for (const int rows : {8, 12, 16, kPanelRows}) {
     if (!is_faster<F>(quantized_kernel<F, PackedBlock<F>>, quantized_kernel<F, UnpackedBlock<F>>,
                       rows))
