@@ -39,8 +39,10 @@ class NetworkBench:
 
     def __init__(self, args: argparse.Namespace, kept: Cells) -> None:
         self.args, self.models = args, tuple(SERVERS)
+        cores = os.sched_getaffinity(0)
         if "first edits" not in kept.done:
             Bench(args, kept)
+        os.sched_setaffinity(0, cores)  # which the engine took, and draft servers would inherit
         answers, tokenizer = kept.done["first edits"], load_tokenizer(args.target)
         self.learn = seat_prompts(tokenizer, PARTS[0], args.warm, answers)
         self.held = seat_prompts(tokenizer, PARTS[1], args.prompts, answers)
