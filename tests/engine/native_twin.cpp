@@ -4,7 +4,10 @@
 #include <cstdio>
 #include <random>
 
-#include "gemm.h"
+#include "tuning.h"
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
 #if defined(__AMX_INT8__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -83,6 +86,16 @@ struct WrongTiles : PlainTiles {
   }
 };
 
+#if defined(__SSE2__)
+// Whether `task` computes with denormal numbers, which are slow on many processors.
+template <class Task>
+bool is_denormal(Task&& task) {
+  _mm_setcsr(_mm_getcsr() & ~0x3fu);
+  task();
+  return _mm_getcsr() & 0x12;
+}
+#endif
+
 int main() {
 #if defined(__AMX_INT8__)
   if (syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) != 0) return 2;
@@ -114,5 +127,9 @@ int main() {
   print_format<MXFP4>(random, rows);
 #ifdef WITH_BF16
   print_format<BF16Pairs>(random, rows);
+#endif
+#if defined(__SSE2__)
+  volatile float small = 1e-30f;
+  if (is_denormal(tune) || !is_denormal([&] { small *= small; })) return 3;
 #endif
 }

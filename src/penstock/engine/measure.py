@@ -142,13 +142,14 @@ class _Results(Instrument):
 def _served_steps(engine: Engine, number: int) -> Iterator[ServedStep]:
     """Serve requests, one more in so many turns, and yield their steps.
 
-    Without drafts, then with look-up if the engine has it: drafters may slow the target."""
+    In turn without drafts and with look-up, if there is one: slow minutes should meet both."""
     scheduler, look_up = engine.scheduler, engine.scheduler.look_up
     scheduler.apply(Reconfigure((Tenant(DEFAULT_TENANT),)), engine.clock.now())
-    for drafter in (NO_DRAFTER,) if look_up is None else (NO_DRAFTER, look_up.name):
-        watch = _Results()
-        loop = Loop(scheduler, engine.executor, engine.clock, (watch,))
-        for every, num in _SERVED:
+    both = [NO_DRAFTER] if look_up is None else [NO_DRAFTER, look_up.name]
+    for turn, (every, num) in enumerate(_SERVED):
+        for drafter in both if (number + turn) % 2 == 0 else both[::-1]:
+            watch = _Results()
+            loop = Loop(scheduler, engine.executor, engine.clock, (watch,))
             name = 2 * number + (drafter != NO_DRAFTER), every
             waiting = list(_requests(engine, name, num, drafter))
             turns = 0
@@ -161,7 +162,7 @@ def _served_steps(engine: Engine, number: int) -> Iterator[ServedStep]:
                 if watch.last is not None and watch.last.work is not None:
                     seconds -= watch.last.phases.draft
                     yield ServedStep(watch.last.work, seconds, drafter != NO_DRAFTER)
-        loop.turn(())
+            loop.turn(())
 
 
 def _requests(engine: Engine, name: tuple[int, int], num: int, drafter: str) -> Iterator[Request]:
