@@ -24,6 +24,7 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from lab.common.rehearsal import decoder_shape
+from penstock.engine.models.checkpoint import CheckpointError
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.quantized import GROUP_FORMATS, QuantizedMatrix, Stored, Weight
 from penstock.engine.models.variant import Experts, Variant
@@ -248,7 +249,10 @@ def main() -> None:
     if arguments.experts:
         return experts_table(arguments.experts, arguments.threads, arguments.seconds)
     if arguments.model:
-        return steps_table(arguments.model, arguments.threads)
+        try:
+            return steps_table(arguments.model, arguments.threads)
+        except CheckpointError as error:
+            parser.error(str(error))
     format_table()
 
 
