@@ -49,8 +49,8 @@ PENSTOCK_INLINE void multiply_bytes(VecI codes, VecI weights, int offset, VecI& 
 // kSize of k of a panel for a matrix unit, and its sums with up to kTileRows rows. Two of the sums:
 // vectors scale one while the unit adds to the other, and unpack what it multiplies next.
 //
-// It takes few of the eight tiles. Where the core's other thread is busy, which is where most servers
-// run, there are few registers to rename them to: with eight it took half as long again.
+// It takes few of the eight tiles: in slow minutes of a shared processor products with six took less
+// time than with seven or eight, and otherwise as much.
 template <class F>
 class alignas(64) TileBlock {
  public:
@@ -89,7 +89,7 @@ class alignas(64) TileBlock {
   }
 
   // `a`: the step's codes of the first row, `row_bytes` before those of the next. meanwhile(part) is
-  // called between the unit's instructions: only so are both at work.
+  // called between the unit's instructions, so that both are at work.
   template <class Meanwhile>
   void multiply(Tiles& tiles, int turn, int step, const int8_t* a, size_t row_bytes,
                 Meanwhile&& meanwhile) {
