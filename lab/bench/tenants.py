@@ -77,9 +77,7 @@ def price(args: argparse.Namespace) -> Results:
     cells, runs = Cells(args.out), []
     for profile, heavy in itertools.product(PROFILES, HEAVY):
         alone = cells.measure(f"{profile}/alone", partial(beside, profile, 0, False))["light"]
-        each = {
-            f"{profile}/{heavy}/{rule}": partial(beside, profile, heavy, rule) for rule in RULES
-        }
+        each = {f"{profile}/{heavy}/{r}": partial(beside, profile, heavy, r) for r in RULES}
         found = cells.measure_all(each)
         run: Figures = {f: [one[f] for one in found] for f in ("light", "all")}
         run |= {"share": [rate / (alone / 2) for rate in run["light"]]}
@@ -88,15 +86,12 @@ def price(args: argparse.Namespace) -> Results:
 
     def row(run: Figures) -> Figures:
         forms = {"light": "{:.0f}", "share": "{:.2f}", "all": "{:.0f}", "cost": "{:.0%}"}
-        told = {name: "/".join(map(form.format, run[name])) for name, form in forms.items()}
-        return run | told
+        return run | {n: "/".join(map(form.format, run[n])) for n, form in forms.items()}
 
     columns = {"profile": "`{profile}`", "others": "{heavy}", "its tokens/s": "{light}"}
     columns |= {"of half a server's": "{share}", "all tokens/s": "{all}", "cost": "{cost}"}
-    cost, share = (
-        np.max([r["cost"] for r in runs], axis=0),
-        np.min([r["share"] for r in runs], axis=0),
-    )
+    cost = np.max([r["cost"] for r in runs], axis=0)
+    share = np.min([r["share"] for r in runs], axis=0)
     verdicts = [
         bar("largest cost", f"{cost[1]:.0%} (bar a third)", cost[1] <= MOST_COST),
         bar("least of its share", f"{share[1]:.2f} (bar 0.97)", share[1] >= LEAST),
@@ -120,7 +115,7 @@ class Scene(NamedTuple):
     clients: int = CLIENTS
     texts: str = "alike"
     key: str = "other"
-    fairness: bool = True
+    fairness: FairnessRule = True
 
 
 SCENES = {
@@ -130,9 +125,10 @@ SCENES = {
     "the victim's texts backwards": Scene(texts="backwards"),
     "a flood": Scene(clients=FLOOD),
     "a flood, `fairness: false`": Scene(clients=FLOOD, fairness=False),
+    "a flood, `fairness: strict`": Scene(clients=FLOOD, fairness="strict"),
     "backwards, in the victim's tenant": Scene(texts="backwards", key="victim"),
 }
-ALONE, ALIKE, RANDOM, BACKWARDS, FLOODED, UNFAIR, SHARED = SCENES
+ALONE, ALIKE, RANDOM, BACKWARDS, FLOODED, UNFAIR, STRICT, SHARED = SCENES
 Prompt = Sequence[int]
 
 
@@ -184,11 +180,12 @@ class Attack:
                 other.cancel()
             await asyncio.gather(*others, return_exceptions=True)
         tokens, seconds, first = np.array(seen).T
+        rate = CLIENTS * tokens.sum() / seconds.sum()
         return {
-            "tokens_per_s": float(CLIENTS * tokens.sum() / seconds.sum()),
+            "tokens_per_s": float(rate),
             "ttft_s": float(np.median(first)),
             "requests": len(seen),
-            "others_requests": self._others_done,
+            "all_per_s": float(rate * (1 + self._others_done / (len(seen) + CLIENTS * WARM))),
         }
 
     async def _victim(self, client: int, num: int, end: float) -> list[tuple[float, float, float]]:
@@ -247,7 +244,8 @@ def live(args: argparse.Namespace) -> Results:
     def found(name: str, figure: str = "tokens_per_s") -> FloatArray:
         return np.array(cells.values(f"{family}/{args.requests}/{name}", figure)[: args.turns])
 
-    fair = dict.fromkeys(SCENES, found(ALIKE)) | dict.fromkeys((FLOODED, UNFAIR), found(ALONE) / 2)
+    floods = dict.fromkeys((FLOODED, UNFAIR, STRICT), found(ALONE) / 2)
+    fair = dict.fromkeys(SCENES, found(ALIKE)) | floods
     of_fair = {name: ratio(found(name), fair[name]) for name in SCENES}
     rows = [
         {
@@ -255,20 +253,22 @@ def live(args: argparse.Namespace) -> Results:
             "rate": plus_minus(interval(found(name))),
             "of fair": str(of_fair[name]) if name not in (ALONE, ALIKE) else "",
             "ttft": plus_minus(interval(1e3 * found(name, "ttft_s"))),
-            "over": str(ratio(found(name, "ttft_s"), found(ALIKE, "ttft_s"))),
+            "all": plus_minus(interval(found(name, "all_per_s"))),
         }
         for name in SCENES
     ]
     columns = {"beside": "{beside}", "tokens/s": "{rate}", "of its fair share": "{of fair}"}
-    columns |= {"median TTFT, ms": "{ttft}", "over that beside texts of the same kinds": "{over}"}
-    return Results(rows, [*_verdicts(of_fair)], [table(family, rows, columns)])
+    columns |= {"median TTFT, ms": "{ttft}", "all tokens/s": "{all}"}
+    kept = ratio(found(FLOODED, "all_per_s"), found(UNFAIR, "all_per_s"))
+    cost = bar("a flood: of all tokens kept", f"{kept} (bar 2/3)", kept.mean >= 1 - MOST_COST)
+    return Results(rows, [*_verdicts(of_fair), cost], [table(family, rows, columns)])
 
 
 def _verdicts(of_fair: dict[str, Interval]) -> Iterator[ClaimVerdict]:
     for name in (RANDOM, BACKWARDS, FLOODED):
-        yield bar(
-            f"{name}: of the fair share", f"{of_fair[name]} (bar 0.97)", of_fair[name].low >= LEAST
-        )
+        share = of_fair[name]
+        yield bar(f"{name}: of the fair share", f"{share} (bar 0.97)", share.low >= LEAST)
+    yield bar(f"oracle, {STRICT}", f"{of_fair[STRICT]}", of_fair[STRICT].low >= LEAST)
     for name in (UNFAIR, SHARED):
         yield bar(f"control, {name}: less", f"{of_fair[name]}", of_fair[name].high < LEAST)
 

@@ -195,29 +195,22 @@ class Fairness:
         More where pausing the others would cost too much throughput."""
         if len(accounts) < 2:
             return math.inf
-        weights = [a.tenant.weight for a in accounts]
-        demands = [a.num_requests for a in accounts]
-        whole = sum(weights)
-        allowed = [
-            (1 + self._bounds.slowdown * (whole / w - 1)) * self._steps(d, step)[1]
-            for w, d in zip(weights, demands, strict=True)
-        ]
+        needs = [(a.tenant.weight, a.num_requests) for a in accounts]
+        whole, slowdown = sum(w for w, _ in needs), self._bounds.slowdown
+        allowed = [(1 + slowdown * (whole / w - 1)) * self._steps(d, step)[1] for w, d in needs]
+
+        def steps(level: float) -> tuple[float, float]:
+            return self._steps(sum(min(d, _whole(level * w)) for w, d in needs), step)
 
         def is_kind(level: float) -> bool:
-            num = sum(min(d, level * w) for w, d in zip(weights, demands, strict=True))
-            seconds = self._steps(num, step)[1]
-            return all(
-                seconds <= most
-                for most, w, d in zip(allowed, weights, demands, strict=True)
-                if d <= level * w
-            )
+            within = [most for most, (w, d) in zip(allowed, needs, strict=True) if d <= level * w]
+            return steps(level)[1] <= min(within, default=math.inf)
 
         def rate(level: float) -> float:
-            num = sum(min(d, _whole(level * w)) for w, d in zip(weights, demands, strict=True))
-            made, seconds = self._steps(num, step)
+            made, seconds = steps(level)
             return made / seconds if seconds else math.inf
 
-        levels = [d / w for w, d in zip(weights, demands, strict=True)]
+        levels = [d / w for w, d in needs]
         low, high = min(levels), max(levels)
         if is_kind(high):
             return math.inf
@@ -229,18 +222,21 @@ class Fairness:
         return low if rate(low) >= least else high
 
     def _steps(self, num_requests: float, step: Step) -> tuple[float, float]:
-        """Return how many ordinary requests decode in a step, and its seconds.
+        """Return how many ordinary requests decode in a step, and its mean seconds.
 
-        Up to full memory, or until each place is taken. Prompts of those that follow are in it."""
+        Up to full memory, or until each place is taken. Prompts of those that follow are in it:
+        whole, each in one of many steps."""
         lengths, traffic = self._learn.lengths, self._learn.traffic
-        context = traffic.mean_prompt_len + 0.5 * lengths.mean
+        prompt, output = traffic.mean_prompt_len, lengths.mean_ended
+        context = prompt + 0.5 * output
         room = min(step.pool.capacity_tokens / context, step.num_places + len(step.running))
         num = min(num_requests, max(1.0, room))
         decodes = math.ceil(num)
-        prompts = decodes * traffic.mean_prompt_len / lengths.mean
-        pairs = prompts * 0.5 * traffic.mean_prompt_len
-        work = StepWork(round(prompts), pairs, decodes, round(decodes * context))
-        return num, self._learn.times.step_seconds(work)
+        work = StepWork(num_decodes=decodes, num_kv_tokens=round(decodes * context))
+        reading = work._replace(num_prefill_tokens=round(prompt), prefill_context=0.5 * prompt**2)
+        plain, longer = map(self._learn.times.step_seconds, (work, reading))
+        share = decodes * lengths.per_step / output
+        return num, plain + share * max(0.0, longer - plain)
 
 
 def _whole(most_at_work: float) -> float:
