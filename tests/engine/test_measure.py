@@ -14,7 +14,7 @@ from penstock.engine import calibrate
 from penstock.engine.build import Engine, load_engine
 from penstock.engine.measure import ProfileGrid, measure, num_measurements
 
-GRID = ProfileGrid((1, 2, 4), (0, 3), (16, 64), (1, 8, 64), repeats=2, together_s=0.01)
+GRID = ProfileGrid((1, 2, 4), (0, 3), (16, 64), (1, 8, 64), repeats=3, together_s=0.01)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_measured_by_command_and_read_by_the_engine(settings, tmp_path) -> None:
     profile = read_profile(out)
     assert told["name"] == profile.name == "toy"
     assert [d.name for d in profile.drafters] == ["near", "far"]
-    assert "best of 1" in profile.origin
+    assert "median of 1" in profile.origin
     assert "1 thread" in profile.origin
 
     data = json.loads(out.read_text())

@@ -21,6 +21,7 @@ from penstock.sim.profiles import (
     save_profile,
     with_served,
 )
+from penstock.sim.profiles import fit_steps as fit_measured
 
 DATA = Path(
     os.environ.get("PENSTOCK_DATA", Path(__file__).resolve().parents[2].parent / "shared/data")
@@ -160,6 +161,19 @@ def test_steps_without_noise_give_the_truth_back(tmp_path: Path) -> None:
     assert found.linear(8) == pytest.approx(TRUTH.linear(8), rel=0.01)
     assert found.linear(9) == pytest.approx(TRUTH.linear(9), rel=0.01)
     assert found.kv_tokens == 5000
+
+
+def test_a_grid_tells_what_prompts_save() -> None:
+    """Their logits, beside equal steps that verify."""
+    truth = replace(TRUTH, per_decode=0.0, per_prefill_token=-0.2 * TRUTH.least_added)
+    works = [StepWork(n, n * n / 2) for n in range(1, 257)]
+    works += [StepWork(0, 0.0, 1, 90, n - 1) for n in range(1, 257)]
+    grid = [(work, truth.seconds(work)) for work in works]
+    for is_grid in (True, False):
+        fit = fit_measured(grid, name="grid", kv_tokens=1, origin="", is_grid=is_grid)
+        assert (fit.quality[0].max_relative_error < 0.01) is is_grid
+    with pytest.raises(ValueError, match="no coefficient may be negative"):
+        replace(TRUTH, per_prefill_token=-1.1 * TRUTH.least_added)
 
 
 @pytest.mark.parametrize("num", [500, 3000])

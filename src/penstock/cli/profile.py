@@ -71,7 +71,7 @@ def measure(
     batch: cli.BatchOption = "1,2,4,8,16,32",
     contexts: ContextsOption = "64,512",
     kv_tokens: KvTokensOption = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of every step; the best counts.")] = 8,
+    repeats: Annotated[int, typer.Option(min=1, help="Passes; a step's median counts.")] = 8,
     settings: cli.SettingsOption = None,
     as_json: cli.JsonOption = False,
 ) -> None:
@@ -102,6 +102,7 @@ def measure(
             name=out.stem,
             kv_tokens=kv_tokens or _KV_TOKENS,
             origin=f"penstock profile measure: {_describe(built, repeats)}",
+            is_grid=True,
         )
         profile = replace(fitted.profile, drafters=measured.drafters, state_slots=built.num_slots)
         profile = with_served(profile, measured.served)
@@ -121,7 +122,7 @@ def _describe(engine: Engine, repeats: int) -> str:
     return (
         f"{engine.target}, {engine.dtype}, {engine.backend} kernels, {engine.num_threads} "
         f"thread{'s' if engine.num_threads > 1 else ''}, on {where}; models and samplers only, "
-        f"best of {repeats}"
+        f"median of {repeats}"
     )
 
 
@@ -164,7 +165,7 @@ def _print_profile(profile: StepProfile) -> None:
         print(f"* extrapolated: measured to {most:,}")
     print(
         f"{profile.kv_tokens:,} KV tokens{states}; token counts in steps of {profile.granularity}; "
-        f"{len(profile.token_counts)} points in the table\n"
+        f"{len(profile.token_counts)} points in the table, and beyond it\n"
         f"decoding: {profile.decode_fixed * 1e3:.4g} ms, {profile.per_decode * 1e3:.4g} a request, "
         f"{profile.per_kv_token * 1e3:.4g} a KV token\n"
         f"prefill: {profile.per_prefill_token * 1e3:.4g} ms a token, "

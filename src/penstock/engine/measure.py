@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +10,7 @@ import numpy as np
 import torch
 
 from penstock.config import DEFAULT_TENANT
-from penstock.core.loop import Clock, Instrument, Loop
+from penstock.core.loop import Instrument, Loop
 from penstock.core.types import (
     NO_DRAFTER,
     Arrive,
@@ -36,8 +35,6 @@ from penstock.engine.timing import (
 from penstock.fluid.step_profile import DrafterProfile, ServedStep, StepWork
 
 _NUM_READ = 128
-_SERVED_PASSES = 5
-"""At most: enough to tell how much they differ."""
 _SERVED = ((24, 2), (6, 6), (2, 16))
 """Turns from one served request to the next, and how many there are: about 1, 4 and 12 at once."""
 _SERVED_PROMPT, _SERVED_TOKENS = 48, 24
@@ -47,8 +44,8 @@ _SERVED_PROMPT, _SERVED_TOKENS = 48, 24
 class ProfileGrid:
     """Grid of measurements. repeats: passes. together_s: seconds of two models at once.
 
-    Every batch with every draft length behind every context, and every chunk of prefill behind none
-    and the longest; drafters at every batch."""
+    A pass has every batch with every draft length behind every context, every chunk of prefill
+    behind none and the longest, drafters at every batch, and served requests."""
 
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     draft_lengths: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8)
@@ -83,11 +80,7 @@ class Measured:
 
 def num_measurements(engine: Engine, grid: ProfileGrid) -> int:
     """Return the number of calls of `on_progress` that `measure` makes."""
-    return grid.repeats + 1 + len(engine.executor.drafters) + _served_passes(grid)
-
-
-def _served_passes(grid: ProfileGrid) -> int:
-    return min(grid.repeats, _SERVED_PASSES)
+    return grid.repeats + 1 + len(engine.executor.drafters)
 
 
 def measure(
@@ -95,38 +88,36 @@ def measure(
 ) -> Measured:
     """Time the models of an idle engine with memory for at least four requests.
 
-    A step is the model's and the sampler's, without the scheduler. Its time is the best of all
-    passes, since disturbances only lengthen it; what is served takes longer. Two models
-    share threads as drafters beside the target do."""
-    clock = engine.clock
+    A step is the model's and the sampler's, without the scheduler. Its time is the median of all
+    passes: on a shared machine the best is one that what is served seldom meets. Two models share
+    threads as drafters beside the target do."""
+    clock, target = engine.clock, engine.executor.target
     works = list(_target_steps(engine, grid))
     drafters = list(engine.executor.drafters.values())
     drafts = [list(_draft_steps(engine, drafter, grid)) for drafter in drafters]
-    best_work, best_drafts = [math.inf] * len(works), [[math.inf] * len(d) for d in drafts]
+    # Keeping a batch takes a first run, which does not count.
+    runs = [(run, 1 + target.keeps_batches) for _, run in works]
+    runs += [(run, 1) for steps in drafts for _, run in steps]
+    passes, served = [], []
     for number in range(grid.repeats + 1):
-        if number == 1:  # the first pass warms up
-            best_work, best_drafts = [math.inf] * len(works), [[math.inf] * len(d) for d in drafts]
-        again = 1 + engine.executor.target.keeps_batches
-        best_work = _best(clock, [run for _, run in works], best_work, again)
-        for i, steps in enumerate(drafts):
-            best_drafts[i] = _best(clock, [run for _, run in steps], best_drafts[i])
+        with torch.inference_mode():
+            passes.append([best_seconds(clock, run, repeats) for run, repeats in runs])
+        if number:  # the first pass warms up
+            served.append(tuple(_served_steps(engine, number)))
         on_progress()
+    usual = iter(np.median(passes[1:], axis=0).tolist())
+    target_steps = tuple((work, next(usual)) for work, _ in works)
     profiles = []
-    for drafter, steps, seconds in zip(drafters, drafts, best_drafts, strict=True):
+    for drafter, steps in zip(drafters, drafts, strict=True):
         context = _context_of(engine, drafter)
         together = (1.0, 1.0)
         if not drafter.of_target:
             together = slowdowns(engine.executor, drafter, clock, context, grid.together_s)
         batches = [batch for batch, _ in steps[:-2]]
-        num_read = _num_read(engine, drafter)
+        num_read, seconds = _num_read(engine, drafter), [next(usual) for _ in steps]
         found = _drafter_profile(drafter.name, batches, num_read, seconds, together)
         profiles.append(replace(found, of_target=drafter.of_target))
         on_progress()
-    served = []
-    for number in range(_served_passes(grid)):
-        served.append(tuple(_served_steps(engine, number)))
-        on_progress()
-    target_steps = tuple(zip((w for w, _ in works), best_work, strict=True))
     return Measured(target_steps, tuple(profiles), tuple(served))
 
 
@@ -177,17 +168,6 @@ def _requests(engine: Engine, name: tuple[int, int], num: int, drafter: str) -> 
             sampling=SamplingParams(temperature=0.0),
             drafter=drafter,
         )
-
-
-def _best(
-    clock: Clock, runs: Sequence[Callable[[], None]], before: Sequence[float], repeats: int = 1
-) -> list[float]:
-    """Return the seconds of each run, or those before if they are fewer."""
-    with torch.inference_mode():
-        return [
-            min(known, best_seconds(clock, run, repeats))
-            for run, known in zip(runs, before, strict=True)
-        ]
 
 
 def _target_steps(

@@ -102,6 +102,7 @@ class StepProfile:
         with the slope of the upper half. A larger step may be faster where a better kernel begins.
     granularity: positions are rounded up to a multiple of it first.
     decode_fixed: added once if any request decodes.
+    per_prefill_token: negative where prompts are read faster, as without logits.
     pace, host_fixed, host_per_decode, host_per_drafting: of served steps (`served`): factor on all
         models' times, and the host's seconds in a step, for each request that decodes in it, and
         as much more if it may have drafts.
@@ -137,7 +138,7 @@ class StepProfile:
             self.decode_fixed,
             self.per_decode,
             self.per_kv_token,
-            self.per_prefill_token,
+            self.least_added + self.per_prefill_token,
             self.per_prefill_context,
             self.host_fixed,
             self.host_per_decode,
@@ -225,6 +226,11 @@ class StepProfile:
         """Seconds per position in the most efficient step of the table, without attention."""
         pairs = zip(self.token_counts, self.token_seconds, strict=True)
         return min((seconds / count for count, seconds in pairs if count), default=0.0)
+
+    @cached_property
+    def least_added(self) -> float:
+        """Least seconds that a position of a step adds to it, in the mean or beyond the table."""
+        return min(self.per_position, _tail_slope(self.token_counts, self.token_seconds))
 
     def request_seconds(self, prompt_len: float, output_len: float) -> float:
         """Return the seconds that a request adds to steps of the highest efficiency."""

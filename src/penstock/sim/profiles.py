@@ -97,6 +97,8 @@ _SHARED_TERMS = ("decode_fixed", "per_decode", "per_prefill_token")
 """Terms that measurements may not tell from positions; the table is preferred to them."""
 _SHARED_PENALTY = 1e-3
 """Small beside the fit's errors: it only decides between equally good fits."""
+_MOST_SAVED = 0.5
+"""Most that a prompt's position saves, as without its logits, over the least cost of any."""
 _MAX_KNOTS = 256
 """Bounds the time of a fit."""
 _DISTURBED = 3.0
@@ -161,12 +163,19 @@ def _fit_steps(table: TraceTable, name: str, kv_tokens: int) -> Fit:
 
 
 def fit_steps(
-    steps: Sequence[tuple[StepWork, float]], *, name: str, kv_tokens: int, origin: str
+    steps: Sequence[tuple[StepWork, float]],
+    *,
+    name: str,
+    kv_tokens: int,
+    origin: str,
+    is_grid: bool = False,
 ) -> Fit:
-    """Fit a profile to measured steps as `fit_profile` does to a file. Raises: ProfileError."""
+    """Fit a profile to measured steps as `fit_profile` does to a file. Raises: ProfileError.
+
+    is_grid: steps of every size, with prompts and without, tell what a prompt's positions save."""
     works = np.array([work for work, _ in steps], dtype=np.float64)
     seconds = np.array([s for _, s in steps])
-    return _fit_works(works, seconds, name, kv_tokens, origin, least=seconds.min() / 2)
+    return _fit_works(works, seconds, name, kv_tokens, origin, seconds.min() / 2, is_grid)
 
 
 def with_served(profile: StepProfile, served: Sequence[Sequence[ServedStep]]) -> StepProfile:
@@ -223,19 +232,27 @@ def _fit_works(
     kv_tokens: int,
     origin: str,
     least: float = 0.0,
+    is_grid: bool = False,
 ) -> Fit:
-    """Fit a profile. works: [steps, fields of StepWork]. least: seconds of any step."""
+    """Fit a profile. works: [steps, fields of StepWork]. least: seconds of any step.
+
+    is_grid: a prompt's positions may cost less than others, as without logits."""
     prefill, context, decodes, kv, drafts = works.T
     tokens = prefill + decodes + drafts
-    terms = np.stack([decodes > 0, decodes, kv, prefill, context], axis=1).astype(float)
+    of_step = [decodes > 0, decodes, kv, prefill, context, -prefill * is_grid]
+    terms = np.stack(of_step, axis=1).astype(float)
     line = np.unique(tokens)[[0, -1]] if tokens.min() < tokens.max() else tokens[:1]
     matrix, solution = _fit_table(tokens, line, terms, seconds, least)
     knots = _knots(tokens, seconds / (matrix @ solution + least) - 1)
     if len(knots) > len(line):
         matrix, solution = _fit_table(tokens, knots, terms, seconds, least)
     counts, times = _compact(knots, least + np.cumsum(solution[: len(knots)]))
-    coefficients: dict[str, Any] = dict(zip(_TERMS, _rounded(solution[len(knots) :]), strict=True))
+    *found, saved = _rounded(solution[len(knots) :])
+    coefficients: dict[str, Any] = dict(zip(_TERMS, found, strict=True))
     profile = StepProfile(name, kv_tokens, counts, times, **coefficients, origin=origin)
+    if saved:
+        per_prefill_token = max(-saved, -_MOST_SAVED * profile.least_added)
+        profile = replace(profile, per_prefill_token=per_prefill_token)
     _check_steps_take_time(profile)
     predicted = np.array([profile.seconds(_work(row)) for row in works.tolist()])
     return Fit(profile, (_quality("steps", predicted, seconds),))
@@ -246,7 +263,7 @@ def _fit_table(
 ) -> tuple[Array, Array]:
     """Return a matrix and the coefficients of the table and the terms, seconds beyond `least`."""
     matrix = np.hstack([_rising_basis(tokens, knots), terms])
-    shared = [len(knots) + _TERMS.index(term) for term in _SHARED_TERMS]
+    shared = [len(knots) + _TERMS.index(term) for term in _SHARED_TERMS] + [matrix.shape[1] - 1]
     solution = _relative_nnls(matrix, seconds - least, seconds, shared)
     # Relative to the expected time: relative to the measured one, fast steps would weigh more.
     solution = _relative_nnls(matrix, seconds - least, matrix @ solution + least, shared)
