@@ -148,7 +148,7 @@ class StepProfile:
         if self.pace <= 0:
             raise ValueError(f"profile {self.name!r}: a pace is over 0, not {self.pace:g}")
         if min(coefficients) < 0 or self.kv_tokens < 1 or self.granularity < 1:
-            raise ValueError(f"profile {self.name!r}: no coefficient may be negative")
+            raise ValueError(f"profile {self.name!r}: no coefficient may be negative, nor a row")
         if self.state_slots is not None and self.state_slots < 1:
             raise ValueError(f"profile {self.name!r}: a state needs a slot, not {self.state_slots}")
 
