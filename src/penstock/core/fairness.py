@@ -224,8 +224,7 @@ class Fairness:
     def _steps(self, num_requests: float, step: Step) -> tuple[float, float]:
         """Return how many ordinary requests decode in a step, and its mean seconds.
 
-        Up to full memory, or until each place is taken. Prompts of those that follow are in it:
-        whole, each in one of many steps."""
+        Up to full memory and places. Prompts of those that follow are in it, each in one step."""
         lengths, traffic = self._learn.lengths, self._learn.traffic
         prompt, output = traffic.mean_prompt_len, lengths.mean_ended
         context = prompt + 0.5 * output

@@ -148,7 +148,8 @@ class StepProfile:
         if self.pace <= 0:
             raise ValueError(f"profile {self.name!r}: a pace is over 0, not {self.pace:g}")
         if min(coefficients) < 0 or self.kv_tokens < 1 or self.granularity < 1:
-            raise ValueError(f"profile {self.name!r}: no coefficient may be negative, nor a row")
+            what = "no coefficient may be negative, and no prompt's token save all that it costs"
+            raise ValueError(f"profile {self.name!r}: {what}")
         if self.state_slots is not None and self.state_slots < 1:
             raise ValueError(f"profile {self.name!r}: a state needs a slot, not {self.state_slots}")
 

@@ -251,8 +251,8 @@ def _fit_works(
     coefficients: dict[str, Any] = dict(zip(_TERMS, found, strict=True))
     profile = StepProfile(name, kv_tokens, counts, times, **coefficients, origin=origin)
     if saved:
-        per_prefill_token = max(-saved, -_MOST_SAVED * profile.least_added)
-        profile = replace(profile, per_prefill_token=per_prefill_token)
+        least = -_MOST_SAVED * profile.least_added
+        profile = replace(profile, per_prefill_token=max(least, profile.per_prefill_token - saved))
     _check_steps_take_time(profile)
     predicted = np.array([profile.seconds(_work(row)) for row in works.tolist()])
     return Fit(profile, (_quality("steps", predicted, seconds),))
