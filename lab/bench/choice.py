@@ -18,8 +18,8 @@ in random order; the policies learn from other prompts, then take turns at each 
 
 Control: each prompt has what was best for it in the other turns (`seat`: what suits its kind).
 Where that gains too little, nothing can be told; it moved on by one kind must fail. With one client
-rates are from a request's first token on, else those of all together. Every turn is a line of FILE
-(default: choice.jsonl), from which the same command goes on.
+rates are from a request's first token on, else those of all together while none is idle. Every turn
+is a line of FILE (default: choice.jsonl), from which the same command goes on.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 
 from lab.bench.bundled_server import BundledServer, bundled_server, stopping
-from lab.bench.choice_systems import BEHIND, CONTEXT, Asked, Bench, System, seat_prompts
+from lab.bench.choice_systems import BEHIND, CONTEXT, Asked, Bench, System, seat_prompts, while_busy
 from lab.bench.real_prompts import PARTS
 from lab.common.cells import Cells, Figures
 from lab.common.statistics import rotated
@@ -178,16 +178,15 @@ async def play(
 
             order = list(range(len(held)))
             random.Random(seed).shuffle(order)
-            begun = time.perf_counter()
             try:
                 shuffled = [held[i] for i in order]
                 done = await _ask_all(args, http, server.url, shuffled, begins)
             finally:
                 processes[-1].send_signal(signal.SIGCONT)
-            seconds = time.perf_counter() - begun
     told = dict(zip(order, done, strict=True))
     requests = [told[i] for i in range(len(held))]
-    return {"seconds": seconds, "tokens": sum(r["tokens"] for r in requests), "requests": requests}
+    tokens, seconds = while_busy(requests, args.clients)
+    return {"seconds": seconds, "tokens": tokens, "requests": requests}
 
 
 async def _connected(server: BundledServer) -> None:
@@ -206,7 +205,7 @@ async def _ask_all(
     begins: Callable[[int], None],
 ) -> list[dict[str, Any]]:
     """As many at once as there are clients. begins: hears of each request's number."""
-    room = asyncio.Semaphore(args.clients)
+    room, start = asyncio.Semaphore(args.clients), time.perf_counter()
 
     async def ask(n: int, body: Mapping[str, Any]) -> dict[str, Any]:
         async with room:
@@ -218,10 +217,11 @@ async def _ask_all(
                 other = {**body, "speculation": {"drafter": SUFFIX}}
                 answer = await http.post(f"{url}/v1/completions", json=other)
             answer.raise_for_status()
-            seconds = time.perf_counter() - began
+            ended = time.perf_counter()
         found = answer.json()
         digest = hashlib.sha256(found["choices"][0]["text"].encode()).hexdigest()[:16]
         tokens = found["usage"]["completion_tokens"]
-        return {"tokens": tokens, "seconds": seconds, "text": digest}
+        told = {"seconds": ended - began, "ended": ended - start, "text": digest}
+        return {"tokens": tokens, "all_tokens": tokens, **told}
 
     return list(await asyncio.gather(*(ask(n, body) for n, body in enumerate(bodies))))

@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import argparse
 import random
-import time
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
+import numpy as np
+
 from lab.bench.real_prompts import PARTS, RealPrompt, real_prompts, token_ids
 from lab.common.cells import Cells, Figures
 from lab.common.families import SPIN
 from lab.common.live import decode, make_loop
-from lab.common.statistics import rotated
+from lab.common.statistics import made_while_busy, rotated
 from penstock.cli.terminal import with_progress
 from penstock.config import SUFFIX, DrafterConfig, EngineConfig, PolicyConfig
 from penstock.core.loop import Loop
@@ -108,15 +109,15 @@ class Bench:
         random.Random(turn).shuffle(order)
         size = 1 if self.args.clients == 1 else _BLOCK * self.args.clients
         told: dict[str, dict[int, Figures]] = {name: {} for name in systems}
-        seconds = dict.fromkeys(systems, 0.0)
+        busy: dict[str, list[tuple[float, float]]] = {name: [] for name in systems}
         blocks = [order[begin : begin + size] for begin in range(0, len(order), size)]
         for n, numbers in enumerate(with_progress(blocks, len(blocks), f"turn {turn + 1}")):
             block = {i: self.held[i] for i in numbers}
             for name in rotated(list(systems), turn + n):
-                begun = time.perf_counter()
-                told[name] |= self._serve(loops[name], block, systems[name], f"{name} {turn}")
-                seconds[name] += time.perf_counter() - begun
-        return {name: _figures(seconds[name], told[name]) for name in systems}
+                found = self._serve(loops[name], block, systems[name], f"{name} {turn}")
+                told[name] |= found
+                busy[name].append(while_busy([*found.values()], self.args.clients))
+        return {name: _figures(busy[name], told[name]) for name in systems}
 
     def _learned(self, name: str, system: System) -> Loop:
         """Return a loop that has served the prompts to learn from, and nothing else."""
@@ -173,6 +174,7 @@ class Bench:
                 "tokens": len(t.token_ids),
                 "all_tokens": len(t.completion.token_ids),
                 "seconds": t.seconds,
+                "ended": t.ended,
                 "text": hash(tuple(t.completion.token_ids)),
                 "drafts": dict(t.completion.usage.drafts),
             }
@@ -211,11 +213,21 @@ def _load(args: argparse.Namespace) -> Engine:
     )
 
 
-def _figures(seconds: float, told: Mapping[int, Figures]) -> Figures:
-    """Return the figures of all requests, in the order of their prompts."""
-    requests = [told[i] for i in range(len(told))]
-    tokens = sum(r["all_tokens"] for r in requests)
-    return {"seconds": seconds, "tokens": tokens, "requests": requests}
+def while_busy(requests: Sequence[Figures], clients: int) -> tuple[float, float]:
+    """Tokens and seconds of a block, while every client has a request."""
+    names = ("ended", "seconds", "all_tokens")
+    ended, seconds, tokens = (np.array([r[name] for r in requests]) for name in names)
+    return made_while_busy(ended - seconds, ended, tokens, clients)
+
+
+def _figures(busy: Sequence[tuple[float, float]], told: Mapping[int, Figures]) -> Figures:
+    """Return the figures of all requests, in the order of their prompts. busy: of each block."""
+    tokens, seconds = (sum(column) for column in zip(*busy, strict=True))
+    return {
+        "seconds": seconds,
+        "tokens": tokens,
+        "requests": [told[i] for i in range(len(told))],
+    }
 
 
 def _learning(system: System) -> System:

@@ -4,8 +4,7 @@
 
 Layers of a model of 1.5 B parameters: processor time of one thread, medians of interleaved rounds.
 `--model` takes whole steps of a GGUF file, wall time. `--experts` takes so many layers in the shape
-of Qwen3-30B-A3B with 8 of 64 experts, in Q4_K (17 layers: 3 GB). Where a step's time goes on the
-bundled family: `lab.bench.step_parts`. Minutes.
+of Qwen3-30B-A3B with 8 of 64 experts, in Q4_K (17 layers: 3 GB). Minutes.
 """
 
 from __future__ import annotations
@@ -86,14 +85,6 @@ def best_times(contenders: dict[str, Callable[[], object]], seconds: float) -> d
                 best[name] = min(best[name], time.perf_counter() - start)
                 calls += 1
     return best
-
-
-def parameters(config: DecoderConfig) -> tuple[int, int]:
-    """Weights of all layers' matrices, and of the LM head."""
-    per_layer = config.hidden_size * (
-        2 * config.q_size + 2 * config.kv_size + 3 * config.intermediate_size
-    )
-    return config.num_layers * per_layer, config.vocab_size * config.hidden_size
 
 
 def random_matrix(kind: str, rows: int, columns: int) -> Stored:

@@ -9,10 +9,13 @@ and how many of their tokens the drafter has right. Cases: no drafts, `look-up`,
 drafter behind look-up), and the drafter on a draft `server` of this machine.
 
 Poisson arrivals; a load is a share of the requests a second that the simulator completes. Clients
-stream greedy completions, prefix caching is off. Every cell is a line of FILE (default:
-plans_live.jsonl), from which the same command goes on; the profile and the texts are kept beside
-it. A prediction is the median of 20 simulations whose step times differ as the profile says,
-its interval what 95% of them are within.
+stream greedy completions, prefix caching is off. All cells are served, then once more, each a line
+of FILE (default: plans_live.jsonl), from which the same command goes on; the profile and the texts
+are kept beside it. A prediction is the median of 20 simulations whose step times differ as the
+profile says, its interval what 95% of them are within.
+
+Oracle: a live run predicts the other one of its cell, with as wide an interval. Control: each cell
+has the prediction for the next load.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ from lab.bench.bundled_server import BundledServer, bundled_server, stopping
 from lab.bench.plans_texts import Model, known_texts
 from lab.bench.servers import Streamed, streamed
 from lab.common.cells import Cells, Figures
-from lab.common.claims import ClaimVerdict, bar
+from lab.common.claims import ClaimVerdict, Measurement, check
 from lab.common.played_texts import KnownText, PlayedTexts
 from lab.common.results import Results, parser, table, tell
 from lab.common.statistics import FloatArray
@@ -72,7 +75,7 @@ BARS = {
     "p99": (("ttft_p99", "tpot_p99", "latency_p99"), 0.12),
 }
 COVERED = 0.9
-RUNS = 20
+RUNS, TURNS = 20, 2
 WARM, WARM_PROMPT = 8, 64
 """Requests before those that count, one by one, and the tokens of their prompts."""
 _AT_ONCE = 400
@@ -284,10 +287,11 @@ def measured_profile(model: Model, folder: Path, more: Sequence[str]) -> Path:
 
 @dataclass(frozen=True)
 class Cell:
-    """One case at one load: its requests, and what became of them live."""
+    """One case at one load: its requests, and what became of them in a live run."""
 
     case: str
     load: float
+    turn: int
     rate: float
     num: int
     found: Figures
@@ -312,15 +316,13 @@ def measure(args: argparse.Namespace, model: Model) -> Results:
     profile = measured_profile(model, args.out.parent, args.measure.split())
     bench = Bench(model, load_profile(profile), known_texts(model, args.texts, kept))
     made = []
-    for case, load in itertools.product(args.cases, args.loads):
+    for turn, case, load in itertools.product(range(TURNS), args.cases, args.loads):
         key = f"{model.name}/{case}/{load:g}"
         rate = load * cells.measure(f"{key}/capacity", partial(bench.capacity, case))["per_s"]
         num = min(args.texts, max(12, round(rate * args.seconds)))
-        found = cells.measure(key, partial(live, bench, case, profile, num, rate))
-        made.append(Cell(case, load, rate, num, found))
+        found = cells.measure(f"{key}/{turn}", partial(live, bench, case, profile, num, rate))
+        made.append(Cell(case, load, turn, rate, num, found))
         print(key, num, found["busy_s"], cell_line(made[-1], bench), file=sys.stderr, flush=True)
-    if args.only_live:
-        raise SystemExit(0)
     with workers(None) as pool:
         return results([*pool.map(partial(row_of, bench), made)])
 
@@ -331,6 +333,7 @@ def cell_line(cell: Cell, bench: Bench) -> str:
 
 def row_of(bench: Bench, cell: Cell) -> dict[str, Any]:
     row: dict[str, Any] = {"model": bench.model.name, "drafts": cell.case, "load": cell.load}
+    row["turn"] = cell.turn
     runs = bench.predicted(cell.case, cell.num, cell.rate, cell.http_s(bench))
     for name, live_value in cell.seen(bench).items():
         low, middle, high = np.quantile(runs[name], [0.025, 0.5, 0.975]).tolist()
@@ -346,13 +349,43 @@ def covers(figure: Mapping[str, float]) -> bool:
     return figure["low"] <= figure["live"] <= figure["high"]
 
 
+def beside(row: Mapping[str, Any], other: Mapping[str, Any], said: str) -> dict[str, Any]:
+    """The row, as if it had been predicted what was said for the other one."""
+    told = dict(row)
+    for name in FIGURES.values():
+        predicted = other[name][said]
+        by = predicted / row[name]["predicted"]
+        told[name] = {
+            "live": row[name]["live"],
+            "predicted": predicted,
+            "low": by * row[name]["low"],
+            "high": by * row[name]["high"],
+        }
+    return told
+
+
+def oracle_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each live run, predicted by the other one of its cell."""
+    half = len(rows) // TURNS
+    return [beside(row, rows[(i + half) % len(rows)], "live") for i, row in enumerate(rows)]
+
+
+def control_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each live run, predicted as the next load of its case."""
+    told = []
+    for row in rows:
+        same = [r for r in rows if (r["drafts"], r["turn"]) == (row["drafts"], row["turn"])]
+        told.append(beside(row, same[(same.index(row) + 1) % len(same)], "predicted"))
+    return told
+
+
 def shown(figure: Mapping[str, float]) -> str:
     return f"{figure['live']:.4g} → {figure['predicted']:.4g}"
 
 
 def results(rows: Sequence[dict[str, Any]]) -> Results:
     told = [{**r, **{n: shown(r[n]) for n in FIGURES.values()}} for r in rows]
-    columns = {"model": "{model}", "drafts": "{drafts}", "load": "{load:g}"}
+    columns = {name: f"{{{name}}}" for name in ("model", "drafts", "load", "turn")}
     columns |= {title: f"{{{name}}}" for title, name in FIGURES.items()}
     errors = []
     for title, name in FIGURES.items():
@@ -370,16 +403,24 @@ def results(rows: Sequence[dict[str, Any]]) -> Results:
 
 
 def verdicts(rows: Sequence[dict[str, Any]]) -> list[ClaimVerdict]:
-    told = []
-    for what, (names, most) in BARS.items():
-        median = float(np.median([error(row[name]) for row in rows for name in names]))
-        told.append(
-            bar(f"median error of {what}", f"{median:.1%} (bar {most:.0%})", median <= most)
-        )
-    covered = [covers(row[name]) for row in rows for name in FIGURES.values()]
-    share = f"{sum(covered)} of {len(covered)} (bar {COVERED:.0%})"
-    told.append(bar("live figures within the intervals", share, np.mean(covered) >= COVERED))
-    return told
+    """Each bar for the predictions, the oracle and the control."""
+
+    def median(names: Sequence[str], most: float, of: Sequence[dict[str, Any]]) -> Measurement:
+        found = float(np.median([error(row[name]) for row in of for name in names]))
+        return Measurement(f"{found:.1%} (bar {most:.0%})", (found <= most,))
+
+    def within(of: Sequence[dict[str, Any]]) -> Measurement:
+        covered = [covers(row[name]) for row in of for name in FIGURES.values()]
+        share = f"{sum(covered)} of {len(covered)} (bar {COVERED:.0%})"
+        return Measurement(share, (float(np.mean(covered)) >= COVERED,))
+
+    tests = {f"median error of {what}": partial(median, *bars) for what, bars in BARS.items()}
+    tests["live figures within the intervals"] = within
+    moved, oracle = control_of(rows), ("the other live run", oracle_of(rows))
+    return [
+        check(claim, test, rows, "predictions for another load", moved, oracle)
+        for claim, test in tests.items()
+    ]
 
 
 def main() -> int:
@@ -390,7 +431,6 @@ def main() -> int:
     options.add_argument(
         "--loads", type=lambda t: [*map(float, t.split(","))], default=[0.3, 0.6, 0.9]
     )
-    options.add_argument("--only-live", action="store_true", help="simulate nothing yet")
     told = {"default": "--batch 1,2,4,8,16", "help": "options of `penstock profile measure`"}
     options.add_argument("--measure", **told)
     options.add_argument("--seconds", type=float, default=50.0, help="of a cell")

@@ -5,10 +5,11 @@
         [--prompts 100,1400,6000] [--kinds code,chat,edits,json] [--repeats 3] [--json FILE]
     python -m lab.bench.servers --smoke [--llama-cpp FOLDER]
 
-Closed clients stream greedy completions of `--tokens` tokens, end-of-text ignored. Prompts are the
-same token ids for all, each with a beginning of its own, so that no prefix cache helps. For every
-number of clients and length of prompts the servers are started, warmed, measured and stopped one
-after the other, in another order each time; a thread for each core, a slot for each client.
+Closed clients stream greedy completions of `--tokens` tokens, end-of-text ignored; tokens/s are of
+the time in which every client has a request. Prompts are the same token ids for all, each with a
+beginning of its own, so that no prefix cache helps. For every number of clients and length of
+prompts the servers are started, warmed, measured and stopped one after the other, in another order
+each time; a thread for each core, a slot for each client.
 
 FOLDER has a `llama-server`, which is measured without drafts and with its own look-up. COMMAND
 starts any server with /v1/completions and /health, such as 'vllm=vllm serve FOLDER --port {port}
@@ -41,6 +42,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -50,7 +52,7 @@ from lab.bench.real_prompts import ChatTokenizer, RealPrompt, source_texts, toke
 from lab.bench.soak_clients import Refused, events, posted
 from lab.common.cells import Cells, Figures
 from lab.common.results import Results, ResultTable, count, counts, save, show, table
-from lab.common.statistics import rotated
+from lab.common.statistics import made_while_busy, rotated
 
 KINDS = {
     "code": "",
@@ -144,13 +146,18 @@ class Streamed(NamedTuple):
     tokens: int
 
 
-def figures(streams: Sequence[Streamed], wall: float) -> Figures:
-    """Speed of a cell, and medians of its requests' latencies."""
-    per_token = [(s.total - s.first) / max(1, s.tokens - 1) for s in streams]
+def figures(streams: Sequence[Streamed], ended: Sequence[float], clients: int) -> Figures:
+    """Speed of a cell while all clients have requests, and medians of its requests' latencies.
+    ended: seconds from the common start, by request."""
+    first, total, tokens = (np.array(column, float) for column in zip(*streams, strict=True))
+    came, seconds = made_while_busy(
+        np.array(ended) - total + first, np.array(ended), tokens, clients
+    )
+    per_token = (total - first) / np.maximum(1, tokens - 1)
     return {
-        "tokens_per_s": sum(s.tokens for s in streams) / wall,
-        "first_s": statistics.median(s.first for s in streams),
-        "per_token_ms": 1e3 * statistics.median(per_token),
+        "tokens_per_s": came / seconds,
+        "first_s": float(np.median(first)),
+        "per_token_ms": 1e3 * float(np.median(per_token)),
     }
 
 
@@ -201,14 +208,18 @@ async def streamed(server: ServerProcess, prompt: list[int], tokens: int) -> Str
 
 async def closed_clients(
     server: ServerProcess, prompts: Sequence[list[int]], turn: Turn
-) -> list[Streamed]:
-    """All requests of clients that each ask one after the other."""
+) -> list[tuple[Streamed, float]]:
+    """All requests of clients that each ask for the next one as soon as theirs ends, and when each
+    ended, in seconds."""
+    waiting, began = iter(prompts), time.perf_counter()
 
-    async def client(mine: Sequence[list[int]]) -> list[Streamed]:
-        return [await streamed(server, prompt, turn.tokens) for prompt in mine]
+    async def client() -> list[tuple[Streamed, float]]:
+        return [
+            (await streamed(server, prompt, turn.tokens), time.perf_counter() - began)
+            for prompt in waiting
+        ]
 
-    each = (client(prompts[i :: turn.clients]) for i in range(turn.clients))
-    return list(itertools.chain(*await asyncio.gather(*each)))
+    return list(itertools.chain(*await asyncio.gather(*(client() for _ in range(turn.clients)))))
 
 
 @contextmanager
@@ -259,12 +270,17 @@ def measured(
 ) -> Figures:
     """One cell's figures, and the server's whole command."""
     cpu, began = server.cpu_seconds(), time.perf_counter()
-    streams = asyncio.run(closed_clients(server, prompts, turn))
+    found = asyncio.run(closed_clients(server, prompts, turn))
     wall = time.perf_counter() - began
     cpu = server.cpu_seconds() - cpu
     memory.append(server.memory_mib("Pss:"))
     mine = {"peak_mib": max(memory), "cores": cpu / wall}
-    return {**figures(streams, wall), **mine, "command": shlex.join(server.process.args)}
+    streams, ended = zip(*found, strict=True)
+    return {
+        **figures(streams, ended, turn.clients),
+        **mine,
+        "command": shlex.join(server.process.args),
+    }
 
 
 def measure(args: argparse.Namespace, rivals: Sequence[Rival], prompts: Prompts) -> Results:

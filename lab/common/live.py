@@ -181,20 +181,23 @@ def _due(pending: deque[Request], now: float, origin: float) -> Iterator[Arrive]
 
 @dataclass(frozen=True)
 class Timed:
-    """A request's tokens after its first output, and the seconds and outputs that they took."""
+    """A request's tokens after its first output, the seconds and outputs that they took, and when
+    they ended, in seconds."""
 
     completion: Completion
     token_ids: tuple[int, ...]
     seconds: float
     rounds: int
+    ended: float
 
 
 def decode(loop: Loop, requests: Sequence[Request], batch: int) -> list[Timed]:
     """Run requests to their ends, so many at a time. Raises: RuntimeError for one that fails."""
     seen: dict[str, list[tuple[float, int]]] = {request.id: [] for request in requests}
+    start = time.perf_counter()
 
     def watch(output: Output) -> None:
-        seen[output.request_id].append((time.perf_counter(), len(output.token_ids)))
+        seen[output.request_id].append((time.perf_counter() - start, len(output.token_ids)))
 
     found = []
     for done in complete(loop, requests, batch, watch):
@@ -203,7 +206,7 @@ def decode(loop: Loop, requests: Sequence[Request], batch: int) -> list[Timed]:
         outputs = seen[done.request.id]
         (began, num_first), (ended, _) = outputs[0], outputs[-1]
         after_first = tuple(done.token_ids[num_first:])
-        found.append(Timed(done, after_first, ended - began, len(outputs) - 1))
+        found.append(Timed(done, after_first, ended - began, len(outputs) - 1, ended))
     return found
 
 

@@ -68,6 +68,20 @@ def ratio(numerator: Sequence[float] | FloatArray, rival: Sequence[float] | Floa
     return Interval(math.exp(logs.mean), math.exp(logs.low), math.exp(logs.high))
 
 
+def made_while_busy(
+    first: FloatArray, ended: FloatArray, tokens: FloatArray, clients: int
+) -> tuple[float, float]:
+    """Tokens that came while every client had a request, and until when.
+
+    first, ended, tokens: [requests]; times are from the common start, and tokens come evenly. The
+    end, where some clients have nothing left to ask, would weigh on whoever serves some of them
+    faster than others."""
+    until = float(np.sort(ended)[-min(clients, len(ended))])
+    shares = np.clip((until - first) / np.maximum(ended - first, 1e-9), 0.0, 1.0)
+    came = (first <= until) + (tokens - 1) * shares
+    return float(came.sum()), until
+
+
 def rotated(items: Sequence[_T], turn: int) -> list[_T]:
     """In another order in each turn: whoever is first in one is last in the next."""
     first = turn % len(items)

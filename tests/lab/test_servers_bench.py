@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from lab.bench.servers import (
@@ -21,6 +22,7 @@ from lab.bench.servers import (
     parse,
 )
 from lab.common.cells import Cells
+from lab.common.statistics import made_while_busy
 
 
 class Words:
@@ -35,11 +37,21 @@ class Words:
 
 def test_speed_and_latencies_of_a_cell() -> None:
     streams = [Streamed(1.0, 3.0, 11), Streamed(2.0, 3.0, 11), Streamed(9.0, 9.0, 1)]
-    assert figures(streams, wall=10.0) == {
-        "tokens_per_s": 2.3,
+    # The two clients are busy until second 3; until then the first two requests are through.
+    assert figures(streams, [3.0, 3.0, 12.0], clients=2) == {
+        "tokens_per_s": pytest.approx(22 / 3),
         "first_s": 2.0,
         "per_token_ms": pytest.approx(100.0),
     }
+
+
+def test_a_client_that_has_nothing_left_to_ask_ends_what_is_measured() -> None:
+    # A token a second each, but the second client has asked for less.
+    first, ended = np.array([0.0, 0.0, 5.0]), np.array([4.0, 20.0, 9.0])
+    came, seconds = made_while_busy(first, ended, ended - first + 1, clients=2)
+    assert (came, seconds) == (pytest.approx(5 + 10 + 5), 9.0)
+    everything = made_while_busy(first, ended, ended - first + 1, clients=1)
+    assert everything == (pytest.approx(5 + 21 + 5), 20.0)
 
 
 def test_medians_are_over_the_repeats(tmp_path: Path) -> None:

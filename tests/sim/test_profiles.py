@@ -1,6 +1,7 @@
 """Profiles that come with the program, profile files, and their fit to measurements."""
 
 import csv
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -293,6 +294,15 @@ def test_whole_served_steps_are_predicted_after_a_stall_too() -> None:
     for work, seconds, _ in measured[0]:
         assert found.seconds(work) == pytest.approx(seconds, rel=0.02)
     assert TRUTH.seconds(measured[0][0].work) < 0.9 * measured[0][0].seconds
+
+
+def test_steps_that_are_now_and_then_disturbed_take_their_mean() -> None:
+    (even,) = served_steps(1.0, 0.0, 0.0, (1.0,))
+    factors = itertools.cycle((0.9, 0.9, 0.9, 0.9, 2.4))
+    measured = [s._replace(seconds=next(factors) * s.seconds) for s in even]
+    found = with_served(TRUTH, [measured])
+    expected = sum(found.served(drafts=s.drafts).seconds(s.work) for s in measured)
+    assert sum(s.seconds for s in measured) == pytest.approx(expected, rel=0.02)
 
 
 def test_steps_that_do_not_depend_on_the_work_are_the_hosts() -> None:

@@ -101,7 +101,7 @@ _MOST_SAVED = 0.5
 """Most that a prompt's position saves, as without its logits, over the least cost of any."""
 _MAX_KNOTS = 256
 """Bounds the time of a fit."""
-_DISTURBED = 3.0
+_STALLED = 10.0
 """Times the expected seconds from which a served step says nothing of the next."""
 _TABLE_TOLERANCE = 1e-3
 """Relative error of a table without a point, well under that of measurements."""
@@ -190,11 +190,12 @@ def with_served(profile: StepProfile, served: Sequence[Sequence[ServedStep]]) ->
         (profile.seconds(work), 1.0, work.num_decodes, drafts * work.num_decodes)
         for work, _, drafts in steps
     ]
-    matrix = np.array(rows)
-    # Once more without the steps that something else has disturbed.
+    matrix, solution = np.array(rows), np.eye(len(rows[0]))[0]
     for _ in range(2):
-        solution = _served_terms(matrix / seconds[:, None])
-        kept = seconds < _DISTURBED * (matrix @ solution)
+        # Over the usual seconds: over the measured ones, fast steps would weigh more.
+        usual = matrix @ solution
+        solution = _served_terms(matrix / usual[:, None], seconds / usual)
+        kept = seconds < _STALLED * (matrix @ solution)
         matrix, seconds = matrix[kept], seconds[kept]
     terms = ("pace", "host_fixed", "host_per_decode", "host_per_drafting")
     fields: dict[str, Any] = dict(zip(terms, _rounded(solution), strict=True))
@@ -208,13 +209,12 @@ def with_served(profile: StepProfile, served: Sequence[Sequence[ServedStep]]) ->
     return replace(found, spread=_rounded(np.array([spread]))[0])
 
 
-def _served_terms(matrix: Array) -> Array:
-    """Return the pace and the host's parts by least squares. matrix: shares of each step's time."""
-    ones = np.ones(len(matrix))
-    solution, _ = nnls(matrix, ones)
+def _served_terms(matrix: Array, seconds: Array) -> Array:
+    """Return the pace and the host's parts by least squares, over each step's usual time."""
+    solution, _ = nnls(matrix, seconds)
     if solution[0] < 0.1:
         # No pass is ten times as fast as measured: the host's part alone explains these steps.
-        rest, _ = nnls(matrix[:, 1:], np.maximum(0.0, ones - matrix[:, 0]))
+        rest, _ = nnls(matrix[:, 1:], np.maximum(0.0, seconds - matrix[:, 0]))
         solution = np.array([1.0, *rest])
     return solution
 
