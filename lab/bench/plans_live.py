@@ -323,22 +323,29 @@ def measure(args: argparse.Namespace, model: Model) -> Results:
         found = cells.measure(f"{key}/{turn}", partial(live, bench, case, profile, num, rate))
         made.append(Cell(case, load, turn, rate, num, found))
         print(key, num, found["busy_s"], cell_line(made[-1], bench), file=sys.stderr, flush=True)
+    cells_of = [made[i :: len(made) // TURNS] for i in range(len(made) // TURNS)]
     with workers(None) as pool:
-        return results([*pool.map(partial(row_of, bench), made)])
+        pairs = [*pool.map(partial(rows_of, bench), cells_of)]
+    return results([pair[turn] for turn in range(TURNS) for pair in pairs])
 
 
 def cell_line(cell: Cell, bench: Bench) -> str:
     return " ".join(f"{name} {value:.4g}" for name, value in cell.seen(bench).items())
 
 
-def row_of(bench: Bench, cell: Cell) -> dict[str, Any]:
-    row: dict[str, Any] = {"model": bench.model.name, "drafts": cell.case, "load": cell.load}
-    row["turn"] = cell.turn
-    runs = bench.predicted(cell.case, cell.num, cell.rate, cell.http_s(bench))
-    for name, live_value in cell.seen(bench).items():
-        low, middle, high = np.quantile(runs[name], [0.025, 0.5, 0.975]).tolist()
-        row[name] = {"live": live_value, "predicted": middle, "low": low, "high": high}
-    return row
+def rows_of(bench: Bench, turns: Sequence[Cell]) -> list[dict[str, Any]]:
+    """Return a row for each live run of a cell; all have the same prediction."""
+    cell, http_s = turns[0], float(np.mean([turn.http_s(bench) for turn in turns]))
+    runs = bench.predicted(cell.case, cell.num, cell.rate, http_s)
+    rows = []
+    for cell in turns:
+        row: dict[str, Any] = {"model": bench.model.name, "drafts": cell.case, "load": cell.load}
+        row["turn"] = cell.turn
+        for name, live_value in cell.seen(bench).items():
+            low, middle, high = np.quantile(runs[name], [0.025, 0.5, 0.975]).tolist()
+            row[name] = {"live": live_value, "predicted": middle, "low": low, "high": high}
+        rows.append(row)
+    return rows
 
 
 def error(figure: Mapping[str, float]) -> float:

@@ -95,6 +95,28 @@ def test_steps_are_short_where_longer_ones_gain_nothing(monkeypatch: pytest.Monk
     assert latency("fluid_guided") > 1.1 * ours
 
 
+def test_prompts_keep_up_with_those_that_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a processor that takes 48 positions best, of which decoding requests take ever more."""
+    counts = (1, 4, 8, 9, 16, 18, 24, 32, 36, 40, 48, 56, 64, 512)
+    ms = (57, 57, 69, 84, 95, 106, 118, 144, 168, 172, 197, 289, 296, 2200)
+    seconds = tuple(value / 1e3 for value in ms)
+    prompts = {"per_prefill_token": -1.1e-3, "per_prefill_context": 1.5e-6}
+    profile = StepProfile("cpu", 1 << 16, counts, seconds, per_kv_token=3e-6, **prompts)
+    rng = np.random.default_rng(1)
+    lengths = Workload("chat", rng.integers(64, 512, 400), rng.integers(4, 128, 400))
+    load = make_workload(lengths, rate=0.8, seed=0, arrivals="poisson")
+
+    def ttft() -> float:
+        report = run(Setup(profile, PolicyConfig.from_name("fluid_guided"), block_size=16), load)
+        return float((report.first_token_at - report.arrived_at).mean())
+
+    ours = ttft()
+    # The control: a step of the best size, whatever comes.
+    never = "penstock.core.learn.traffic.Traffic.certain_tokens_per_s"
+    monkeypatch.setattr(never, lambda *_: 0.0)
+    assert ours < 0.85 * ttft()
+
+
 @pytest.mark.parametrize("profile", ["a100-llama2-7b", "zoo-grown"])
 def test_a_single_client_is_not_held_back(profile: str) -> None:
     load = Workload("one", np.array([30, 700, 90]), np.array([40, 60, 20]), 1000 * np.arange(3.0))

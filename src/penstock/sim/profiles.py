@@ -86,13 +86,7 @@ def _check_steps_take_time(profile: StepProfile) -> None:
 # Fitting
 
 _STEP_COLUMNS = (*StepWork._fields, "seconds")
-_TERMS = (
-    "decode_fixed",
-    "per_decode",
-    "per_kv_token",
-    "per_prefill_token",
-    "per_prefill_context",
-)
+_TERMS = ("decode_fixed", "per_decode", "per_kv_token", "per_prefill_token", "per_prefill_context")
 _SHARED_TERMS = ("decode_fixed", "per_decode", "per_prefill_token")
 """Terms that measurements may not tell from positions; the table is preferred to them."""
 _SHARED_PENALTY = 1e-3

@@ -42,8 +42,12 @@ class Traffic:
         known = 1 - math.exp((self._since - now) / self._seconds)
         if known <= 0:
             return 0.0
+        return self.certain_tokens_per_s(now) / known
+
+    def certain_tokens_per_s(self, now: float) -> float:
+        """Return the least rate, as if nothing had come before the first request was seen."""
         recent = self._recent_tokens * math.exp((self._last - now) / self._seconds)
-        return recent / (self._seconds * known)
+        return recent / self._seconds
 
 
 FloatArray = npt.NDArray[np.float64]

@@ -31,14 +31,11 @@ _HORIZON = 10.0  # steps within which waiting prompts should be prefilled
 _TOLERANCE = 0.08  # share by which a step may be less efficient than the best one, to be shorter
 _SHORTER = 0.03  # share of a step that its prompt tokens may lose against the best number of them
 _URGENT_SHARE = 0.25  # share of the TTFT target after which a waiting request is urgent
-_SIZES = tuple(round(2 ** (i / 2)) for i in range(33))
-"""Positions of steps that are compared beside the profile's."""
+_SIZES = tuple(round(2 ** (i / 2)) for i in range(33))  # of steps, beside the profile's
 _MAX_WAITING_CONSIDERED = 256  # most waiting requests considered in a step: bounds the host's time
+# Load up to which decoding may pause for a prompt that is on time anyway: that costs throughput.
 _SPARE_LOAD = 0.7
-"""Load, as a share of capacity, up to which decoding may pause for a prompt that is on time anyway:
-a step without decodes costs throughput."""
-_LEAST_PROMPT_SHARE = 0.25
-"""Share of the best step that prompts get even if clients ask for less latency."""
+_LEAST_PROMPT_SHARE = 0.25  # share of the best step that prompts get whatever the TPOT target
 
 
 class FluidGuided(AdmissionPolicy):
@@ -241,7 +238,11 @@ class FluidGuided(AdmissionPolicy):
         first = prompts[0]
         # A shorter step would serve decoding requests only.
         urgent = not num_decodes or self._is_urgent(step, first, backlog)
-        most = self._best_step(step)[0] - num_decodes
+        size = self._best_step(step)[0]
+        # As many as arrive meanwhile: with fewer the backlog would grow for ever.
+        seconds = self._decode_only_seconds(step, max(size, num_decodes))
+        arriving = step.learn.traffic.certain_tokens_per_s(step.now) * seconds
+        most = max(size - num_decodes, math.ceil(arriving))
         if urgent:
             # Only the first prompt: others would delay it.
             most = max(most, self._soonest(step, num_decodes, _missing(step, first)))
