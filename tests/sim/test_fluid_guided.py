@@ -112,7 +112,7 @@ def test_prompts_keep_up_with_those_that_arrive(monkeypatch: pytest.MonkeyPatch)
 
     ours = ttft()
     # The control: a step of the best size, whatever comes.
-    never = "penstock.core.learn.traffic.Traffic.certain_tokens_per_s"
+    never = "penstock.core.learn.traffic.Traffic.least_prompt_tokens_per_s"
     monkeypatch.setattr(never, lambda *_: 0.0)
     assert ours < 0.85 * ttft()
 

@@ -42,9 +42,9 @@ class Traffic:
         known = 1 - math.exp((self._since - now) / self._seconds)
         if known <= 0:
             return 0.0
-        return self.certain_tokens_per_s(now) / known
+        return self.least_prompt_tokens_per_s(now) / known
 
-    def certain_tokens_per_s(self, now: float) -> float:
+    def least_prompt_tokens_per_s(self, now: float) -> float:
         """Return the least rate, as if nothing had come before the first request was seen."""
         recent = self._recent_tokens * math.exp((self._last - now) / self._seconds)
         return recent / self._seconds

@@ -241,7 +241,7 @@ class FluidGuided(AdmissionPolicy):
         size = self._best_step(step)[0]
         # As many as arrive meanwhile: with fewer the backlog would grow for ever.
         seconds = self._decode_only_seconds(step, max(size, num_decodes))
-        arriving = step.learn.traffic.certain_tokens_per_s(step.now) * seconds
+        arriving = step.learn.traffic.least_prompt_tokens_per_s(step.now) * seconds
         most = max(size - num_decodes, math.ceil(arriving))
         if urgent:
             # Only the first prompt: others would delay it.
