@@ -105,12 +105,13 @@ def test_measured_by_command_and_read_by_the_engine(settings, tmp_path) -> None:
     assert "1 thread" in profile.origin
 
     data = json.loads(out.read_text())
+    data |= {"pace": 1.0, "host_fixed": 0.5}
     data["drafters"][1].update(batch_counts=[1], batch_seconds=[7.0], per_catch_up_token=3.0)
     out.write_text(json.dumps(data))
     times = load(settings, profile=out).scheduler.learn.times
     assert times.curve_of("far")(1) == 7.0, "believed, not measured"
     assert times.catch_up_of("far") == 3.0
-    assert times.target(8) == pytest.approx(profile.linear(8))
+    assert times.target(8) == pytest.approx(profile.linear(8) + 0.5), "of whole served steps"
 
 
 def test_without_a_profile_reading_is_measured_too(settings: dict[str, Any]) -> None:

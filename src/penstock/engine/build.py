@@ -133,7 +133,8 @@ def load_engine(config: EngineConfig, *, calibrated: bool = True) -> Engine:
     state = None if config.state is None else StateFile(config, config.state, models, look_up)
     learn = Estimators() if state is None else state.restore()
     scheduler = _scheduler(config, models, learn, look_up)
-    profile = None if config.profile is None else read_profile(config.profile)
+    known = None if config.profile is None else read_profile(config.profile)
+    profile = known and known.served(drafts=bool(drafters or look_up))  # as in simulations
     if calibrated:
         is_auto = config.pipeline == "auto"
         together = [n for n, d in scheduler.table.drafters.items() if is_auto and d.has_lane]

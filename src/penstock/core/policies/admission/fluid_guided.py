@@ -33,8 +33,7 @@ _SHORTER = 0.03  # share of a step that its prompt tokens may lose against the b
 _URGENT_SHARE = 0.25  # share of the TTFT target after which a waiting request is urgent
 _SIZES = tuple(round(2 ** (i / 2)) for i in range(33))  # of steps, beside the profile's
 _MAX_WAITING_CONSIDERED = 256  # most waiting requests considered in a step: bounds the host's time
-# Load up to which decoding may pause for a prompt that is on time anyway: that costs throughput.
-_SPARE_LOAD = 0.7
+_SPARE_LOAD = 0.7  # load up to which decoding may pause for a prompt that is on time anyway
 _LEAST_PROMPT_SHARE = 0.25  # share of the best step that prompts get whatever the TPOT target
 
 
