@@ -239,7 +239,8 @@ class FluidGuided(AdmissionPolicy):
         urgent = not num_decodes or self._is_urgent(step, first, backlog)
         size = self._best_step(step)[0]
         # As many as arrive meanwhile: with fewer the backlog would grow for ever.
-        seconds = self._decode_only_seconds(step, max(size, num_decodes))
+        seconds = step.learn.times.profile.linear(max(size, num_decodes))
+        seconds += self._decode_seconds(step, num_decodes)
         arriving = step.learn.traffic.least_prompt_tokens_per_s(step.now) * seconds
         most = max(size - num_decodes, math.ceil(arriving))
         if urgent:
