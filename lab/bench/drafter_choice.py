@@ -32,7 +32,6 @@ from lab.bench.live_engine import (
     MIXED,
     by_domain,
     measured_costs,
-    target_names,
     texts_of,
     texts_of_cell,
 )
@@ -40,14 +39,14 @@ from lab.common.claims import ClaimVerdict, bar
 from lab.common.families import SPIN
 from lab.common.hindsight import LONGEST, NONE, KnownText, Option, best_single, clairvoyant
 from lab.common.live import load, make_loop, request_of
-from lab.common.results import Results, ResultTable, parser, table, tell
+from lab.common.results import Results, ResultTable, counts, names_of, parser, table, tell
 from lab.rivals import policy_named
 from penstock.config import PolicyConfig
 from penstock.core.loop import Loop
 from penstock.core.types import Output
 from penstock.engine.build import Engine
 from penstock.serving.offline import complete
-from penstock.zoo.registry import DOMAINS
+from penstock.zoo.registry import DOMAINS, bundled_models
 
 POLICIES = ("auto", *SPIN)
 BASELINES = (*SPIN, "greedy", "epsilon_greedy")
@@ -220,10 +219,11 @@ def tables(cells: Sequence[dict[str, Any]]) -> list[ResultTable]:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser(__doc__, quick="two domains, few requests")
     options.add_argument("--out", type=Path, default=Path("choice"), help="folder for texts")
-    options.add_argument("--targets", type=target_names, default="target-large")
-    options.add_argument("--batches", default="1,8,16")
-    options.add_argument("--cells", default=",".join((MIXED, *DOMAINS)))
-    options.add_argument("--policies", default=",".join(("auto", *BASELINES)))
+    targets = [name for name, model in bundled_models().items() if model.role == "target"]
+    options.add_argument("--targets", type=names_of(targets), default="target-large")
+    options.add_argument("--batches", type=counts, default="1,8,16")
+    for option, known in {"--cells": (MIXED, *DOMAINS), "--policies": ("auto", *BASELINES)}.items():
+        options.add_argument(option, type=names_of(known), default=[*known])
     options.add_argument("--family", type=Path, help="folder that `penstock zoo grow` has written")
     options.add_argument("--requests", type=int, default=16, help="of a domain")
     options.add_argument("--warm", type=int, default=48, help="of a domain, served before")
@@ -232,15 +232,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.add_argument("--repeats", type=int, default=2)
     args = options.parse_args(arguments)
     if args.quick:
-        args.requests, args.warm, args.cells, args.batches = 4, 4, "mixed,chat", "1"
-    args.cells, args.policies = args.cells.split(","), args.policies.split(",")
-    if unknown := [n for n in args.policies if n not in ("auto", *BASELINES)]:
-        options.error(f"--policies: {unknown[0]!r}; choose from auto, {', '.join(BASELINES)}")
+        args.requests, args.warm, args.cells, args.batches = 4, 4, [MIXED, "chat"], [1]
     if "auto" not in args.policies:
         options.error("--policies: without auto there is nothing to judge")
     if args.family is not None:
         args.out /= args.family.name
-    args.batches = [int(b) for b in args.batches.split(",")]
     if args.cells != [MIXED] and args.requests < max(args.batches):
         options.error(f"--requests must be {max(args.batches)} or more: a domain fills the batch")
     return args

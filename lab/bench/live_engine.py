@@ -26,14 +26,6 @@ FIRST_OVERHEAD = 1.5e-4
 """Seconds of host work in a step, before it was measured."""
 
 
-def target_names(text: str) -> list[str]:
-    """An option's value: targets of the bundled family, with commas between them."""
-    known = [name for name, model in bundled_models().items() if model.role == "target"]
-    if unknown := [name for name in text.split(",") if name not in known]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r}; choose from {', '.join(known)}")
-    return text.split(",")
-
-
 def measured_costs(engine: Engine) -> Costs:
     """Step times as the engine has measured them."""
     times, drafters = engine.scheduler.learn.times, engine.executor.drafters

@@ -43,7 +43,7 @@ from lab.bench.servers import Streamed, streamed
 from lab.common.cells import Cells, Figures
 from lab.common.claims import ClaimVerdict, Measurement, check
 from lab.common.played_texts import KnownText, PlayedTexts
-from lab.common.results import Results, parser, table, tell
+from lab.common.results import Results, names_of, parser, table, tell
 from lab.common.statistics import FloatArray
 from penstock.config import SUFFIX
 from penstock.config.devices import cores_of
@@ -434,7 +434,7 @@ def main() -> int:
     options = parser(__doc__)
     options.add_argument("target", type=Path, nargs="?", metavar="MODEL.gguf")
     options.add_argument("--drafter", metavar="NAME=FILE", default=DEFAULT_DRAFTER)
-    options.add_argument("--cases", type=lambda t: t.split(","), default=[*CASES])
+    options.add_argument("--cases", type=names_of(CASES), default=[*CASES])
     options.add_argument(
         "--loads", type=lambda t: [*map(float, t.split(","))], default=[0.3, 0.6, 0.9]
     )

@@ -51,7 +51,7 @@ from lab.bench.real_models import MODELS, default_folder
 from lab.bench.real_prompts import ChatTokenizer, RealPrompt, source_texts, token_ids
 from lab.bench.soak_clients import Refused, events, posted
 from lab.common.cells import Cells, Figures
-from lab.common.results import Results, ResultTable, count, counts, save, show, table
+from lab.common.results import Results, ResultTable, count, counts, names_of, save, show, table
 from lab.common.statistics import made_while_busy, rotated
 
 KINDS = {
@@ -406,7 +406,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[Riv
     add("--other", action="append", default=[], metavar="NAME=COMMAND")
     add("--clients", type=counts, default=[1, 4, 8, 32], metavar="N,N")
     add("--prompts", type=counts, default=[100, 1400, 6000], metavar="N,N", help="tokens")
-    add("--kinds", type=_kinds, default=[*KINDS], help=", ".join(KINDS))
+    add("--kinds", type=names_of(KINDS), default=[*KINDS], help=", ".join(KINDS))
     add("--tokens", type=count, default=128, help="of an answer")
     add("--requests", type=count, default=2, help="of each client in a cell")
     add("--repeats", type=count, default=3, help="starts of each server")
@@ -422,12 +422,6 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[Riv
         return args, rivals_of(args)
     except ValueError as error:
         parser.error(str(error))
-
-
-def _kinds(text: str) -> list[str]:
-    if unknown := [kind for kind in text.split(",") if kind not in KINDS]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r}; allowed: {', '.join(KINDS)}")
-    return text.split(",")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

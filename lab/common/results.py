@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
@@ -63,6 +63,17 @@ def count(text: str) -> int:
 def counts(text: str) -> list[int]:
     """Parse numbers from 1 between commas."""
     return [count(part) for part in text.split(",")]
+
+
+def names_of(known: Collection[str]) -> Callable[[str], list[str]]:
+    """Return a parser of known names between commas."""
+
+    def parse(text: str) -> list[str]:
+        if unknown := [name for name in text.split(",") if name not in known]:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r}; allowed: {', '.join(known)}")
+        return text.split(",")
+
+    return parse
 
 
 def tell(args: argparse.Namespace, results: Results) -> int:
