@@ -169,8 +169,8 @@ def test_a_profile_is_drawn_anew_from_the_steps_where_it_is_to_be_learned() -> N
         times = Estimators(before).times
         times.target.learns_profile = learns
         steps_of(times, rows, lambda num: 0.003 + 1e-4 * num)
-        known = [times.profile.linear(num) for num in (1, 60, 600)]
-        assert (known == pytest.approx([0.0031, 0.009, 0.063], rel=0.02)) is learns
+        known = [times.profile.linear(num) for num in (1, 60, 600, 4096)]
+        assert (known == pytest.approx([0.0031, 0.009, 0.063, 0.4126], rel=0.02)) is learns
         assert (times.profile is before) is not learns
         assert times.profile.kv_tokens == 4096
 

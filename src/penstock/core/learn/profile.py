@@ -95,9 +95,8 @@ class LearnedProfile:
         kinks = np.array([1, *(n for n in _KINKS if n < seen), seen])
         for n, seconds in zip(kinks.tolist(), self._line(kinks).tolist(), strict=True):
             table.setdefault(n, seconds)
-        # Larger steps than any should be tried, too: they are less steep than a position's mean.
-        slope = _HOPE * min(s / n for n, s in table.items())
-        table[_FAR] = max(*table.values(), table[seen] + slope * (_FAR - seen))
+        (far,) = self._line(np.array([_FAR])).tolist()
+        table[_FAR] = max(far, *table.values())
         points = sorted(table.items())
         return StepProfile(
             "measured",
