@@ -92,11 +92,11 @@ class LearnedProfile:
         for n, share in ((beside, 1.0), (gaps, _HOPE)):
             for size, seconds in zip(n.tolist(), (share * self._line(n)).tolist(), strict=True):
                 table.setdefault(round(size), seconds)
-        kinks = np.array([1, *(n for n in _KINKS if n < seen), seen])
+        # Beyond what was seen no cheaper than the line: prompts would wait for such steps.
+        kinks = np.array([1, *(n for n in _KINKS if n < seen), seen, _FAR])
         for n, seconds in zip(kinks.tolist(), self._line(kinks).tolist(), strict=True):
             table.setdefault(n, seconds)
-        (far,) = self._line(np.array([_FAR])).tolist()
-        table[_FAR] = max(far, *table.values())
+        table[_FAR] = max(table.values())
         points = sorted(table.items())
         return StepProfile(
             "measured",
